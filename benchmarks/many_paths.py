@@ -102,9 +102,9 @@ def make_model(folder: Path, shape: str, most: int) -> Any:
         model = load_expansion(model, extracts[name].path, name=name)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if name.endswith((".w12", "lm_head.expansions.default.up_weight")):
+        if name.endswith((".w12", ".up_weight")):
             parameter.data = torch.randn(parameter.shape, generator=generator) * SPREAD
-        elif name.startswith("expanded_models."):
+        elif ".expansions." in name:
             # loaded from one extract, all would be the same pages of its file, which a processor's cache may hold
             parameter.data = parameter.data.clone()
     return model.eval()
@@ -152,10 +152,10 @@ def weights_of(model: Any, choices: dict[str, Any]) -> dict[str, float]:
     """Parameters of the base and of the expansions of each choice, over those of the base; storages counted once."""
 
     def bytes_of(names: list[str]) -> int:
-        members = [model.expanded_models[name] for name in names]
-        own = [each for name, each in model.named_parameters() if not name.startswith("expanded_models.")]
         held = {
-            each.data_ptr(): each.nbytes for each in [*own, *(one for member in members for one in member.parameters())]
+            each.data_ptr(): each.nbytes
+            for name, each in model.named_parameters()
+            if ".expansions." not in name or any(f".expansions.{own}." in name for own in names)
         }
         return sum(held.values())
 

@@ -89,7 +89,7 @@ def load(folder: Path, variant: Variant, device: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder / variant.name)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if name.endswith((".w12", "lm_head.expansions.default.up_weight")):
+        if name.endswith((".w12", ".up_weight")):
             random = torch.randn(parameter.shape, generator=generator) * SPREAD
             parameter.data = random.to(parameter.dtype)
     return model.to(device)

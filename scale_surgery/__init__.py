@@ -12,10 +12,6 @@ load by transformers' auto classes without remote code.
 
 from importlib.metadata import version as _version
 
-from scale_surgery.composition.compose import Composed, compose
-from scale_surgery.composition.mixing import set_mixing
-from scale_surgery.composition.record import Mixing
-from scale_surgery.composition.separate import extract, strip
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import (
     CheckpointError,
@@ -27,12 +23,12 @@ from scale_surgery.errors import (
     TrainingError,
     UnsupportedFamilyError,
 )
-from scale_surgery.evidence.composition_summary import CompositionSummary
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.inspect import Inspection, inspect
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
+from scale_surgery.evidence.several import ExpansionsSummary
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.push import Push, Pushed, push
@@ -54,12 +50,13 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.serve import Address, Served, serve
 from scale_surgery.surgery.adopt import Adopted, adopt
 from scale_surgery.surgery.apply import Applied, GivenBase, apply
+from scale_surgery.surgery.compose import Composed, compose
 from scale_surgery.surgery.expand import Expansion, expand
-from scale_surgery.surgery.extract import Extracted
+from scale_surgery.surgery.extract import Extracted, extract
 from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.merge import Merged, merge
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
-from scale_surgery.surgery.strip import Stripped
+from scale_surgery.surgery.strip import Stripped, strip
 from scale_surgery.talking.generate import generate
 from scale_surgery.talking.records import Answer, Generation
 from scale_surgery.talking.settings import GenerationSettings
@@ -81,11 +78,11 @@ __all__ = [
     "CalibrationSettings",
     "CheckpointError",
     "Composed",
-    "CompositionSummary",
     "DataError",
     "EvalData",
     "Evaluation",
     "Expansion",
+    "ExpansionsSummary",
     "Extracted",
     "Generation",
     "GenerationSettings",
@@ -96,7 +93,6 @@ __all__ = [
     "Inspection",
     "Learned",
     "Merged",
-    "Mixing",
     "PilotSettings",
     "Plan",
     "PlanError",
@@ -150,7 +146,6 @@ __all__ = [
     "route_export",
     "route_report",
     "serve",
-    "set_mixing",
     "set_routing",
     "strip",
     "train",

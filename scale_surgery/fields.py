@@ -160,7 +160,7 @@ def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
     return Field(
         name=field.name,
         option=field.metadata.get("option", field.name.replace("_", "-")),
-        kind=str if kind is Literal else kind,
+        kind=str if kind is Literal else own if listed is float else kind,
         list_choices=field.metadata.get("choices", lambda: get_args(listed)),
         range=allowed,
         default=field.default,

@@ -24,7 +24,7 @@ from scale_surgery.planning.architecture import CODE_FILES
 
 UP = 6
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(3))
-SHARD, NEW_SHARD = "model-00001-of-00001.safetensors", "expansion-00001-of-00001.safetensors"
+SHARD, NEW_SHARD = "model-00001-of-00001.safetensors", "expansion-default-00001-of-00001.safetensors"
 
 
 @dataclass(frozen=True)

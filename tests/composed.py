@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from scale_surgery import Mixing, Request, compose, expand, extract, load_expansion
+from scale_surgery import Request, Routing, compose, expand, extract, load_expansion
+from scale_surgery.planning.routing_specs import routing_of_weights
 from tests.by_hand import make_base
 from tests.conftest import load, shake
 from tests.surgery.test_mixtures_in_memory import CONFIGS
@@ -28,6 +29,12 @@ REQUESTS = {
     "second": Request("1", init_w22="random", seed=1),
 }
 LLAMA = ("medicine", "law", "music", "chess")
+
+
+def mixed(weights: tuple[float, ...] | None = None, switch_rate: float = 0.01) -> Routing:
+    """A posterior router with these weights of the base and of each expansion, or with all alike."""
+    routing = Routing(switch_rate=switch_rate)
+    return routing if weights is None else routing_of_weights(routing, weights)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def make_expansions(
         base = base_of(family, dtype, dtype == "bfloat16")
     folders, extracts = {}, {}
     for seed, name in enumerate(names):
-        folders[name] = expand(base, REQUESTS[name], folder / name).path
+        folders[name] = expand(base, replace(REQUESTS[name], name=name), folder / name).path
         if is_trained:
             shake(folders[name], seed)
         extracts[name] = extract(folders[name], folder / f"{name}.extract").path
@@ -84,4 +91,4 @@ def make_speaking(folder: Path) -> tuple[Made, Path]:
     base = save_tiny(folder / "base", "llama", vocab_size=258)
     bytes_tokenizer().save_pretrained(base)
     made = make_expansions(lambda *_: base, folder, "llama", ("medicine", "law", "music"))
-    return made, compose(made.base, made.extracts, folder / "composed", mixing=Mixing(switch_rate=0.05)).path
+    return made, compose(made.base, made.extracts, folder / "composed", routing=mixed(switch_rate=0.05)).path

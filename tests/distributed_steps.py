@@ -51,7 +51,7 @@ def load_moved(path: Path) -> Any:
 
 def shard_layers(model: Any, **options: Any) -> Any:
     """FSDP2 by hand: a unit for each decoder layer, and one for the rest."""
-    plan = model.config.scale_surgery
+    plan = model.config.scale_surgery["base"]
     for layer in model.get_submodule(f"{plan['base_model']}.{plan['layers']}"):
         fully_shard(layer, **options)
     return fully_shard(model, **options)

@@ -31,7 +31,7 @@ TAKEN = {
     "expand": (Request, set()),
     "train": (TrainingSettings, set()),
     "rank-layers": (PilotSettings, set()),
-    "route-export": (Routing, set()),
+    "route-export": (Routing, {"shares"}),
     "route-calibrate": (CalibrationSettings, set()),
     "push": (Push, {"check"}),
     "generate": (GenerationSettings, set()),

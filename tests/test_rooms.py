@@ -22,14 +22,12 @@ ROOMS = [
         "checkpoint",
         "planning",
         "modeling",
-        "engine",
         "running",
         "deriving",
         "biographies",
     ),
     *(
         "surgery",
-        "composition",
         "evidence",
         "show",
         "training",
@@ -72,11 +70,7 @@ def _is_module(name: str, root: Path) -> bool:
 
 def graph(root: Path) -> dict[str, set[str]]:
     """What each module imports; code that travels with checkpoints stands alone, see test_imports.py."""
-    files = [
-        file
-        for file in root.rglob("*.py")
-        if file.parent.name not in ("modeling", "engine") or file.name == "__init__.py"
-    ]
+    files = [file for file in root.rglob("*.py") if file.parent.name != "modeling" or file.name == "__init__.py"]
     named = {".".join(file.relative_to(root.parent).with_suffix("").parts): file for file in files}
     return {name.removesuffix(".__init__"): set(imports(file, root)) for name, file in named.items()}
 

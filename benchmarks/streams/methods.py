@@ -63,7 +63,10 @@ class Composed:
             wide = expand(SHIPPED_MODEL, request, Path(folder) / "wide").path
             own = extract(wide, Path(folder) / "extract").path
             self.model = load_expansion(self.model, own, name=name_of(number))
-        return self.model.expanded_models[name_of(number)]
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(f".expansions.{name_of(number)}." in name)
+        self.model.set_expansion(name_of(number))
+        return self.model
 
     def take_up(self, number: int, pupil: Any) -> None:
         """Mix it with the others."""

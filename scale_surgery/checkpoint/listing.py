@@ -46,7 +46,7 @@ def list_files(path: Path) -> list[str]:
     """
     check_folder(path)
     kept = [file.as_posix() for file in _entries(path) if (path / file).exists() and not (path / file).is_dir()]
-    if problems := [problem for name in kept if (problem := _unfit(path, name))]:
+    if problems := [problem for name in kept if (problem := unfit(path, name))]:
         raise CheckpointError.from_problems(shorten(problems))
     if not kept:
         raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
@@ -63,7 +63,7 @@ def _entries(path: Path) -> list[Path]:
     return sorted(entries)
 
 
-def _unfit(path: Path, name: str) -> str | None:
+def unfit(path: Path, name: str) -> str | None:
     """Why an entry of a folder is no file of a model, or None."""
     if not is_unicode(name):
         return f"{path}: the name {os.fsencode(name)!r} is no UTF-8, expected Unicode text. Rename the file."

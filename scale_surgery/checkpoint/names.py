@@ -11,13 +11,9 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
-# what a composed folder holds in place of surgery.json
-COMPOSED_FILE = "composed.json"
 # of an extract, where no loader takes it for a whole model
 STORED_INDEX = "expanded.index.json"
 TRAINING_FOLDER = "training"
-# of a composed folder
-EXPANSIONS_FOLDER = "expansions"
 LOG_FILE = "log.jsonl"
 # of a job of learn, in whose folder models lie
 JOB_FILE = "learn.json"

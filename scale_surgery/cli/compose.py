@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.errors import counted
 
 if TYPE_CHECKING:
-    from scale_surgery.composition.record import Mixing
+    from scale_surgery.planning.routing_specs import Routing
     from scale_surgery.show.console import Output
 
 
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     callback=as_list,
     metavar="A,B",
     help="Names of the expansions, letters, digits and underscores, in the order of EXTRACTS.  "
-    "[default: as the folders, qwen3-law becomes qwen3_law]",
+    "[default: as they were made; of one called default as its folder, qwen3-law becomes qwen3_law]",
 )
 @click.option("--add", multiple=True, metavar="EXTRACT", help="The same as one of EXTRACTS. Can be repeated.")
 @click.option(
     "--remove",
     multiple=True,
     metavar="NAME",
-    help="Expansion of BASE, a composed folder, to leave out, damaged or not. Can be repeated.",
+    help="Expansion of BASE, an expanded folder, to leave out, damaged or not. Can be repeated.",
 )
 @click.option(
     "--prior",
@@ -60,13 +61,13 @@ def compose_command(
     """Put many EXTRACTS of one BASE into one folder, which loads as one model.
 
     Its router weighs K + 1 paths, the base and every expansion, by how well each has predicted the text so far. BASE is
-    the base model; or a composed folder, to add expansions or to leave some out.
+    the base model; or an expanded folder, to add expansions or to leave some out.
 
     \b
     Example: scale-surgery compose MODEL MEDICINE LAW -o COMPOSED
     """
-    from scale_surgery.composition.compose import compose
     from scale_surgery.show.tables_forms import render_composed
+    from scale_surgery.surgery.compose import compose
 
     given = (*extracts, *add)
     if names is not None and len(names) != len(given):
@@ -76,22 +77,22 @@ def compose_command(
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    numbers = options.pop("prior"), options.pop("switch_rate")
-    mixing = read_mixing(base, *numbers, stays=not (given or options["remove"]))
-    done = compose(base, named, output, mixing=mixing, track=out.track, **options)
+    routing = make_routing(base, options.pop("prior"), options.pop("switch_rate"))
+    done = compose(base, named, output, routing=routing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 
-def read_mixing(base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, stays: bool) -> Mixing | None:
+def make_routing(base: str, prior: tuple[str, ...] | None, switch_rate: float | None) -> Routing | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:
-        base: What is composed; a composed folder has numbers, which stay where others are given.
-        prior: What is said of the prior.
-        switch_rate: What is said of the switch rate.
-        stays: Whether the expansions are those that it has.
+        base: What is composed; an expanded folder may have a switch rate, which stays where none is given.
+        prior: Weights of the base and of each expansion.
+        switch_rate: Share of its weight that each path gives to the others at every token.
     """
-    from scale_surgery.composition.record import Mixing, is_composition, read_composed_record
+    from scale_surgery.checkpoint.names import MANIFEST_FILE
+    from scale_surgery.planning.routing_specs import Routing, routing_of_weights
+    from scale_surgery.surgery.record import read_manifest
 
     if prior is None and switch_rate is None:
         return None
@@ -101,6 +102,11 @@ def read_mixing(base: str, prior: tuple[str, ...] | None, switch_rate: float | N
         raise click.UsageError(
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
-    before = read_composed_record(Path(base)).mixing if is_composition(base) else Mixing()
-    rate = before.switch_rate if switch_rate is None else switch_rate
-    return Mixing(before.prior if stays and weights is None else weights, rate)
+    before = read_manifest(Path(base)).routing if (Path(base) / MANIFEST_FILE).is_file() else None
+    routing = before or Routing()
+    routing = routing if switch_rate is None else replace(routing, switch_rate=switch_rate)
+    if weights is not None and (len(weights) < 2 or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-6):
+        raise click.UsageError(
+            f"--prior {','.join(prior or ())}: expected positive weights of sum 1, of the base and of each expansion."
+        )
+    return routing if weights is None else routing_of_weights(routing, weights)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 # options that have a name of their own here, by section; every other setting is reached by --set
-EXPANSION, RANKING = ("layers", "method", "variant"), ("budget",)
+EXPANSION, RANKING = ("layers", "name", "method", "variant"), ("budget",)
 TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size", "rehearse")
 SHORT = {"expansion": EXPANSION, "ranking": RANKING, "training": TRAINING, "running": ("device", "trust_remote_code")}
 HELPS = {

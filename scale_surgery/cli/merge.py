@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     "plain checkpoint of the base's architecture, for models whose hidden size was not widened. blocks: split a fused "
     "model into its blocks again, byte for byte.",
 )
+@click.option("--name", help="Which expansion, where there are several; the others stay out.")
 @running_options
 @overwrite_option
 @output_options

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 request_options = options_from(
     Request,
-    *("layers", "method", "variant", "copies", "collaborative_layers", "collaborate"),
+    *("layers", "name", "method", "variant", "copies", "collaborative_layers", "collaborate"),
     *("ratio", "up_width", "up_kv_heads", "up_inner_width"),
     *("init_w21", "init_w22", "init_embedding", "svd", "seed", "dtype"),
 )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     type=TEXTS,
     help="Text to run the model on; can be repeated. Default: the prompts of verify.",
 )
+@click.option("--name", help="Which expansion, where there are several. Default: what each is, from the record alone.")
 @click.option(
     "--files-only", is_flag=True, help="Read tensors only and run no model: nothing is said about hidden states."
 )
@@ -52,15 +53,15 @@ def report_command(
 
     Norms are Frobenius norms. Drift is the largest absolute difference between the model's base stream, the base's part
     of its hidden states, and the hidden states of the base model; the cosine between them is a mean over tokens. Texts
-    are as for train: text files, JSONL, folders saved by the library datasets. Of a composed folder: its expansions,
-    its router and its promises, as the last verification found them.
+    are as for train: text files, JSONL, folders saved by the library datasets. Of several
+    expansions without --name: what each is, the router, and what the last verification found.
 
     \b
     Example: scale-surgery report EXPANDED --text general.txt -o report.html
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.report import report
+    from scale_surgery.evidence.several import ExpansionsSummary
     from scale_surgery.show.commands import after_composed, after_report
     from scale_surgery.show.pages.composed import write_composed_page
     from scale_surgery.show.pages.report import write_page
@@ -69,7 +70,7 @@ def report_command(
 
     check_output_files(outputs, [expanded, *texts])
     found = report(expanded, texts, run=take(RunOptions, options), track=out.track, **options)
-    if isinstance(found, CompositionSummary):
+    if isinstance(found, ExpansionsSummary):
         out.show(found, render_held(found))
         write_files(outputs, {".html": partial(write_composed_page, found), ".json": as_result(found)}, out)
         out.suggest(after_composed(found, expanded))

@@ -25,8 +25,8 @@ def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bo
     \b
     Example: scale-surgery strip EXPANDED -o BASE
     """
-    from scale_surgery.composition.separate import strip
     from scale_surgery.show.tables import render_stripped
+    from scale_surgery.surgery.strip import strip
 
     done = strip(expanded, output, base_weights=base_weights, overwrite=overwrite, track=out.track)
     out.show(done, render_stripped(done))
@@ -35,7 +35,7 @@ def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bo
 @click.command(name="extract")
 @click.argument("expanded", type=FOLDER)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
-@click.option("--name", help="Which expansion, where EXPANDED was written by compose.")
+@click.option("--name", help="Which expansion, where there are several.")
 @overwrite_options
 @output_options
 def extract_command(
@@ -48,8 +48,8 @@ def extract_command(
     \b
     Example: scale-surgery extract EXPANDED -o EXTRACT
     """
-    from scale_surgery.composition.separate import extract
     from scale_surgery.show.tables_forms import render_extracted
+    from scale_surgery.surgery.extract import extract
 
     done = extract(expanded, output, name=name, base_weights=base_weights, overwrite=overwrite, track=out.track)
     out.show(done, render_extracted(done))

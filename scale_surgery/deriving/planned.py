@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import code_folder, derive_config, read_base
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import PlanError
-from scale_surgery.planning.base import Base, refuse_expanded
+from scale_surgery.planning.base import Base, base_in
 from scale_surgery.planning.compared import check_same
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.duplicable import per_layer_lists
@@ -66,7 +66,7 @@ def make_plan(
     """Decide everything that an expansion will do; no weight is read.
 
     Args:
-        checkpoint: The base model.
+        checkpoint: The base model, or an expanded folder that gets one more expansion of its base.
         request: What the user asks for.
         name: Hub id or folder name of the base model.
         revision: Commit of the Hub repository, where known.
@@ -79,10 +79,10 @@ def make_plan(
     Raises:
         UnsupportedFamilyError: If the architecture cannot be expanded; the message names what stands in the way.
         PlanError: If the request does not fit the model; every problem is listed.
-        CheckpointError: If the model is expanded already, or a base tensor is missing or has a wrong shape, or a
-            name is taken that the expansion needs.
+        CheckpointError: If it has an expansion of that name already, a base tensor is missing or has a wrong shape, or
+            a name is taken that the expansion needs.
     """
-    refuse_expanded(checkpoint)
+    checkpoint = base_in(checkpoint, request.name)
     check_name(request.name, ())
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None
     # what cannot be grown so whatever the architecture is said before it is asked for

@@ -176,7 +176,7 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
                 f"{subject.name}: is fused and holds no base that could be measured with it. What it forgot and "
                 "learned shows beside its base: give that as one more model."
             )
-        if subject.is_expanded and subject.record is None:
+        if subject.is_expanded and subject.manifest is None:
             yield (
                 f"{subject.name}: has no {MANIFEST_FILE}, so its base cannot be given back as files; it is compared "
                 "with itself, expansion disabled. Make an expanded folder of it: "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.expansions import expansion_of, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line, saved_elsewhere
@@ -15,10 +14,10 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.composition.record import is_composition
 from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.evidence.composition_summary import CompositionSummary, summarise_composition
+from scale_surgery.evidence.several import ExpansionsSummary, summarise_expansions
+from scale_surgery.evidence.verification import changed_since
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of
 from scale_surgery.planning.methods import method_of_variant
@@ -110,8 +109,13 @@ class Inspection:
     bytes: int
     left_out: tuple[str, ...]
     expansion: ExpansionSummary | None
-    composition: CompositionSummary | None = None
+    composition: ExpansionsSummary | None = None
     quantisation: str | None = None
+
+
+@dataclass(frozen=True)
+class _Runs:
+    training: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class _Record:
     base_name: str | None = None
     base_revision: str | None = None
     verification: Mapping[str, Any] | None = None
-    training: tuple[Mapping[str, Any], ...] = ()
+    expansions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     routing: Mapping[str, Any] | None = None
 
 
@@ -127,7 +131,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     """Describe a checkpoint; no weight is read.
 
     Args:
-        model: A folder or a Hub id, a base model, an expanded one or a composed one.
+        model: A folder or a Hub id, a base model or an expanded one.
         revision: Branch, tag or commit of a Hub repository.
         run: Whether its own code may run, where transformers does not have its type: trust_remote_code.
 
@@ -139,8 +143,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
-    refuse_lost_record(source.path)
-    is_composed = is_composition(source.path)
+    is_several = len(specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))) > 1 and checkpoint.manifest is not None
     if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
         # the record alone names the base's classes
         raise CheckpointError(saved_elsewhere(Path(model), checkpoint.config))
@@ -150,7 +153,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
     check_layers(architecture, sizes.layers, checkpoint.tensors)
-    is_base = CONFIG_KEY not in checkpoint.config and not is_composed
+    is_base = CONFIG_KEY not in checkpoint.config
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
@@ -167,8 +170,8 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         parameters_unique=stored - _tied_copy(checkpoint, architecture, sizes),
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
-        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config and not is_composed else None,
-        composition=summarise_composition(source.path) if is_composed else None,
+        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config and not is_several else None,
+        composition=summarise_expansions(source.path) if is_several else None,
         quantisation=quantisation_of(read_base(checkpoint, run)) if is_base else None,
     )
 
@@ -221,12 +224,15 @@ def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any], title: str) 
 def _read_record(checkpoint: Checkpoint) -> _Record:
     """What surgery.json says of the base and of the last verification; empty where there is none."""
     content = checkpoint.manifest or {}
-    if problems := list(known_misfits(content, _Record)):
+    problems = list(known_misfits(content, _Record))
+    for name, own in {} if problems else content.get("expansions", {}).items():
+        problems += known_misfits(own, _Runs, f"expansions.{name}")
+    if problems:
         raise CheckpointError(
             f"{checkpoint.path / MANIFEST_FILE}: is incomplete ({in_one_line(problems)}). Restore it from where you "
             "got it."
         )
-    known = {field.name: content[field.name] for field in fields(_Record) if field.name in content}
+    known = {own.name: content[own.name] for own in fields(_Record) if own.name in content}
     return _Record(**known)
 
 
@@ -263,13 +269,5 @@ def _verified(verification: Mapping[str, Any] | None) -> str | None:
 
 
 def _changed_since(record: _Record, verification: Mapping[str, Any]) -> str | None:
-    """What the records tell to be newer than a verification; no tensor is read."""
-    # dates in UTC, written in one way, are ordered as texts
-    # what another trainer made is no longer verified when it is adopted
-    dates = (str(run.get("begun", "")) for run in record.training)
-    is_trained = any(date >= str(verification.get("date")) for date in dates)
-    before, now = verification.get("routing"), record.routing
-    is_other = (before is None) != (now is None)
-    changed = ["tensors (by training)"] * is_trained
-    changed += ["the router"] * is_other + ["the router's numbers"] * (not is_other and before != now)
-    return f"{' and '.join(changed)} changed since" if changed else None
+    runs = [run for own in record.expansions.values() for run in own.get("training", ())]
+    return changed_since(verification, runs, record.routing)

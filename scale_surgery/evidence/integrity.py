@@ -20,7 +20,7 @@ from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.tokenizer import ASKING_FILES
 from scale_surgery.surgery.intact import added_files, base_bytes_to_check, find_damage
 from scale_surgery.surgery.parts import described_parts, hash_parts, part_readers
-from scale_surgery.surgery.record import Manifest, OnBase
+from scale_surgery.surgery.record import Manifest
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,11 @@ def check_files(
     Returns:
         Every problem, each naming its tensor or file.
     """
-    planned = {tensor.name: tensor for tensor in manifest.plan.tensors}
+    planned = manifest.planned
     parts = described_parts(checkpoint, manifest)
     damage = find_damage(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
+    began = {name: digest for own in manifest.expansions.values() for name, digest in own.tensors.items()}
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
     other = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
@@ -90,7 +91,7 @@ def check_files(
         fingerprint=_fingerprint(manifest, {**damage.hashes, **expansion}),
         is_loadable=not damage.missing and len(damage.hashes) == len(manifest.base_tensors),
         nonzero=tuple(_changed_guards(checkpoint, manifest, advance)),
-        trained=tuple(name for name, digest in expansion.items() if manifest.expansion_tensors.get(name) != digest),
+        trained=tuple(name for name, digest in expansion.items() if began.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
         base_bytes=sum(parts[name].bytes for name in damage.hashes),
     )
@@ -104,11 +105,12 @@ def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
 
 def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> int:
     """Bytes that `check_files` reads, for a progress bar."""
-    plan, parts = manifest.plan, described_parts(checkpoint, manifest)
+    parts = described_parts(checkpoint, manifest)
     total = base_bytes_to_check(checkpoint, manifest)
-    total += sum(parts[tensor.name].bytes for tensor in plan.tensors if tensor.name in parts)
+    total += sum(parts[name].bytes for name in manifest.planned if name in parts)
     # each copy is made again to be compared
-    total += sum(tensor.bytes for tensor in plan.method.guards(plan) if tensor.init == "copy")
+    guards = (tensor for plan in manifest.plans.values() for tensor in plan.method.guards(plan))
+    total += sum(tensor.bytes for tensor in guards if tensor.init == "copy")
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
 
@@ -132,12 +134,12 @@ def base_differences(
     return problems
 
 
-def other_base(checkpoint: Checkpoint, record: OnBase, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
+def other_base(checkpoint: Checkpoint, record: Manifest, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
     """One line that says so, where a given base is not that of a folder; none where it is.
 
     Args:
-        checkpoint: An expanded or composed folder whose base is what it was.
-        record: Its surgery.json, or composed.json.
+        checkpoint: An expanded folder whose base is what it was.
+        record: Its surgery.json.
         base: The given base.
         differing: What `base_differences` found.
     """
@@ -158,12 +160,12 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
     return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
 
 
-def asking_warnings(checkpoint: Checkpoint, record: OnBase) -> list[str]:
+def asking_warnings(checkpoint: Checkpoint, record: Manifest) -> list[str]:
     """Files that the base has not, and that decide how a model is asked, a line each.
 
     Args:
-        checkpoint: An expanded or composed folder.
-        record: Its surgery.json, or composed.json.
+        checkpoint: An expanded folder.
+        record: Its surgery.json.
     """
     return [
         f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
@@ -179,7 +181,7 @@ def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:
 
 def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
     """Code files that no release of this program wrote, whatever surgery.json says of them."""
-    facts = manifest.plan.architecture
+    facts = manifest.facts.architecture
     for file in checkpoint.side_files:
         if file.endswith(".py") and not modeling.is_ours(file, hash_file(checkpoint.path / file), facts):
             yield file
@@ -187,9 +189,12 @@ def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
 
 def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
     """Tensors that keep the output the base's as long as they are as they began, and are not, a line each."""
-    guards = manifest.plan.method.guards(manifest.plan)
-    copies = [tensor for tensor in guards if tensor.init == "copy"]
-    return [*_not_constant(checkpoint, manifest, guards), *_not_copies(checkpoint, manifest.plan, copies, advance)]
+    found = []
+    for plan in manifest.plans.values():
+        guards = plan.method.guards(plan)
+        copies = [tensor for tensor in guards if tensor.init == "copy"]
+        found += [*_not_constant(checkpoint, manifest, plan, guards), *_not_copies(checkpoint, plan, copies, advance)]
+    return list(dict.fromkeys(found))
 
 
 def _not_copies(checkpoint: Checkpoint, plan: Plan, copies: Sequence[TensorPlan], advance: Progress) -> Iterator[str]:
@@ -199,9 +204,11 @@ def _not_copies(checkpoint: Checkpoint, plan: Plan, copies: Sequence[TensorPlan]
         yield from altered_copies(plan, copies, checkpoint, advance)
 
 
-def _not_constant(checkpoint: Checkpoint, manifest: Manifest, guards: Sequence[TensorPlan]) -> Iterator[str]:
-    values = {"zero": 0, "mute": manifest.plan.architecture.mute_gain}
-    readers, planned = part_readers(checkpoint, manifest), {tensor.name for tensor in manifest.plan.tensors}
+def _not_constant(
+    checkpoint: Checkpoint, manifest: Manifest, plan: Plan, guards: Sequence[TensorPlan]
+) -> Iterator[str]:
+    values = {"zero": 0, "mute": plan.architecture.mute_gain}
+    readers, planned = part_readers(checkpoint, manifest), manifest.planned
     wanted = {tensor.name: values[tensor.init] for tensor in guards if tensor.init in values}
     # a W12 that no plan knows writes into the base stream as well
     wanted |= {name: 0 for name in readers if name.endswith(".w12") and name not in planned}

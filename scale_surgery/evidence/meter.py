@@ -21,7 +21,7 @@ from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.parts import link_base, link_files
+from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
@@ -84,15 +84,14 @@ class Meter:
 
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
-        parts = 0 if subject.composition is None else len(subject.composition.names)
-        parts += subject.is_expanded and subject.is_routed
+        parts = len(subject.expansions) or (subject.is_expanded and subject.is_routed)
         return sum(len(text.ids) for text in self.texts.values()) * (1 + subject.is_expanded + parts + with_base)
 
     def measure_base(self, subject: Subject, advance: Progress) -> Row:
         """Measure the base model inside an expanded one, by the stock class."""
-        assert subject.base is not None
+        assert subject.base is not None and subject.manifest is not None
         with tempfile.TemporaryDirectory() as folder:
-            renamed = _link_base(subject, Path(folder))
+            renamed = link_base(subject.path, Path(folder), subject.manifest)
             with loaded_whole(Path(folder), subject.base, self.run, renamed=renamed) as model:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
@@ -115,24 +114,12 @@ class Meter:
         return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
 
 
-def _link_base(subject: Subject, folder: Path) -> dict[str, str]:
-    """Make a folder that loads as the base inside a model; see `link_base`."""
-    if subject.manifest is not None:
-        return link_base(subject.path, folder, subject.manifest)
-    assert subject.composition is not None
-    link_files(subject.path, folder, subject.composition)
-    return {}
-
-
 def _parts(
     subject: Subject, model: Any, disabled: str
 ) -> Iterator[tuple[str, Kind, str | None, AbstractContextManager[Any]]]:
     """What of an expanded model runs alone: what it is called, what that is, its base, and how it is chosen."""
-    if subject.composition is not None:
-        for name in subject.composition.names:
-            yield f"{subject.name}, {name} alone", "path", subject.base or disabled, model.use_expansion(name)
-        yield disabled, "disabled", subject.base, model.use_expansion(None)
-        return
-    if subject.is_routed:
+    for name in subject.expansions:
+        yield f"{subject.name}, {name} alone", "path", subject.base or disabled, model.use_expansion(name)
+    if subject.is_routed and not subject.expansions:
         yield f"{subject.name}, routing disabled", "adapt", subject.base or disabled, model.routing_disabled()
     yield disabled, "disabled", subject.base, expansion_disabled(model)

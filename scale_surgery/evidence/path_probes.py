@@ -1,8 +1,8 @@
-"""Numbers of a composed model: each path beside the model that it is alone, and what its mixture loses on any text.
+"""Numbers of several expansions: each path beside the model that it is alone, and what their mixture loses.
 
 base files                     --stock class-->           path 0 alone
 base files, shards of NAME     --a folder of links-->     path k alone, the model that apply writes
-the composed folder            --as a user loads it-->    the same paths, chosen by name and side by side, their mixture
+the whole folder               --as a user loads it-->    the same paths, chosen by name and side by side, their mixture
 
 Each is freed before the next is loaded. One that is larger than the memory given to it is streamed from its files.
 """
@@ -22,13 +22,9 @@ from torch import Tensor
 
 from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.files import write_json
-from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.headers import read_header
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.composition.config import index_of
-from scale_surgery.composition.members import known_files, manifest_of
-from scale_surgery.composition.record import Composition
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.progress import Track
@@ -38,7 +34,8 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.probe import same_tokens
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
-from scale_surgery.surgery.config import expansion_specs, model_config
+from scale_surgery.surgery.config import make_index, written_config
+from scale_surgery.surgery.record import Manifest, only
 
 
 @dataclass(frozen=True)
@@ -122,13 +119,13 @@ class PathRun:
 
 
 def probe_paths(
-    path: Path, record: Composition, base: Path, probes: Probes, run: RunOptions, track: Track
+    checkpoint: Checkpoint, manifest: Manifest, base: Path, probes: Probes, run: RunOptions, track: Track
 ) -> MixtureNumbers:
-    """Run every model alone, then the composed one, on the same prompts, and compare.
+    """Run every model alone, then that of all expansions, on the same prompts, and compare.
 
     Args:
-        path: The composed folder.
-        record: Its composed.json.
+        checkpoint: The folder of several expansions.
+        manifest: Its surgery.json.
         base: A folder that loads as its base.
         probes: Prompts, and tokens to generate for each; without these no text is written either.
         run: How the models run: device, trust_remote_code, memory_bytes. They are as they are stored.
@@ -140,18 +137,17 @@ def probe_paths(
     Raises:
         CheckpointError: If a model cannot be loaded or does not run.
     """
-    run = replace(run.placed(), dtype=None)
-    encoded = encode_prompts(base, probes, run)
-    tokens = token_problems(encoded, load_tokenizer(path, run))
-    with track("probe prompts", 2 * (len(record.names) + 1)) as advance:
+    encoded, names = encode_prompts(base, probes, run), tuple(manifest.expansions)
+    tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
+    with track("probe prompts", 2 * (len(names) + 1)) as advance:
         alone = []
-        for found in run_alone(path, record, base, encoded.batch, probes.new_tokens, run):
+        for found in run_alone(checkpoint, manifest, base, encoded.batch, probes.new_tokens, run):
             alone.append(found)
             advance(1)
-        with loaded(path, run) as (model, problems), translated(*RUNNING):
+        with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
             beside = _beside(model, encoded.batch, run.device)
             paths = []
-            for name, own, other in zip((None, *record.names), alone, beside, strict=True):
+            for name, own, other in zip((None, *names), alone, beside, strict=True):
                 with model.use_expansion(name):
                     found = run_path(model, encoded.batch, probes.new_tokens, run.device)
                 paths.append(compare(name or BASE_NAME, own, found, other))
@@ -183,13 +179,13 @@ def probe_paths(
 
 
 def run_alone(
-    path: Path, record: Composition, base: Path, batch: Batch, new_tokens: int, run: RunOptions
+    checkpoint: Checkpoint, manifest: Manifest, base: Path, batch: Batch, new_tokens: int, run: RunOptions
 ) -> Iterator[PathRun]:
     """Run the base, and then each model that an expansion is alone.
 
     Args:
-        path: The composed folder.
-        record: Its composed.json.
+        checkpoint: The folder of several expansions.
+        manifest: Its surgery.json.
         base: A folder that loads as its base.
         batch: The prompts.
         new_tokens: Tokens to generate, 0 for none.
@@ -201,11 +197,11 @@ def run_alone(
     Raises:
         CheckpointError: If one cannot be loaded, its tensors do not fit its class, or it does not run.
     """
-    with _loaded(base, record.base_name, run) as model, translated(*RUNNING):
+    with _loaded(base, manifest.base_name, run) as model, translated(*RUNNING):
         yield run_path(model, batch, new_tokens, run.device)
-    for name in record.names:
+    for name in manifest.expansions:
         with tempfile.TemporaryDirectory() as folder:
-            link_alone(path, record, name, Path(folder))
+            link_alone(*only(checkpoint, manifest, name), Path(folder))
             # no code lies there: this program's own runs
             own = replace(run, trust_remote_code=False)
             with _loaded(Path(folder), name, own) as model, translated(*RUNNING):
@@ -221,26 +217,21 @@ def _loaded(path: Path, name: str, run: RunOptions) -> Iterator[Any]:
         yield model
 
 
-def link_alone(path: Path, record: Composition, name: str, folder: Path) -> None:
-    """Make a folder that loads as the model that an expansion is alone: links, config.json and an index.
+def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
+    """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index.
 
     Args:
-        path: The composed folder, whose files were checked.
-        record: Its composed.json.
-        name: The expansion.
+        checkpoint: The expanded folder as if it held that expansion alone.
+        manifest: Its surgery.json, from which config.json is made again: the one in the folder may be another.
         folder: Where the links go.
     """
-    known, plan = known_files(path, name), manifest_of(path, name).plan
-    links = {stored: path / stored for file in record.base_files.values() if (stored := file.stored_as) is not None}
-    links |= {file: known.folder / file for file in known.sizes if file.endswith(".safetensors")}
-    for link, file in links.items():
-        (folder / link).parent.mkdir(parents=True, exist_ok=True)
-        (folder / link).symlink_to(file.resolve())
-    shards = sorted(link for link in links if link.endswith(".safetensors"))
-    write_json(folder / INDEX_FILE, index_of(info for shard in shards for info in read_header(folder, shard).values()))
-    dtype = open_checkpoint(path).config.get("torch_dtype", "")
-    base = parse_json(record.replaced[CONFIG_FILE])
-    write_json(folder / CONFIG_FILE, model_config(base, plan, [expansion_specs(plan, name)], dtype, None))
+    for shard in checkpoint.shards:
+        (folder / shard).symlink_to((checkpoint.path / shard).resolve())
+    places = {name: info.file for name, info in checkpoint.tensors.items()}
+    total = sum(info.bytes for info in checkpoint.tensors.values())
+    write_json(folder / INDEX_FILE, make_index(places, {}, total))
+    base = parse_json(manifest.replaced[CONFIG_FILE])
+    write_json(folder / CONFIG_FILE, written_config(manifest, base, checkpoint.dtype))
 
 
 @torch.no_grad()

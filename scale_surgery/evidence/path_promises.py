@@ -1,4 +1,4 @@
-"""The named promises of a composed folder: which hold, and on what evidence.
+"""The named promises of a folder with several expansions: which hold, and on what evidence.
 
 Of the base they are those of an expanded model. `paths_as_alone` says that the path of each expansion gives, bit for
 bit, the logits of the model that it is alone; `bounded_forgetting` that without switching the mixture loses at most
@@ -8,82 +8,55 @@ uniform at most -ln of its smallest weight.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.composition.intact import Damage
-from scale_surgery.composition.record import Composition, Mixing
 from scale_surgery.errors import counted
-from scale_surgery.evidence.promises import Promise
+from scale_surgery.evidence.integrity import Integrity
+from scale_surgery.evidence.promises import Promise, recoverable_evidence
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
 
-COMPOSED_PROMISES = ("recoverable", "base_stream_always", "paths_as_alone", "bounded_forgetting")
+PATH_PROMISES = ("recoverable", "base_stream_always", "paths_as_alone", "bounded_forgetting")
 
 
-def largest_loss(mixing: Mixing, paths: int) -> float:
-    """The most that a text can lose without switching against the best path for it, in nats.
-
-    Args:
-        mixing: How the paths are mixed.
-        paths: How many there are.
-
-    Returns:
-        ln(K + 1), or -ln of the smallest weight where they are not all equal.
-    """
-    return math.log(paths) if mixing.prior is None else -math.log(min(mixing.prior))
-
-
-def judge_composed(
-    checkpoint: Checkpoint,
-    record: Composition,
-    damage: Damage,
-    numbers: MixtureNumbers | None,
-    problems: tuple[str, ...],
+def judge_paths(
+    manifest: Manifest, integrity: Integrity, numbers: MixtureNumbers | None, problems: tuple[str, ...]
 ) -> tuple[Promise, ...]:
-    """Judge every promise by what was found.
+    """Judge every promise of a folder with several expansions by what was found.
 
     Args:
-        checkpoint: The composed folder.
-        record: Its composed.json.
-        damage: What its files showed, beside a given base too.
+        manifest: Its surgery.json.
+        integrity: What its files showed, beside a given base too.
         numbers: What the probe prompts showed, or None where no model was run.
-        problems: What speaks against every promise about outputs: config, code, loading, token ids.
+        problems: What speaks against every promise about outputs: structure, config, code, loading, token ids.
 
     Returns:
         The promises.
     """
-    stored = [checkpoint.tensors[name].bytes for name in record.base_tensors if name in checkpoint.tensors]
-    evidence = f"{counted(len(record.base_tensors), 'base tensor')}, {sum(stored):,} bytes, sha256 compared"
-    base, *expansions = ((), *((),) * len(record.names)) if numbers is None else map(_problems, numbers.paths)
+    base, *expansions = ((), *((),) * len(manifest.expansions)) if numbers is None else map(_problems, numbers.paths)
     found = () if numbers is None else problems
-    count = len(record.names)
     return (
-        Promise("recoverable", True, not damage.base, _counting(evidence, damage.base), damage.base),
+        Promise("recoverable", True, not integrity.base, recoverable_evidence(integrity), integrity.base),
         _about_paths(
-            "base_stream_always", "no block on its path", "", numbers, (*damage.base, *found, *base), slice(1)
+            "base_stream_always", "no block on its path", "", numbers, (*integrity.base, *found, *base), slice(1)
         ),
         _about_paths(
             "paths_as_alone",
-            f"{counted(count, 'expansion')}, files as in the extract{'s' * (count != 1)}",
+            counted(len(manifest.expansions), "expansion"),
             "each ",
             numbers,
-            (*damage.expansions, *found, *(line for own in expansions for line in own)),
+            (*integrity.structure, *found, *(line for own in expansions for line in own)),
             slice(1, None),
         ),
-        _bounded_forgetting(record, numbers, problems),
+        _bounded_forgetting(manifest, numbers, problems),
     )
 
 
 def _problems(path: PathNumbers) -> tuple[str, ...]:
     return path.problems
-
-
-def _counting(evidence: str, problems: tuple[str, ...]) -> str:
-    count = len(problems)
-    return f"{evidence}; {counted(count, 'problem')}" if count else evidence
 
 
 def _about_paths(
@@ -98,16 +71,16 @@ def _about_paths(
     return Promise(name, True, not problems, f"{evidence}; logits {equality} on {how}", problems)
 
 
-def _bounded_forgetting(record: Composition, numbers: MixtureNumbers | None, general: tuple[str, ...]) -> Promise:
+def _bounded_forgetting(manifest: Manifest, numbers: MixtureNumbers | None, general: tuple[str, ...]) -> Promise:
     """Claimed without switching; with it, what a text can lose grows with its length."""
-    rate, paths = record.mixing.switch_rate, len(record.names) + 1
-    bound, each = largest_loss(record.mixing, paths), -math.log1p(-rate)
-    how = f"ln {paths} = {bound:.3g} nats" if record.mixing.prior is None else f"{bound:.3g} nats by the prior"
+    routing, count = manifest.routing or Routing(), len(manifest.expansions)
+    bound, each = routing.largest_loss(count) or 0.0, routing.bound_per_token or 0.0
+    how = f"ln {count + 1} = {bound:.3g} nats" if routing.is_even else f"{bound:.3g} nats by the prior"
     evidence = f"at most {how} a text"
     problems: tuple[str, ...] = ()
     if each:
         evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
-        problems = (f"switch rate {rate:g}: the bound grows with the text, expected 0.",)
+        problems = (f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0.",)
     if numbers is not None:
         problems += general
         lose = "lose" if numbers.texts > 1 else "loses"

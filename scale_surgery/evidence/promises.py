@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,7 @@ def judge(
     is_exact, is_initial = plan.method.is_exact_at_init(plan), not integrity.trained
     is_always = plan.variant in plan.method.preserving or routing is not None
     promises: tuple[Promise, ...] = (
-        Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
+        Promise("recoverable", True, not integrity.base, recoverable_evidence(integrity), integrity.base),
         _output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and is_exact),
         _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
         _bounded_forgetting(routing, numbers, problems),
@@ -94,7 +93,8 @@ def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
     return replace(promise, claimed=False, evidence=f"{found}; {promise.evidence}")
 
 
-def _recoverable_evidence(integrity: Integrity) -> str:
+def recoverable_evidence(integrity: Integrity) -> str:
+    """What was compared of the base, and how much of it is not as it was."""
     evidence = f"{counted(integrity.base_tensors, 'base tensor')}, {integrity.base_bytes:,} bytes, sha256 compared"
     count = len(integrity.base)
     return f"{evidence}; {counted(count, 'problem')}" if count else evidence
@@ -170,7 +170,7 @@ def _bounded_forgetting(routing: Routing | None, numbers: Numbers | None, genera
     if routing is None or routing.router != "posterior":
         reason = "this model does not route" if routing is None else "the cosine router promises no bound"
         return Promise(name, False, False, reason, (f"{reason}.",))
-    bound, each = -math.log(routing.prior), -math.log1p(-routing.switch_rate)
+    bound, each = routing.bound or 0.0, routing.bound_per_token or 0.0
     evidence = f"at most {bound:.3g} nats a text"
     if each:
         evidence = f"no bound for all lengths: {bound:.3g} nats a text and {each:.2g} more a token, by switching"

@@ -5,7 +5,7 @@ A record that was edited, such as the name of a norm, would hide tensors from wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import code_folder, derive_stored
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture
+from scale_surgery.planning.plan import Plan
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import Manifest
 
@@ -41,19 +42,20 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = 
         found = _derived(checkpoint, manifest, run)
     except (CheckpointError, PlanError) as error:
         return tuple(f"{MANIFEST_FILE}: its facts of the base model cannot be checked: {line}" for line in error.lines)
-    plan = manifest.plan
-    differing = {
-        "sizes": differing_keys(plain_json(asdict(plan.sizes)), plain_json(asdict(found.sizes))),
-        "architecture": differing_keys(
-            _facts(plan.architecture, found.architecture), _facts(found.architecture, plan.architecture)
-        ),
-    }
     return tuple(
-        f"{MANIFEST_FILE}: plan.{part}.{key} is not what the base's {CONFIG_FILE} gives. Restore it from where you got "
-        "it."
-        for part, keys in differing.items()
-        for key in keys
+        f"{MANIFEST_FILE}: expansions.{name}.plan.{key} is not what the base's {CONFIG_FILE} gives. Restore it from "
+        "where you got it."
+        for name, plan in manifest.plans.items()
+        for key in _differing(plan, found)
     )
+
+
+def _differing(plan: Plan, found: Derived) -> Iterator[str]:
+    """Facts of a plan that differ from those that are derived again."""
+    sizes = differing_keys(plain_json(asdict(plan.sizes)), plain_json(asdict(found.sizes)))
+    recorded, derived = _facts(plan.architecture, found.architecture), _facts(found.architecture, plan.architecture)
+    yield from (f"sizes.{key}" for key in sizes)
+    yield from (f"architecture.{key}" for key in differing_keys(recorded, derived))
 
 
 def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Derived:

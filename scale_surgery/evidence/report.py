@@ -14,39 +14,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
-from scale_surgery.composition.record import is_composition
 from scale_surgery.errors import CheckpointError, PlanError, name_some
-from scale_surgery.evidence.composition_summary import CompositionSummary, summarise_composition
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
+from scale_surgery.evidence.several import ExpansionsSummary, summarise_expansions
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest, are_numbers, read_manifest, refuse_fused
+from scale_surgery.surgery.record import Manifest, are_numbers, open_expansion, read_manifest, refuse_fused
 
 
 def report(
     expanded: str | Path,
     texts: str | Path | Sequence[str | Path] = (),
     *,
+    name: str | None = None,
     files_only: bool = False,
     sequence_length: int | None = None,
     run: RunOptions = RunOptions(),
     track: Track = no_track,
-) -> Report | CompositionSummary:
-    """Show what training did to an expanded checkpoint; of a composed folder, what lies in it and what was verified.
+) -> Report | ExpansionsSummary:
+    """Show what training did to an expansion; of several, what they are and what was verified, unless one is named.
 
     Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
     Vetterli 2007). A block is compared with what `expand` made it, which is made again from the base inside.
 
     Args:
-        expanded: Folder of the expanded checkpoint, or a composed folder, of which records alone are read.
+        expanded: Folder of the expanded checkpoint.
         texts: Probe text for the base stream: a file or saved dataset, or several, as for `data.read_documents`; by
             default the built-in prompts of `verify`.
+        name: Which expansion, where there are several; without, their records alone are read.
         files_only: Read tensors, run no model; then nothing is said of the base stream.
         sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.
         run: How the model runs: device, trust_remote_code, batch_size. Hidden states of all layers are held for a
@@ -54,21 +55,21 @@ def report(
         track: Makes progress bars.
 
     Returns:
-        Every expansion tensor, each layer, the base stream, and what the training runs measured; of a composed folder
-        its expansions, its router and what the last verification found.
+        Every expansion tensor, each layer, the base stream, and what the training runs measured; of several expansions
+        what each is, the router and what the last verification found.
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, it is fused, tensors are missing or of a wrong shape (all
             are named), or it cannot be loaded.
         DataError: If a text cannot be read.
-        PlanError: If texts are given and no model is to run, as of a composed folder.
+        PlanError: If texts are given and no model is to run.
     """
     path, files = Path(expanded), listed(texts)
     if files and files_only:
         raise PlanError("--text with --files-only: no model runs, so no text is read. Leave out one of the two.")
-    if is_composition(path):
+    if name is None and len(read_manifest(path).expansions) > 1:
         return _composed(path, files)
-    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    checkpoint, manifest = open_expansion(path, name)
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
     plan = manifest.plan
@@ -77,7 +78,7 @@ def report(
         tensors = tuple(comparison.changes(advance))
     streams = None
     if not files_only:
-        streams = compare_streams(path, files, plan.sizes.hidden, sequence_length, run, track)
+        streams = compare_streams(path, manifest.name, files, plan.sizes.hidden, sequence_length, run, track)
     state: Any = "trained" if any(tensor.is_trained for tensor in tensors) else "initial"
     return Report(
         path=path,
@@ -96,13 +97,13 @@ def report(
     )
 
 
-def _composed(path: Path, files: Sequence[str | Path]) -> CompositionSummary:
+def _composed(path: Path, files: Sequence[str | Path]) -> ExpansionsSummary:
     if files:
         raise PlanError(
             f"--text: {path} is a composed folder, of which report reads the records alone, expected no text. Leave it "
             "out; scale-surgery evaluate measures each path on a text."
         )
-    return summarise_composition(path)
+    return summarise_expansions(path)
 
 
 def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:

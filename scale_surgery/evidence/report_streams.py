@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 def compare_streams(
     path: Path,
+    name: str,
     texts: Sequence[str | Path],
     width: int,
     sequence_length: int | None,
@@ -40,6 +41,7 @@ def compare_streams(
 
     Args:
         path: Folder of the expanded checkpoint.
+        name: The expansion that is compared.
         texts: Files and saved datasets to read; the built-in prompts of `verify` where there are none.
         width: Base width d.
         sequence_length: Most tokens of a window of a text; by default the model's context, at most 1024.
@@ -61,7 +63,7 @@ def compare_streams(
     tokens = sum(int(batch.mask.sum()) for batch in batches)
     stored = replace(run, dtype=None)  # what is compared is what is stored
     with track("base stream", tokens) as advance, loaded_whole(path, path.name, stored) as model:
-        layers, dtype = _compare(model, batches, width, advance)
+        layers, dtype = _compare(model, name, batches, width, advance)
         is_routed = bool(getattr(model, "is_routing_enabled", False))
     return Streams(layers, source, tokens, dtype, "adapt" if is_routed else "expanded")
 
@@ -93,14 +95,16 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
     return batches
 
 
-def _compare(model: Any, batches: Sequence[Batch], width: int, advance: Progress) -> tuple[tuple[Layer, ...], str]:
+def _compare(
+    model: Any, name: str, batches: Sequence[Batch], width: int, advance: Progress
+) -> tuple[tuple[Layer, ...], str]:
     from scale_surgery.running.probe import Layer
 
     drifts: list[list[float]] = []
     sums: list[list[float]] = []
     dtype, tokens = "", 0
     for batch in batches:
-        pairs = list(_states(model, batch, width))
+        pairs = list(_states(model, name, batch, width))
         drifts.append([largest_difference(*pair) for pair in pairs])
         sums.append([float(cosines(*pair).sum()) for pair in pairs])
         dtype = str(pairs[0][0].dtype).removeprefix("torch.")
@@ -113,21 +117,20 @@ def _compare(model: Any, batches: Sequence[Batch], width: int, advance: Progress
     return tuple(Layer(layer, drift, cosine, drift == 0) for layer, drift, cosine in layers), dtype
 
 
-def _states(model: Any, batch: Batch, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _states(model: Any, name: str, batch: Batch, width: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The base stream of the base and of the expanded model after each layer, (tokens, d), padding left out."""
     with expansion_disabled(model):
         before = base_states(model, _run(model, batch))
-    with adapt_path(model):
+    with adapt_path(model, name):
         after = base_states(model, _run(model, batch))
     real = batch.mask.bool().to(before[0].device)
     for one, other in zip(before, after, strict=True):
         yield one[real][:, :width], other[real][:, :width]
 
 
-def adapt_path(model: Any) -> AbstractContextManager[None]:
-    """Run a routed model's adapt path alone inside a `with` block; any other model as it is."""
-    is_routed = getattr(model, "is_routing_enabled", False)
-    return model.routing_disabled() if is_routed else nullcontext()
+def adapt_path(model: Any, name: str) -> AbstractContextManager[None]:
+    """Run one expansion of a model alone inside a `with` block; a model with duplicated layers has no other."""
+    return model.use_expansion(name) if hasattr(model, "use_expansion") else nullcontext()
 
 
 def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:

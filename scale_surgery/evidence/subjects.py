@@ -14,8 +14,6 @@ from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.composition.members import manifest_of
-from scale_surgery.composition.record import Composition, is_composition, read_composition
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
@@ -44,7 +42,6 @@ class Subject:
         tokenizer: Its tokenizer.
         context: Most tokens that it reads at once, or None where its config does not say.
         vocabulary: Token ids that it has embeddings for.
-        composition: composed.json of a composed model; None otherwise.
     """
 
     path: Path
@@ -57,20 +54,18 @@ class Subject:
     tokenizer: Any
     context: int | None
     vocabulary: int
-    composition: Composition | None = None
 
     @property
-    def record(self) -> Manifest | Composition | None:
-        """What says of it which files are its base's: surgery.json or composed.json."""
-        return self.manifest or self.composition
+    def expansions(self) -> tuple[str, ...]:
+        """Names of its expansions, where there are several."""
+        names = () if self.manifest is None else tuple(self.manifest.expansions)
+        return names if len(names) > 1 else ()
 
     @property
     def runs(self) -> tuple[Mapping[str, Any], ...]:
-        """What is recorded of the training runs of its expansion, or of all."""
-        if self.composition is not None:
-            members = (manifest_of(self.path, name) for name in self.composition.names)
-            return tuple(run for manifest in members for run in manifest.training)
-        return () if self.manifest is None else tuple(self.manifest.training)
+        """What is recorded of the training runs of its expansions."""
+        expansions = () if self.manifest is None else self.manifest.expansions.values()
+        return tuple(run for expansion in expansions for run in expansion.training)
 
     @property
     def is_base(self) -> bool:
@@ -112,7 +107,7 @@ def open_subjects(
 def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
     names, given = dict(_named_bases(subjects)), set[str]()
     for subject in subjects:
-        if subject.record is not None:
+        if subject.manifest is not None:
             yield names[subject.name]
             continue
         found = next((names[other.name] for other in subjects if _is_base(subject, other)), None)
@@ -123,9 +118,9 @@ def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
 
 def _is_base(subject: Subject, other: Subject) -> bool:
     """Whether a folder holds every file of the base of another, byte for byte."""
-    if other.record is None:
+    if other.manifest is None:
         return False
-    files = {subject.path / name: file for name, file in other.record.base_files.items()}
+    files = {subject.path / name: file for name, file in other.manifest.base_files.items()}
     if not all(path.is_file() and path.stat().st_size == file.bytes for path, file in files.items()):
         return False
     return all(hash_file(path) == file.sha256 for path, file in files.items())
@@ -135,7 +130,7 @@ def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
     """What the base of each expanded model is called, by the name of the model."""
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for subject in subjects:
-        record = subject.record
+        record = subject.manifest
         if record is None:
             continue
         files = tuple(sorted((name, file.sha256) for name, file in record.base_files.items()))
@@ -166,7 +161,6 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         tokenizer=need_tokenizer(source.path, source.name, run),
         context=context_of(config),
         vocabulary=config.vocab_size,
-        composition=read_composition(source.path)[1] if is_composition(source.path) else None,
     )
 
 

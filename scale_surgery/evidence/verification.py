@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.composition.record import Mixing
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.record import tool_versions
@@ -28,9 +27,9 @@ class Verification:
     """The result of `verify`.
 
     Attributes:
-        path: The expanded or composed folder.
+        path: The expanded folder.
         base_name: What its base model is called.
-        variant: Its variant; of a composed folder "composed".
+        variant: Its variant; of several expansions "composed".
         routing: How it routes, or None.
         state: "initial", or "trained" where expansion tensors changed since the expansion.
         trained_tensors: How many did.
@@ -46,10 +45,10 @@ class Verification:
         versions: Versions that were used.
         machine: Processor architecture and system.
         not_run: Why no model was run, or None.
-        recorded: Whether it stands in the folder's record, surgery.json or composed.json: this result, or one of the
+        recorded: Whether it stands in the folder's record, surgery.json: this result, or one of the
             same bytes that says more.
-        mixing: How the paths of a composed folder are mixed; None of an expanded one.
-        mixture: What the probe prompts showed of a composed folder, or None.
+        expansions: Names of the expansions, in the order of the paths.
+        mixture: What the probe prompts showed of several expansions, or None.
     """
 
     path: Path
@@ -70,7 +69,7 @@ class Verification:
     machine: str
     not_run: str | None = None
     recorded: bool = False
-    mixing: Mixing | None = None
+    expansions: tuple[str, ...] = ()
     mixture: MixtureNumbers | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +93,29 @@ def says_more(recorded: Mapping[str, Any] | None, found: Verification) -> bool:
         return False
     has_run = recorded.get("numbers") is not None or recorded.get("mixture") is not None
     return has_run and recorded.get("fingerprint") == found.fingerprint
+
+
+def changed_since(
+    verification: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], routing: Mapping[str, Any] | None
+) -> str | None:
+    """What records tell to be newer than a verification; no tensor is read.
+
+    Args:
+        verification: What was recorded of it.
+        runs: Training runs of all expansions.
+        routing: How the folder routes now, as plain values, or None.
+
+    Returns:
+        That it is, in words; None where nothing is.
+    """
+    # dates in UTC, written in one way, are ordered as texts
+    # what another trainer made is no longer verified when it is adopted
+    is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
+    before = verification.get("routing")
+    is_other = (before is None) != (routing is None)
+    changed = ["tensors (by training)"] * is_trained
+    changed += ["the router"] * is_other + ["the router's numbers"] * (not is_other and before != routing)
+    return f"{' and '.join(changed)} changed since" if changed else None
 
 
 def decide(

@@ -19,22 +19,19 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.composition.record import is_composition
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
-from scale_surgery.evidence.path_promises import COMPOSED_PROMISES
+from scale_surgery.evidence.path_promises import PATH_PROMISES, judge_paths
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
 from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
-from scale_surgery.evidence.verify_composed import verify_composed
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
@@ -42,7 +39,11 @@ from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
+    from scale_surgery.evidence.path_probes import MixtureNumbers
     from scale_surgery.running.probe import Numbers
+
+# what stands for the variant of several expansions
+SEVERAL = "composed"
 
 
 def verify(
@@ -56,20 +57,20 @@ def verify(
     record: bool = True,
     track: Track = no_track,
 ) -> Verification:
-    """Find out which promises hold for an expanded checkpoint, or for a composed folder.
+    """Find out which promises hold for an expanded checkpoint.
 
     Without `base`, the base model is the one inside the checkpoint, and its bytes are compared with the hashes
     that were recorded when it was expanded.
 
     Args:
-        expanded: Folder of the expanded checkpoint, or a composed folder.
+        expanded: Folder of the expanded checkpoint.
         base: Its base model, a folder or a Hub id.
         probes: Prompts, and tokens to generate for each with and without KV cache. None: check bytes and structure,
             run no model.
         required: Promises that must hold; default: all that the variant claims in its present state.
         run: How the models run: device, trust_remote_code, memory_bytes.
         revision: Branch, tag or commit of the base's Hub repository.
-        record: Write the result into surgery.json, or composed.json.
+        record: Write the result into surgery.json.
         track: Makes progress bars.
 
     Returns:
@@ -77,30 +78,26 @@ def verify(
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
-        PlanError: If a promise is asked for that no such folder makes, or a composed one is to run in less memory than
-            it takes.
+        PlanError: If a promise is asked for that no such folder makes.
     """
     path = Path(expanded)
-    _check_promises(path, required)
-    if is_composition(path):
-        given = _open_base(path, base, revision)
-        return verify_composed(path, given, probes, required, run, track, record=record)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    _check_promises(manifest, required)
     check_numbering(checkpoint, manifest)
     given = _open_base(path, base, revision)
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
     is_unknown = needs_own_code(parse_json(manifest.replaced[CONFIG_FILE])) and not run.trust_remote_code
     facts = () if is_unknown else fact_problems(checkpoint, manifest, run)
-    numbers = None
+    found: Numbers | MixtureNumbers | None = None
     reason = "files only" if probes is None else _why_not(integrity, run)
     if reason is None and is_unknown:
         reason = "the base has code of its own; --trust-remote-code runs it"
     if reason is None and manifest.fused is not None and given is None:
         reason = "a fused model holds no base shards to compare with; --base compares its logits"
     if reason is None and probes is not None:
-        numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
-    result = replace(_judge(checkpoint, manifest, integrity, numbers, facts, required), not_run=reason)
+        found = _run_probes(checkpoint, manifest, given, probes, run, track)
+    result = replace(_judge(checkpoint, manifest, integrity, found, facts, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
 
 
@@ -115,7 +112,6 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
             "inside is compared with the hashes that were recorded."
         )
     given = open_checkpoint(source.path)
-    refuse_composed(source.path, "a base model")
     if given.manifest is not None:
         raise CheckpointError(
             f"{base}: is expanded already, expected a base model. Take its base out: scale-surgery strip {base} -o BASE"
@@ -123,9 +119,10 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
     return given
 
 
-def _check_promises(path: Path, required: tuple[str, ...]) -> None:
+def _check_promises(manifest: Manifest, required: tuple[str, ...]) -> None:
     """Refuse promises that no folder of this kind makes."""
-    known, kind = (COMPOSED_PROMISES, "composed") if is_composition(path) else (PROMISES, "expanded")
+    is_one = len(manifest.expansions) == 1
+    known, kind = (PROMISES, "one expansion") if is_one else (PATH_PROMISES, "several")
     problems = [
         f"--promise {name} {_what_it_is(name, kind)}, expected one of: {', '.join(known)}."
         for name in required
@@ -137,7 +134,7 @@ def _check_promises(path: Path, required: tuple[str, ...]) -> None:
 
 def _what_it_is(name: str, kind: str) -> str:
     """Why a promise cannot be asked for."""
-    return f"is none that a folder makes which is {kind}" if name in (*PROMISES, *COMPOSED_PROMISES) else "is unknown"
+    return f"is none that a folder of {kind} makes" if name in (*PROMISES, *PATH_PROMISES) else "is unknown"
 
 
 def _why_not(integrity: Integrity, run: RunOptions) -> str | None:
@@ -171,24 +168,29 @@ def _run_probes(
     probes: Probes,
     run: RunOptions,
     track: Track,
-) -> Numbers:
+) -> Numbers | MixtureNumbers:
+    """Run the base and the expanded model; of several expansions also each path alone."""
+    from scale_surgery.evidence.path_probes import probe_paths
     from scale_surgery.running.loading import loaded
     from scale_surgery.running.probe import compare, run_model
     from scale_surgery.running.prompts import encode_prompts, token_problems
     from scale_surgery.running.tokenizer import load_tokenizer
 
     run = replace(run.placed(), dtype=None)  # promises are about weights as they are stored
-    width = manifest.plan.sizes.hidden
-    with tempfile.TemporaryDirectory() as folder, track("probe prompts", 2) as advance:
+    with tempfile.TemporaryDirectory() as folder:
         renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
         base_path = Path(folder) if given is None else given.path
+        if len(manifest.expansions) > 1:
+            return probe_paths(checkpoint, manifest, base_path, probes, run, track)
+        width = manifest.plan.sizes.hidden
         encoded = encode_prompts(base_path, probes, run)
         tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
         runs = []
-        for model_path, names in ((base_path, renamed), (checkpoint.path, {})):
-            with loaded(model_path, run, renamed=names) as (model, problems):
-                runs.append(run_model(model, problems, encoded.batch, width, probes.new_tokens, run.device))
-            advance(1)
+        with track("probe prompts", 2) as advance:
+            for model_path, names in ((base_path, renamed), (checkpoint.path, {})):
+                with loaded(model_path, run, renamed=names) as (model, problems):
+                    runs.append(run_model(model, problems, encoded.batch, width, probes.new_tokens, run.device))
+                advance(1)
     return compare(runs[0], runs[1], encoded, probes.new_tokens, tokens)
 
 
@@ -196,19 +198,26 @@ def _judge(
     checkpoint: Checkpoint,
     manifest: Manifest,
     integrity: Integrity,
-    numbers: Numbers | None,
+    found: Numbers | MixtureNumbers | None,
     facts: tuple[str, ...],
     required: tuple[str, ...],
 ) -> Verification:
     problems = integrity.structure + integrity.config + integrity.code + facts
-    if numbers is not None:
-        problems += numbers.load_problems + numbers.token_problems
-    promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
+    if found is not None:
+        problems += found.load_problems + found.token_problems
+    numbers: Any = None
+    mixture: Any = None
+    if len(manifest.expansions) == 1:
+        numbers, variant = found, manifest.plan.variant
+        promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
+    else:
+        mixture, variant = found, SEVERAL
+        promises = judge_paths(manifest, integrity, mixture, problems)
     decisive, passed = decide(promises, required, problems)
     return Verification(
         path=checkpoint.path,
         base_name=manifest.base_name,
-        variant=manifest.plan.variant,
+        variant=variant,
         routing=manifest.routing,
         state="trained" if integrity.trained else "initial",
         trained_tensors=len(integrity.trained),
@@ -220,12 +229,14 @@ def _judge(
         passed=passed,
         fingerprint=integrity.fingerprint,
         **circumstances(),
+        expansions=tuple(manifest.expansions),
+        mixture=mixture,
     )
 
 
 def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
     """What a user should know before running the folder's own code."""
-    without = "no model of this base" if manifest.plan.architecture.own_code else "the code of this program"
+    without = "no model of this base" if manifest.facts.architecture.own_code else "the code of this program"
     for file in integrity.unreleased_code:
         origin = _origin(file, manifest)
         yield f"{file}: {origin}. Read it before you let it run with trust_remote_code; without, {without} runs."
@@ -233,6 +244,6 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
 
 def _origin(file: str, manifest: Manifest) -> str:
     """Where a code file comes from that no release of this program wrote."""
-    if file in manifest.plan.code_files:
+    if file in manifest.facts.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, HubError
-from scale_surgery.evidence.composition_summary import summarise_composition
+from scale_surgery.evidence.several import summarise_expansions
 from scale_surgery.hub.card_composed import COMPOSED_TAGS, composed_body
 from scale_surgery.hub.card_sections import CardFacts, body
 from scale_surgery.hub.client import Remote, read_text
@@ -72,7 +72,7 @@ def make_card(
     """
     try:
         facts = card_facts(contents, repo, base_file, certificate)
-        held = summarise_composition(contents.path) if contents.form == "composed" else None
+        held = summarise_expansions(contents.path) if contents.form == "composed" else None
         text = body(facts) if held is None else composed_body(facts, held)
         known = read_licence(base_text) or contents.licence
         licence = {"license": license} if license else known
@@ -98,6 +98,8 @@ def card_facts(
 ) -> CardFacts:
     """Take the facts of a card from the records of a folder."""
     record, manifest = contents.record, contents.manifest
+    expansions = () if manifest is None else tuple(manifest.expansions.values())
+    own = expansions[0] if len(expansions) == 1 else None
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
     routing = None if manifest is None else manifest.routing
@@ -108,12 +110,12 @@ def card_facts(
         base_revision=revision if is_on_hub else None,
         base_fingerprint=str(record.get("base_fingerprint")),
         record=record,
-        plan=None if manifest is None else manifest.plan,
+        plan=None if own is None else own.plan,
         routing=routing,
         is_fused=record.get("fused") is not None,
-        forced=record.get("forced_base"),
+        forced=None if own is None else own.forced_base,
         drift=(record.get("fused") or record).get("drift"),
-        training=tuple(record.get("training", ())),
+        training=tuple(record.get("training", ()) if own is None else own.training),
         certificate=certificate,
         code=contents.code if contents.form == "stock" or (manifest is not None and not manifest.code) else (),
         base_file=base_file,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scale_surgery.errors import counted
-from scale_surgery.evidence.composition_summary import CompositionSummary
+from scale_surgery.evidence.several import ExpansionsSummary
 from scale_surgery.hub.card_sections import CardFacts, promised, python_lines
 from scale_surgery.hub.markdown import Markdown, code, joined, table
 from scale_surgery.planning.methods import METHODS
@@ -12,7 +12,7 @@ from scale_surgery.planning.selection import format_layers
 COMPOSED_TAGS = ("composed", "routed")
 
 
-def composed_body(facts: CardFacts, held: CompositionSummary) -> str:
+def composed_body(facts: CardFacts, held: ExpansionsSummary) -> str:
     """The text of a card below its metadata.
 
     Args:
@@ -29,7 +29,7 @@ def composed_body(facts: CardFacts, held: CompositionSummary) -> str:
     return "\n\n".join([*parts, _cited(held)])
 
 
-def _opening(facts: CardFacts, held: CompositionSummary) -> str:
+def _opening(facts: CardFacts, held: ExpansionsSummary) -> str:
     own_card = f"; its own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
     count = counted(len(held.expansions), "expansion")
     return (
@@ -39,13 +39,13 @@ def _opening(facts: CardFacts, held: CompositionSummary) -> str:
     )
 
 
-def _held(facts: CardFacts, held: CompositionSummary) -> str:
+def _held(facts: CardFacts, held: ExpansionsSummary) -> str:
     commit = [Markdown(" at commit "), code(facts.base_revision)] if facts.base_revision else []
     rows = [
         ("base", joined([facts.base, *commit], "")),
         ("fingerprint of the base", code(facts.base_fingerprint)),
         ("paths", Markdown(held.paths)),
-        ("router", Markdown(held.mixing.description)),
+        ("router", Markdown(held.routing.description)),
     ]
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", Markdown(versions))] if versions else []
@@ -64,7 +64,7 @@ def _held(facts: CardFacts, held: CompositionSummary) -> str:
     return f"## What is in it\n\n{facts_table}\n\n{table(head, members)}"
 
 
-def _loaded(facts: CardFacts, held: CompositionSummary) -> str:
+def _loaded(facts: CardFacts, held: ExpansionsSummary) -> str:
     name = next(iter(held.expansions))
     lines = python_lines(facts.repo, ", trust_remote_code=True")
     return (
@@ -75,7 +75,7 @@ def _loaded(facts: CardFacts, held: CompositionSummary) -> str:
     )
 
 
-def _taken_apart(facts: CardFacts, held: CompositionSummary) -> str:
+def _taken_apart(facts: CardFacts, held: ExpansionsSummary) -> str:
     name = next(iter(held.expansions))
     commands = [
         f"hf download {facts.repo} --local-dir composed",
@@ -84,13 +84,13 @@ def _taken_apart(facts: CardFacts, held: CompositionSummary) -> str:
     ]
     return (
         "## How to take it apart\n\nThe files of the base and of each expansion lie in this repository, and "
-        "`composed.json` and each `extract.json` have their sha256; each comes back byte for byte:\n\n```sh\n"
+        "`surgery.json` has the sha256 of the base; it comes back byte for byte:\n\n```sh\n"
         + "\n".join(commands)
         + "\n```"
     )
 
 
-def _cited(held: CompositionSummary) -> str:
+def _cited(held: ExpansionsSummary) -> str:
     methods = [METHODS[own.method] for own in held.expansions.values()]
     sources = list(dict.fromkeys(method.source for method in methods))
     cited = list(dict.fromkeys(METHODS[name].citation for method in methods for name in method.cites))

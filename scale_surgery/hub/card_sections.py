@@ -33,8 +33,8 @@ class CardFacts:
         base_id: Hub id of the base; None where it is not on a Hub.
         base_revision: Commit of the base; None likewise.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
-        record: surgery.json; composed.json of a composed folder, or merge.json of a stock export.
-        plan: What was planned; None for a stock export and for a composed folder.
+        record: surgery.json, or merge.json of a stock export.
+        plan: What was planned; None for a stock export and where there are several.
         routing: How it routes, or None.
         is_fused: Whether blocks and base tensors are joined for serving.
         forced: What differs from the base that it was made on, where it was put on another by force; else None.
@@ -244,7 +244,7 @@ def promised(facts: CardFacts) -> str:
     if found.get("not_run") == "files only":
         # without a date, so that a second push of the same folder has the same card
         where = "`scale-surgery verify --files-only`: bytes and structure were checked, no model was run."
-    record = "composed.json" if facts.form == "composed" else "surgery.json"
+    record = "surgery.json"
     subject = " They are about the whole model, applied to its base." if facts.form == "extract" else ""
     return f"## Promises\n\n{where}{subject} `{record}` holds the hashes behind them.\n\n{table(head, rows)}"
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.composed import refuse_composed
-from scale_surgery.checkpoint.names import COMPOSED_FILE, CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.errors import CheckpointError, HubError, name_some
 from scale_surgery.hub.card import CardOrigin, ChosenCard, WishedCard, choose_card, metadata_problem
 from scale_surgery.hub.check import check_contents
@@ -196,7 +195,12 @@ def _extract(contents: Contents, place: Path, track: Track) -> Contents:
     """The expansion of a folder alone, in a temporary folder, without a copy where the file system allows that."""
     from scale_surgery.surgery.extract import extract
 
-    refuse_composed(contents.path, "an expanded model")
+    if contents.form == "composed":
+        names = tuple(contents.manifest.expansions) if contents.manifest is not None else ()
+        raise CheckpointError(
+            f"{contents.path}: holds the expansions {', '.join(names)}, --extract-only needs a folder of one. Take one "
+            f"out and push that: scale-surgery extract {contents.path} --name {names[0]} -o {names[0]}."
+        )
     if contents.form != "expanded":
         raise CheckpointError(f"{contents.path}: is no expanded folder, --extract-only needs one. Leave it out.")
     try:
@@ -236,7 +240,7 @@ def _refusal(api: HfApi, plan: Pushed, how: Push, remote: Remote, contents: Cont
         "Push to another repository or --revision, or give --replace, which makes this model of it; its history keeps "
         "the other."
     )
-    records = [name for name in (MANIFEST_FILE, COMPOSED_FILE, STOCK_RECORD_FILE) if name in remote.files]
+    records = [name for name in (MANIFEST_FILE, STOCK_RECORD_FILE) if name in remote.files]
     if CONFIG_FILE in remote.files and not records:
         return f"{plan.repo}: holds a model that scale-surgery did not make. {advice}"
     if records and not is_same_base(contents.record, read_text(api, remote, records[0])):

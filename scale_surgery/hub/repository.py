@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.composed import refuse_lost_record
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
@@ -27,7 +26,6 @@ from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.licence import LICENCE_KEYS
 from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
 from scale_surgery.checkpoint.names import (
-    COMPOSED_FILE,
     CONFIG_FILE,
     EXTRACT_FILE,
     MANIFEST_FILE,
@@ -36,7 +34,6 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
-from scale_surgery.composition.record import read_composition
 from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.extract_folder import record_problems
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
@@ -49,8 +46,8 @@ MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) 
 Form = Literal["expanded", "composed", "extract", "stock"]
 Origin = Literal["base", "model", "written"]
 CARD_FILE = "README.md"
-RECORDS = frozenset({MANIFEST_FILE, COMPOSED_FILE, EXTRACT_FILE, MERGE_FILE})
-RECORD_OF: dict[Form, str] = {"composed": COMPOSED_FILE, "stock": MERGE_FILE}
+RECORDS = frozenset({MANIFEST_FILE, EXTRACT_FILE, MERGE_FILE})
+RECORD_OF: dict[Form, str] = {"stock": MERGE_FILE}
 UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
 
 
@@ -76,11 +73,12 @@ class Contents:
 
     Attributes:
         path: The folder.
-        form: "expanded" (routed, trained and fused models too), "composed", "extract", or "stock" for a stock export.
+        form: "expanded" (routed, trained and fused models too), "composed" of several expansions, "extract", or "stock"
+            for a stock export.
         files: Names of the files to be taken.
         left_out: Names of the others.
-        manifest: surgery.json, or None for a stock export and for a composed folder.
-        record: Parsed surgery.json, composed.json of a composed folder, or merge.json of a stock export.
+        manifest: surgery.json, or None for a stock export.
+        record: Parsed surgery.json, or merge.json of a stock export.
         base_card: Name of the file that holds the base's README.md, or None.
         own_card: Name of the user's own model card, or None.
     """
@@ -97,9 +95,7 @@ class Contents:
     @property
     def base_files(self) -> set[str]:
         """Names of the files of the base that lie in the folder, byte for byte."""
-        if self.form == "composed":
-            return {str(entry["stored_as"]) for entry in self.record["base_files"].values()}
-        if self.manifest is None or self.form != "expanded":
+        if self.manifest is None or self.form == "extract":
             return set()
         stored = {entry.stored_as for entry in self.manifest.base_files.values()}
         return {name for name in stored if name is not None and name not in self.manifest.renumbered}
@@ -131,7 +127,7 @@ def read_contents(path: Path) -> Contents:
     """Find out what a folder is, and which of its files belong into a repository.
 
     Args:
-        path: An expanded folder, a composed one, a stock export, or an extract.
+        path: An expanded folder, a stock export, or an extract.
 
     Returns:
         Its contents; no weight has been read.
@@ -143,9 +139,9 @@ def read_contents(path: Path) -> Contents:
     form = _find_form(path, names)
     checkpoint = None if form == "extract" else open_checkpoint(path)
     manifest = None if form in RECORD_OF else read_manifest(path)
-    standing = read_composition(path)[1] if form == "composed" else manifest
-    if standing is not None:
-        refuse_linked(path, standing)
+    if manifest is not None:
+        refuse_linked(path, manifest)
+        form = "composed" if len(manifest.expansions) > 1 else form
     record = read_json(path / RECORD_OF.get(form, MANIFEST_FILE))
     _check_record(path, form, record)
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
@@ -160,7 +156,7 @@ def read_contents(path: Path) -> Contents:
 
 
 def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
-    """Check the kinds of values that a push relies on; surgery.json and composed.json were checked when read."""
+    """Check the kinds of values that a push relies on; surgery.json was checked when read."""
     file = {**RECORD_OF, "extract": EXTRACT_FILE}.get(form, MANIFEST_FILE)
     problems: list[str] = []
     if form == "stock":
@@ -247,7 +243,6 @@ def git_hash(file: Path) -> str:
 
 def _find_form(path: Path, names: list[str]) -> Form:
     forms: dict[str, Form] = {
-        COMPOSED_FILE: "composed",
         EXTRACT_FILE: "extract",
         MANIFEST_FILE: "expanded",
         MERGE_FILE: "stock",
@@ -255,11 +250,10 @@ def _find_form(path: Path, names: list[str]) -> Form:
     for file, form in forms.items():
         if file in names:
             return form
-    refuse_lost_record(path)
     if CONFIG_FILE in names and CONFIG_KEY in (config := read_json(path / CONFIG_FILE)):
         raise CheckpointError(saved_elsewhere(path, config))
     raise CheckpointError(
-        f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE}, {COMPOSED_FILE} nor {MERGE_FILE}, expected a folder "
+        f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {MERGE_FILE}, expected a folder "
         "that scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
         "upload."
     )

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.beside import locked
-from scale_surgery.checkpoint.composed import refuse_composed
+from scale_surgery.checkpoint.expansions import specs_of_expansions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import JOB_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, SurgeryError, TrainingError
@@ -105,7 +106,6 @@ def resolve_recipe(said: Mapping[str, Any]) -> Recipe:
 
 def _facts(recipe: Recipe) -> Facts:
     source, checkpoint = open_model(recipe.model, recipe.revision)
-    refuse_composed(source.path, "a base model")
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
@@ -133,7 +133,8 @@ def prepare(
         record = take_up(record, recipe)
     checkpoint, made = _plan_ahead(recipe, record.kept, track)
     problems = _route_problems(made) if recipe.route else []
-    work = Work(recipe, folder, recipe.route and not problems)
+    others = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
+    work = Work(recipe, folder, recipe.route and not problems, is_one_of_several=bool(others))
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]
@@ -259,7 +260,7 @@ def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
         layers=kept["plan"]["layers"],
         parameters_added=kept["plan"]["parameters_added"],
         router=kept.get("calibrate", {}).get("router", work.recipe.routing.description) if work.routes else None,
-        rows=rows_of(kept["evaluate"], routed=work.routes),
+        rows=rows_of(kept["evaluate"], routed=work.routes, name=work.training.name),
         verified=verification["passed"],
         promises={own["name"]: _promised(own) for own in verification["promises"]},
         stages=tuple(StageDone(name, own["line"], own["seconds"]) for name, own in done.items()),

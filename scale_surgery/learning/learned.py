@@ -84,10 +84,12 @@ class Learned:
     warnings: tuple[str, ...]
 
 
-def rows_of(evaluation: Mapping[str, Any], *, routed: bool) -> tuple[Row, ...]:
-    """The rows of an evaluation that matter here, from what `evaluate` prints as JSON."""
-    names = NAMES[routed]
-    found = {names[score["kind"]]: score for score in evaluation["scores"] if score["kind"] in names}
+def rows_of(evaluation: Mapping[str, Any], *, routed: bool, name: str | None = None) -> tuple[Row, ...]:
+    """The rows of an evaluation that matter here, from what `evaluate` prints as JSON; of one expansion of several."""
+    names = NAMES[routed or name is not None]
+    called = {score["name"]: names.get(score["kind"]) for score in evaluation["scores"]}
+    called |= {own: "learned" for own in called if own.endswith(f", {name} alone")}
+    found = {called[score["name"]]: score for score in evaluation["scores"] if called[score["name"]]}
     return tuple(
         Row(name, _side(found[name], "old", "forgetting"), _side(found[name], "new", "learning"))
         for name in names.values()

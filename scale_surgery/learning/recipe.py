@@ -88,7 +88,10 @@ SECTIONS: dict[str, type] = {
     "running": RunOptions,
 }
 # what a stage fills in by itself
-OWN = {"hold_out.parts", "ranking.expansion", "calibration.write", "calibration.plot", "running.memory_bytes"}
+OWN = {
+    *("hold_out.parts", "ranking.expansion", "training.name"),
+    *("calibration.write", "calibration.plot", "running.memory_bytes"),
+}
 
 
 @cache

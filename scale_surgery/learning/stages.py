@@ -59,11 +59,13 @@ class Work:
         recipe: What is done.
         folder: Where everything goes.
         routes: Whether the model gets a router: the recipe may want none, and not every expansion has two paths.
+        is_one_of_several: Whether the model has other expansions already, which stay as they are.
     """
 
     recipe: Recipe
     folder: Path
     routes: bool
+    is_one_of_several: bool = False
 
     @property
     def new(self) -> Path:
@@ -116,6 +118,12 @@ class Work:
     def to_learn(self) -> list[str]:
         """Text to learn."""
         return [str(part_file(self.new, LEARN))] if self.new_parts else list(self.recipe.data)
+
+    @property
+    def training(self) -> TrainingSettings:
+        """How the new blocks train, and which they are where there are others."""
+        name = self.recipe.expansion.name if self.is_one_of_several else None
+        return replace(self.recipe.training, name=name)
 
     def measured(self, side: str) -> list[Path]:
         """Text to measure on, "old" or "new"; none where there is no old text."""
@@ -293,7 +301,7 @@ def _train(work: Work) -> Stage:
             for file in work.measured(side)
             for word in ("--eval-data", f"{side}={file}")
         ),
-        *said(recipe.training, TrainingSettings()),
+        *said(work.training, TrainingSettings()),
         "--base-weights",
         work.taking,
         *work.running("device", "trust_remote_code"),
@@ -307,7 +315,7 @@ def _train(work: Work) -> Stage:
         has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
         start = TrainingStart(resume=has_begun, base_weights=work.taking)
         given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
-        done = train(work.expanded, work.to_learn, work.learned, recipe.training, **given)
+        done = train(work.expanded, work.to_learn, work.learned, work.training, **given)
         return done, {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
 
     return Stage("train", lambda kept: line, [work.learned], run, renews=False)
@@ -350,8 +358,8 @@ def _calibrate(work: Work) -> Stage:
         settings = replace(recipe.calibration, write=False, plot=drawn)
         found = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
         # where no setting forgets as little as was asked for, the router keeps its own
-        if found.is_within and isinstance(proposed := found.proposed.routing, Routing):
-            set_routing(work.routed, proposed)
+        if found.is_within and (proposed := found.proposed.routing) is not None:
+            set_routing(work.routed, proposed if isinstance(proposed, Routing) else proposed.routing)
             found = replace(found, written=True)
         routing = found.proposed.routing if found.written else found.present.routing
         return found, {"within": found.is_within, "router": "" if routing is None else routing.description}
@@ -394,10 +402,12 @@ def _verify(work: Work) -> Stage:
 
 def _report(work: Work) -> Stage:
     file = work.folder / "report.json"
-    line = command("report", work.result, *work.running("device", "trust_remote_code"), "-o", file)
+    name = work.training.name
+    named = [] if name is None else ["--name", name]
+    line = command("report", work.result, *named, *work.running("device", "trust_remote_code"), "-o", file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        found = report(work.result, run=replace(work.recipe.running, batch_size=None), track=track)
+        found = report(work.result, name=name, run=replace(work.recipe.running, batch_size=None), track=track)
         write_json(file, _plain(found))
         return found, {}
 

@@ -6,12 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
@@ -110,16 +112,54 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def refuse_expanded(checkpoint: Checkpoint) -> None:
-    """Refuse a model that is expanded already.
+def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """The base on which an expansion is planned: a base model, or that of an expanded folder, by itself.
+
+    Args:
+        checkpoint: The folder.
+        name: What the expansion is to be called.
+
+    Returns:
+        Config and tensors of the base alone.
 
     Raises:
-        CheckpointError: If it is.
+        CheckpointError: If the folder has such an expansion, or is one to which none can be added.
     """
-    if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
-        refuse_composed(checkpoint.path, "a base model")
-        first = "Strip it first (scale-surgery strip), or expand" if checkpoint.manifest is not None else "Expand"
-        raise CheckpointError(f"{checkpoint.path}: this model is expanded already. {first} its base model.")
+    base = base_alone(checkpoint)
+    if checkpoint.manifest is not None and name in checkpoint.manifest["expansions"]:
+        raise CheckpointError(
+            f"{checkpoint.path}: has an expansion called {name} already. Give the new one another name (--name), or "
+            "strip the model first (scale-surgery strip)."
+        )
+    return base
+
+
+def base_alone(checkpoint: Checkpoint) -> Checkpoint:
+    """Config and tensors of the base of a folder to which expansions can be added; its errors are those of `base_in`."""
+    record, path = checkpoint.manifest, checkpoint.path
+    if record is None and CONFIG_KEY not in checkpoint.config:
+        return checkpoint
+    if record is None:
+        raise CheckpointError(f"{path}: this model is expanded already. Expand its base model.")
+    try:
+        files = record["base_files"].values()
+        config, names = parse_json(record["replaced"][CONFIG_FILE]), record["base_tensors"]
+        stored = {file["stored_as"] for file in files} - {None}
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST_FILE}: is incomplete ({error}). Restore it.") from error
+    if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None or record.get("fused") is not None:
+        found = "is fused" if record.get("fused") is not None else "has duplicated layers"
+        raise CheckpointError(
+            f"{path}: {found}, expected a base model, or one with blocks beside it. Strip it first (scale-surgery "
+            "strip), or expand its base model."
+        )
+    return replace(
+        checkpoint,
+        config=config,
+        tensors={own: info for own, info in checkpoint.tensors.items() if own in names},
+        shards=tuple(shard for shard in checkpoint.shards if shard in stored),
+        side_files=tuple(file for file in checkpoint.side_files if file in stored),
+    )
 
 
 def check_base(base: Base) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
@@ -30,6 +31,8 @@ from scale_surgery.planning.specs import Collaboration, Spec, Widths, specs_of_l
 from scale_surgery.planning.tensors import Init, TensorPlan
 
 SHARD_BYTES = 512 * 1024 * 1024
+# what names of shards of expansions begin with; the name of the expansion follows
+SHARD_STEM = "expansion-"
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,8 @@ def _place(
     dtypes = [FLOAT_DTYPES[request.dtype] for _ in found] if request.dtype else beside
     numbers = _shard_numbers(found, dtypes)
     count = max(numbers)
-    names = [f"expansion-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    stem = f"{SHARD_STEM}{request.name}"
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     tensors = tuple(
         TensorPlan(
             name=tensor.name,
@@ -238,6 +242,21 @@ def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
     if tensor.block == "up_weight" and tensor.kind == "embedding":
         return request.init_embedding
     return "zero"
+
+
+def renamed_plan(plan: Plan, name: str) -> Plan:
+    """The same plan for an expansion that is called otherwise."""
+    before, after = (f"{SHARD_STEM}{own}-" for own in (plan.request.name, name))
+    shards = {shard: shard.replace(before, after, 1) for shard in plan.shards}
+    return replace(
+        plan,
+        request=replace(plan.request, name=name),
+        specs={**plan.specs, "name": name},
+        tensors=tuple(
+            replace(tensor, name=renamed(tensor.name, name), shard=shards[tensor.shard]) for tensor in plan.tensors
+        ),
+        shards=tuple(shards.values()),
+    )
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:

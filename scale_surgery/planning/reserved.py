@@ -12,14 +12,14 @@ from pathlib import PurePosixPath
 
 from scale_surgery.checkpoint.expansions import INFIX, expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.names import COMPOSED_FILE, EXPANSIONS_FOLDER, EXTRACT_FILE, STORED_INDEX, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import EXTRACT_FILE, STORED_INDEX, TRAINING_FOLDER
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.architecture import CODE_FILES, OWN_CODE_FILE
 from scale_surgery.planning.tensors import TensorPlan
 
 # surgery.json is no side file of a base: whoever has one is taken for an expanded model
-FILES = {COMPOSED_FILE, EXTRACT_FILE, STORED_INDEX, *CODE_FILES, OWN_CODE_FILE}
-FOLDERS = (TRAINING_FOLDER, EXPANSIONS_FOLDER)
+FILES = {EXTRACT_FILE, STORED_INDEX, *CODE_FILES, OWN_CODE_FILE}
+FOLDERS = (TRAINING_FOLDER,)
 SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")
 
 

@@ -6,36 +6,41 @@ What comes out are `base` and `router` under the key `scale_surgery`, which the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from scale_surgery.checkpoint.expansions import ROUTER_KEY
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.schema import in_one_line, misfits
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import Range
+from scale_surgery.fields import Range, problems_of
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
 from scale_surgery.planning.specs import Spec, attention_values
+
+# weights that differ by less are the same
+EVEN = 1e-9
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How each token is routed.
+    """How each token is routed over K + 1 paths: the base, and the base with each of K expansions.
 
     Attributes:
-        router: posterior mixes both paths by how well each predicted the text so far. cosine decides by the cosine of
-            both paths' base logits (SCALE, arXiv 2511.03270, eq. 5).
+        router: posterior mixes all paths by how well each predicted the text so far. cosine decides by the cosine of
+            the base logits of two paths (SCALE, arXiv 2511.03270, eq. 5).
         threshold: Cosine above which a token takes the preserve path (cosine).
-        prior: Weight of the preserve path at the start of a text (posterior).
-        switch_rate: Share of its weight that each path gives to the other at every token (posterior).
+        prior: Weight of the base at the start of a text (posterior). Default: as much as that of every other path.
+        shares: What each expansion has of the rest, of sum 1 (posterior). Default: all the same.
+        switch_rate: Share of its weight that each path gives to the others at every token (posterior).
         strict: The preserve path gives out the base model's logits alone (cosine). With posterior it always does.
     """
 
     router: Literal["posterior", "cosine"] = "posterior"
     threshold: Annotated[float, Range(least=-1, most=1, noun="a cosine")] = 0.5
-    prior: Annotated[float, Range(above=0, below=1, noun="a probability")] = 0.5
+    prior: Annotated[float, Range(above=0, below=1, noun="a probability")] | None = None
+    shares: tuple[float, ...] | None = None
     switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
     strict: bool = False
 
@@ -44,15 +49,35 @@ class Routing:
         """Whether the preserve path is the base model alone, without an up stream of its own."""
         return self.strict or self.router == "posterior"
 
+    def weights(self, expansions: int = 1) -> tuple[float, ...]:
+        """Weights of the base and of so many expansions at the start of a text (posterior)."""
+        base = 1 / (1 + expansions) if self.prior is None else self.prior
+        shares = self.shares or (1 / expansions,) * expansions
+        return (base, *((1 - base) * share for share in shares))
+
     @property
     def bound(self) -> float | None:
-        """Nats that a text may lose against the base whatever it says, -ln(prior); None where nothing bounds them."""
-        return -math.log(self.prior) if self.router == "posterior" else None
+        """Nats that a text may lose against the base with one expansion, -ln(prior); None where nothing bounds them."""
+        return self.largest_loss()
+
+    def largest_loss(self, expansions: int = 1) -> float | None:
+        """Nats that a text may lose against any of its paths, whatever it says: the largest -ln of their weights.
+
+        Of one expansion, against the base. None where nothing bounds them.
+        """
+        weights = self.weights(expansions)
+        lightest = weights[0] if expansions == 1 else min(weights)
+        return -math.log(lightest) if self.router == "posterior" else None
 
     @property
     def bound_per_token(self) -> float | None:
         """Nats that each further token adds to the bound, -ln(1 - switch rate); None where there is none."""
         return abs(math.log1p(-self.switch_rate)) if self.router == "posterior" else None
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all paths begin with the same weight."""
+        return self.prior is None and self.shares is None
 
     @property
     def description(self) -> str:
@@ -71,28 +96,60 @@ class Routing:
         """The numbers alone, in words."""
         if self.router == "cosine":
             return f"threshold {self.threshold:.10g}"
-        return f"prior {self.prior:g}, switch rate {self.switch_rate:g}"
+        prior = "all paths alike" if self.prior is None else f"prior {self.prior:g}"
+        shares = "" if self.shares is None else f", shares {', '.join(f'{own:g}' for own in self.shares)}"
+        return f"{prior}{shares}, switch rate {self.switch_rate:g}"
 
-    @property
-    def settings(self) -> Spec:
+    def specs(self, expansions: int = 1) -> Spec:
         """The router and its numbers as config.json keeps them, as plain JSON values."""
         if self.router == "cosine":
             return {"router": "cosine", "threshold": self.threshold, "strict": self.strict}
-        return {"router": "posterior", "prior": [self.prior, 1 - self.prior], "switch_rate": self.switch_rate}
+        return {"router": "posterior", "prior": list(self.weights(expansions)), "switch_rate": self.switch_rate}
+
+    def problems(self, expansions: int = 1) -> list[str]:
+        """What is wrong with its numbers for so many expansions."""
+        found = problems_of(self, "{option}: {value}")
+        shares = self.shares
+        if shares is not None and not (_are_weights(shares) and len(shares) == expansions):
+            found.append(f"shares: {shares}, expected {expansions} positive numbers of sum 1, one for each expansion.")
+        if self.router == "cosine" and expansions > 1:
+            found.append(f"router: cosine is for one expansion, and there are {expansions}; expected posterior.")
+        return found
+
+
+def _are_weights(values: Any) -> bool:
+    are_numbers = isinstance(values, list | tuple) and all(isinstance(own, int | float) for own in values)
+    return are_numbers and all(own > 0 for own in values) and abs(sum(values) - 1) <= 1e-6
 
 
 def read_routing(specs: Mapping[str, Any]) -> Routing | None:
-    """How a model of one expansion routes, by the key `scale_surgery` of its config.json; None where it does not.
+    """How a model routes, by the key `scale_surgery` of its config.json; None where it does not.
 
     Raises:
         PlanError: If a value is of another kind than a router has, or out of range.
     """
     own = specs.get(ROUTER_KEY)
-    if isinstance(own, Mapping) and isinstance(prior := own.get("prior"), list) and len(prior) == 2:
-        own = {**own, "prior": prior[0]}
-    if own is not None and (problems := list(misfits(own, Routing, f"{CONFIG_KEY}.{ROUTER_KEY}"))):
+    if own is None:
+        return None
+    expansions = len(specs_of_expansions(specs))
+    numbers = dict(own) if isinstance(own, Mapping) else {}
+    weights = numbers.pop("prior", None)
+    is_whole = weights is None or (_are_weights(weights) and len(weights) == expansions + 1)
+    problems = list(misfits(numbers if isinstance(own, Mapping) else own, Routing, f"{CONFIG_KEY}.{ROUTER_KEY}"))
+    if not is_whole:
+        problems.append(f"{CONFIG_KEY}.{ROUTER_KEY}.prior is {weights}, expected {expansions + 1} weights of sum 1")
+    if problems:
         raise PlanError(f"{CONFIG_FILE}: {in_one_line(problems)}. Run route-export again.")
-    return None if own is None else Routing(**own)
+    return routing_of_weights(Routing(**numbers), weights) if weights is not None else Routing(**numbers)
+
+
+def routing_of_weights(routing: Routing, weights: Sequence[float]) -> Routing:
+    """The same routing with other weights of its paths; what is even is not said."""
+    base, *others = map(float, weights)
+    shares = tuple(own / sum(others) for own in others)
+    is_split = max(shares) - min(shares) > EVEN
+    is_prior = is_split or abs(base - 1 / len(weights)) > EVEN
+    return replace(routing, prior=base if is_prior else None, shares=shares if is_split else None)
 
 
 def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Spec:

@@ -45,8 +45,12 @@ def read_plan(plain: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: Plan, place: str = "") -> None:
     """Check that a plan whose values are of the right kinds fits together.
+
+    Args:
+        plan: The plan.
+        place: What is said before the names of values: where the plan lies.
 
     Raises:
         PlanError: If it does not; every problem is listed.
@@ -54,10 +58,12 @@ def check_plan(plan: Plan) -> None:
     problems = spec_problems(plan.specs, "plan.specs")
     try:
         problems = problems or _plan_problems(plan)
+    except PlanError as error:
+        problems = [str(error)]
     except (CheckpointError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise PlanError(str(error)) from error
     if problems:
-        raise PlanError(in_one_line(problems))
+        raise PlanError(in_one_line([f"{place}{problem}" for problem in problems]))
 
 
 def _plan_problems(plan: Plan) -> list[str]:

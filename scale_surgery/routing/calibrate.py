@@ -18,11 +18,9 @@ from scale_surgery.checkpoint.files import finished_file, plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
-from scale_surgery.composition.mixing import set_mixing
-from scale_surgery.composition.paths import MixedPaths
-from scale_surgery.composition.record import is_composition, read_composition
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
     CalibrationSettings,
@@ -226,7 +224,7 @@ def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, wr
     """Refuse before any work what could not be written after it."""
     problems = output_file_problems([plot], [folder, *texts])
     if write:
-        read_composition(folder) if is_composition(folder) else read_manifest(folder)
+        read_manifest(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             problems.append(
                 f"{folder}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder "
@@ -275,7 +273,7 @@ def _numbers(outcome: Outcome) -> tuple[float, ...]:
     assert routing is not None
     if isinstance(routing, MixedPaths):
         return (routing.switch_rate, -routing.splits_evenly, *routing.prior)
-    return (routing.threshold, routing.switch_rate, routing.prior)
+    return (routing.threshold, routing.switch_rate, routing.weights()[0])
 
 
 def _write(result: Calibration) -> None:
@@ -298,7 +296,5 @@ def _write(result: Calibration) -> None:
 
 def _set(folder: Path, setting: Setting | None) -> None:
     """Store a setting in a model."""
-    if isinstance(setting, MixedPaths):
-        set_mixing(folder, setting.mixing)
-    elif setting is not None:
-        set_routing(folder, setting)
+    if setting is not None:
+        set_routing(folder, setting.routing if isinstance(setting, MixedPaths) else setting)

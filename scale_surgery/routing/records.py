@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.routing.settings import Setting, shown_settings
 
 if TYPE_CHECKING:

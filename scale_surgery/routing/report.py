@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed, open_model
-from scale_surgery.composition.paths import base_name_in
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.progress import Progress, Track, no_track
@@ -88,7 +87,7 @@ def route_report(
     total = sum(len(reading.windows.ids) for reading in readings)
     with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, run) as network:
         scores = [_score(network, reading.windows, run.windows(), advance) for reading in readings]
-    base = base_name_in(subject.path) if subject.manifest is None else subject.manifest.base_name
+    base = None if subject.manifest is None else subject.manifest.base_name
     base = base or f"{subject.name}, expansion disabled"
     files = tuple(
         _join(reading, own, subject.tokenizer, routing) for reading, own in zip(readings, scores, strict=True)

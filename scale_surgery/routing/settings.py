@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.composition.paths import MixedPaths, read_paths
-from scale_surgery.planning.routing_specs import Routing, read_routing
+from scale_surgery.planning.paths import MixedPaths, read_paths
+from scale_surgery.planning.routing_specs import Routing, read_routing, routing_of_weights
 
 if TYPE_CHECKING:
     from scale_surgery.modeling.expanded_routers import Router
@@ -42,15 +42,21 @@ def router_of(setting: Setting) -> Router:
     if isinstance(setting, MixedPaths):
         numbers = {"router": setting.router, "prior": setting.prior, "switch_rate": setting.switch_rate}
         return make_router(numbers, len(setting.names) - 1)
-    return make_router(setting.settings, 1)
+    return make_router(setting.specs(), 1)
 
 
 def shown_settings(setting: Setting | None) -> dict[str, Any] | None:
     """The router and its numbers as results name them, plain JSON values."""
     if setting is None or isinstance(setting, MixedPaths):
         return None if setting is None else setting.settings
-    names = ("threshold",) if setting.router == "cosine" else ("prior", "switch_rate")
-    return {"router": setting.router, **{name: getattr(setting, name) for name in names}, "strict": setting.is_strict}
+    if setting.router == "cosine":
+        return {"router": "cosine", "threshold": setting.threshold, "strict": setting.strict}
+    return {
+        "router": "posterior",
+        "prior": setting.weights()[0],
+        "switch_rate": setting.switch_rate,
+        "strict": setting.is_strict,
+    }
 
 
 def settings_of(present: Setting, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Setting, ...]:
@@ -70,7 +76,10 @@ def settings_of(present: Setting, old: Sequence[PathBatch], new: Sequence[PathBa
         priors = [(base, *((1 - base) * share for share in split)) for split, base in pairs]
         tried = [replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES)]
     elif present.router == "posterior":
-        tried = [replace(present, prior=prior, switch_rate=rate) for prior, rate in product(PRIORS, SWITCH_RATES)]
+        tried = [
+            replace(routing_of_weights(present, (prior, 1 - prior)), switch_rate=rate)
+            for prior, rate in product(PRIORS, SWITCH_RATES)
+        ]
     else:
         tried = [replace(present, threshold=threshold) for threshold in (*THRESHOLDS, *_parting(old), *_parting(new))]
     return tuple(dict.fromkeys([present, *tried]))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.noise import estimate
 from scale_surgery.routing.outcome import Outcome

@@ -38,10 +38,13 @@ def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> It
 
     Args:
         name: Its name, or None.
-        paths: Names of the paths of the model; none where it is no composed one.
+        paths: Names of the paths of the model; none where no expansion of it has been given a name.
         model: What it is called.
     """
     if name is not None and not paths:
-        yield f"expansion {name}: {model} has no expansions under names, expected a composed folder. Leave it out."
+        yield (
+            f"expansion {name}: {model} has no expansions under names, expected a composed folder, or one expanded "
+            "with --name. Leave it out."
+        )
     elif name is not None and name not in paths:
         yield f"expansion {name}: is no path of {model}, expected {' or '.join(paths)}."

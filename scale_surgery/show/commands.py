@@ -16,9 +16,9 @@ from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.report_records import Report
+    from scale_surgery.evidence.several import ExpansionsSummary
     from scale_surgery.evidence.verification import Verification
     from scale_surgery.planning.architecture import Architecture
     from scale_surgery.planning.plan import Plan
@@ -86,7 +86,7 @@ def after_verification(result: Verification) -> str:
     """What to do with a model that keeps its promises, and with one that does not."""
     if not result.passed:
         return running_command("verify", result.path, "--report", "certificate.json")
-    if result.state == "trained" or result.routing is not None or result.mixing is not None:
+    if result.state == "trained" or result.routing is not None:
         return running_command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
     return running_command("train", result.path, "--data", "FILE")
 
@@ -107,7 +107,7 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     return running_command(name, path, *options)
 
 
-def after_composed(held: CompositionSummary, path: Path) -> str:
+def after_composed(held: ExpansionsSummary, path: Path) -> str:
     """What to do with a composed folder whose records were read."""
     following = ("evaluate", path, "--old", "FILE", "--new", "FILE") if held.promises else ("verify", path)
     return command(*following)

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.show.figures import GREY, VERMILION, save_figure, tidy
 
 if TYPE_CHECKING:

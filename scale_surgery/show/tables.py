@@ -17,9 +17,9 @@ from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, Warned, heading, sentence
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.inspect import ExpansionSummary, Inspection
+    from scale_surgery.evidence.several import ExpansionsSummary
     from scale_surgery.running.loss import Measurement
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
@@ -89,8 +89,8 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
     return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
 
 
-def render_composition(found: CompositionSummary, model: str | None = None) -> RenderableType:
-    """What lies in a composed folder, an expansion a line."""
+def render_composition(found: ExpansionsSummary, model: str | None = None) -> RenderableType:
+    """What lies in a folder of several expansions, one a line."""
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
     for name, own in found.expansions.items():
         table.add_row(name, own.variant, format_layers(own.layers), format_count(own.parameters), f"{own.steps:,}")
@@ -98,7 +98,7 @@ def render_composition(found: CompositionSummary, model: str | None = None) -> R
     rows = [
         ("stands on", f"{found.base_name}{revision}"),
         ("paths", found.paths),
-        ("router", found.mixing.description),
+        ("router", found.routing.description),
         ("last verified", found.verified),
     ]
     rows += [] if model is None else [(NEXT, verify_command(Path(model)))]
@@ -170,7 +170,8 @@ def render_stripped(done: Stripped) -> RenderableType:
 
 def render_routed(done: Routed) -> RenderableType:
     """A routed checkpoint, or one whose router was taken away."""
-    parts = "in the head alone" if done.fork is None else f"from layer {done.fork} of {done.layers} on"
+    forks = ", ".join(map(str, sorted(set(done.forks))))
+    parts = f"from layer {forks} of {done.layers} on" if forks else "in the head alone"
     rows = [("written", str(done.path)), ("base", done.base_name)]
     if done.routing is None:
         rows.append(("router", "none; as before route-export, and what was trained since"))

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.composition.paths import MixedPaths
 from scale_surgery.errors import counted
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, plain_table
@@ -133,7 +133,7 @@ def _number_cells(outcome: Outcome) -> dict[str, str]:
         return {}
     if routing.router == "cosine":
         return {"threshold": f"{routing.threshold:.10g}"}
-    return {"prior": f"{routing.prior:.3g}", "rate": f"{routing.switch_rate:.3g}"}
+    return {"prior": f"{routing.weights()[0]:.3g}", "rate": f"{routing.switch_rate:.3g}"}
 
 
 def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> list[str]:

@@ -14,10 +14,10 @@ from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, format_bytes, render_warnings
 
 if TYPE_CHECKING:
-    from scale_surgery.composition.compose import Composed
     from scale_surgery.running.drift import Drift
     from scale_surgery.surgery.adopt import Adopted
     from scale_surgery.surgery.apply import Applied
+    from scale_surgery.surgery.compose import Composed
     from scale_surgery.surgery.extract import Extracted
     from scale_surgery.surgery.merge import Merged
 
@@ -83,7 +83,7 @@ def render_composed(done: Composed) -> RenderableType:
         ("written", f"{done.path}  ({format_bytes(done.bytes_added)} beside the base)"),
         ("base", done.base_name),
         ("paths", f"{len(done.expansions) + 1}: the base, {', '.join(done.expansions)}"),
-        ("router", done.mixing.description),
+        ("router", "none" if done.routing is None else done.routing.description),
     ]
     if done.removed:
         rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))

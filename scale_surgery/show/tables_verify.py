@@ -15,9 +15,9 @@ from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.tables import facts, plain_table, render_composition, render_warnings
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.composition_summary import CompositionSummary
     from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
     from scale_surgery.evidence.promises import Promise
+    from scale_surgery.evidence.several import ExpansionsSummary
     from scale_surgery.evidence.verification import Verification
     from scale_surgery.running.probe import Layer, Numbers
 
@@ -31,7 +31,7 @@ def render_verification(result: Verification) -> RenderableType:
     word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
     changed = counted(result.trained_tensors, "tensor")
     state = "untrained" if result.state == "initial" else f"trained ({changed} changed)"
-    router = result.routing or result.mixing
+    router = result.routing
     kind = result.variant if router is None else f"{result.variant}, routed ({router.description})"
     return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
 
@@ -47,7 +47,7 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
     return table
 
 
-def render_held(held: CompositionSummary) -> RenderableType:
+def render_held(held: ExpansionsSummary) -> RenderableType:
     """What lies in a composed folder, and what the last verification found."""
     found = [render_promises(held.promises, held.required), Text()] if held.promises else []
     return Group(*found, render_composition(held))

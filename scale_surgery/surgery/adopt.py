@@ -20,9 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from scale_surgery.checkpoint.composed import Wanted, refuse_composed
 from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -38,11 +37,12 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.around import base_shards, running_dtype, take_over_around, write_around
+from scale_surgery.surgery.around import base_shards, running_dtype, write_anew, write_around
 from scale_surgery.surgery.config import expanded_config
 from scale_surgery.surgery.expand import needed_bytes
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
+    ExpansionRecord,
     Manifest,
     check_numbering,
     is_base,
@@ -51,7 +51,6 @@ from scale_surgery.surgery.record import (
     refuse_linked,
     tool_versions,
 )
-from scale_surgery.surgery.route import with_router
 from scale_surgery.surgery.same_base import hash_base
 from scale_surgery.surgery.saved import (
     Saved,
@@ -170,7 +169,7 @@ def adopt(
             written, manifest = _write_again(found, trained, partial, base_weights, run, track)
         else:
             manifest = wide.manifest
-            written = take_over_around(wide.checkpoint, manifest, partial, base_weights, track)
+            written = write_anew(wide.checkpoint, manifest, [manifest.name], partial, base_weights, track)
         changed = _changed(manifest, partial)
         _write_records(found, manifest, compared, changed, partial)
     return Adopted(
@@ -196,9 +195,9 @@ def _check_places(saved: str | Path, expanded: str | Path | None, base: str | Pa
     if given is None:
         return
     option = "--base" if expanded is None else "--expanded"
-    wanted: Wanted = BASE if expanded is None else EXPANDED
-    found = _kind(given, wanted)
-    if found == SAVED and _kind(saved, EXPANDED) == wanted:
+    wanted = BASE if expanded is None else EXPANDED
+    found = _kind(given)
+    if found == SAVED and _kind(saved) == wanted:
         raise CheckpointError(
             f"{saved}: is {wanted}, and {given}, given as {option}, is {SAVED}. Exchange them: "
             f"{_line(given, option, saved)}"
@@ -208,9 +207,8 @@ def _check_places(saved: str | Path, expanded: str | Path | None, base: str | Pa
         raise CheckpointError(f"{given}: is {found}, expected {wanted} as {option}. Type: {_line(saved, other, given)}")
 
 
-def _kind(model: str | Path, wanted: Wanted) -> str:
+def _kind(model: str | Path) -> str:
     path = find_source(model).path
-    refuse_composed(path, wanted)
     if (path / MANIFEST_FILE).is_file():
         return EXPANDED
     return BASE if is_base(path) else SAVED
@@ -259,7 +257,8 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
     request = replace(origin.request, name=specs_in(saved.config).get("name", origin.request.name))
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
     load_base_config(source.path, source.name, run)
-    config = expanded_config(checkpoint.config, plan, running_dtype(checkpoint), saved.router)
+    routing = read_routing(saved.config[CONFIG_KEY])
+    config = expanded_config(checkpoint.config, [plan], running_dtype(checkpoint), routing)
     return Trained(str(base or source.name), checkpoint, plan, checkpoint.tensors, plain_json(config))
 
 
@@ -294,12 +293,11 @@ def _write_again(
     saved: Saved, trained: Trained, partial: Path, how: BaseWeights, run: RunOptions, track: Track
 ) -> tuple[int, Manifest]:
     """Write what `expand` and `route_export` would, but the new tensors; their start is recorded as they made it."""
-    written, _ = write_around(trained.plan, trained.checkpoint, partial, how, run, track)
-    manifest = replace(read_manifest(partial), expansion_tensors=_starts(trained, run, track))
-    write_json(partial / MANIFEST_FILE, asdict(manifest))
-    if (routing := read_routing(saved.config[CONFIG_KEY])) is not None:
-        write_json(partial / CONFIG_FILE, with_router(read_json(partial / CONFIG_FILE), routing))
-    return written, replace(manifest, routing=routing)
+    began = ExpansionRecord(trained.plan, _starts(trained, run, track))
+    routing = read_routing(saved.config[CONFIG_KEY])
+    expansions = {trained.plan.request.name: began}
+    written, _ = write_around(expansions, trained.checkpoint, partial, how, run, track, routing)
+    return written, read_manifest(partial)
 
 
 def _starts(trained: Trained, run: RunOptions, track: Track) -> dict[str, str]:
@@ -341,5 +339,5 @@ def _write_records(
         "tool": tool_versions(),
     }
     # what was verified is what was expanded
-    written = replace(manifest, training=(*manifest.training, entry), verification=None)
+    written = replace(manifest.with_expansion(training=(*manifest.training, entry)), verification=None)
     write_json(partial / MANIFEST_FILE, asdict(written))

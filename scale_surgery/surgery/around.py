@@ -8,18 +8,21 @@ everything else --as files-->  everything else
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 
+from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import FileHash, Sums, hash_all, hash_tensors, tensors_by_file
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import Numbering
+from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery import record as manifests
@@ -30,8 +33,9 @@ from scale_surgery.surgery.config import (
     make_index,
     planned_index,
     stored_shard,
+    written_config,
 )
-from scale_surgery.surgery.record import BaseFile, Manifest
+from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest
 from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
 
 
@@ -48,25 +52,46 @@ def running_dtype(checkpoint: Checkpoint) -> str:
 
 
 def write_around(
-    plan: Plan, checkpoint: Checkpoint, partial: Path, base_weights: BaseWeights, run: RunOptions, track: Track
+    expansions: Mapping[str, ExpansionRecord],
+    checkpoint: Checkpoint,
+    partial: Path,
+    base_weights: BaseWeights,
+    run: RunOptions,
+    track: Track,
+    routing: Routing | None = None,
 ) -> tuple[int, str | None]:
-    """Write all of an expanded folder but the shards of new tensors, which are there already.
+    """Write all of an expanded folder but the shards of its expansions, which are there already.
 
     Args:
-        plan: What was written.
+        expansions: What surgery.json is to say of each; one of which no sum is known is hashed as it lies there.
         checkpoint: The base.
         partial: The folder.
         base_weights: How base files are taken over.
         run: The device of the new tensors, and how the base's tokenizer is loaded.
         track: Makes progress bars.
+        routing: How it routes, or None.
 
     Returns:
         Bytes of base shards that were written, and the tokenizer class that was pinned, if any.
     """
-    written, sums = _take_over_base(plan, checkpoint, partial, base_weights, track)
-    pinned = _write_code_and_config(plan, checkpoint, partial, run)
-    _write_index_and_manifest(plan, checkpoint, partial, tool_on(run), sums, track)
+    plans = [expansion.plan for expansion in expansions.values()]
+    written, sums = _take_over_base(plans[0], checkpoint, partial, base_weights, track)
+    pinned = _write_code_and_config(plans, checkpoint, partial, run, routing)
+    write_json(partial / INDEX_FILE, planned_index(plans, checkpoint))
+    expanded = open_checkpoint(partial)
+    manifest = _make_manifest(_hashed(expansions, partial), checkpoint, expanded, tool_on(run), routing)
+    write_json(partial / MANIFEST_FILE, asdict(_with_base_hashes(manifest, checkpoint, expanded, sums, track)))
     return written, pinned
+
+
+def _hashed(expansions: Mapping[str, ExpansionRecord], folder: Path) -> dict[str, ExpansionRecord]:
+    """The same with sums of the tensors of those of which none is known: they lie in the folder as they begin."""
+    found, written = dict(expansions), open_checkpoint(folder)
+    for name, own in expansions.items():
+        if not own.tensors:
+            names = [tensor.name for tensor in own.plan.tensors]
+            found[name] = replace(own, tensors=hash_tensors(written, names))
+    return found
 
 
 def _take_over_base(
@@ -131,47 +156,46 @@ def _take_over_shard(
         found.add_to(sums, file.name)
 
 
-def _write_code_and_config(plan: Plan, checkpoint: Checkpoint, partial: Path, run: RunOptions) -> str | None:
+def _write_code_and_config(
+    plans: Sequence[Plan], checkpoint: Checkpoint, partial: Path, run: RunOptions, routing: Routing | None
+) -> str | None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
 
-    for file, text in code_texts(plan).items():
+    for file, text in code_texts(plans[0]).items():
         write_text(partial / file, text)
-    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plan, running_dtype(checkpoint)))
+    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plans, running_dtype(checkpoint), routing))
     return pin_tokenizer_class(checkpoint.path, partial, run)
 
 
-def _write_index_and_manifest(
-    plan: Plan, checkpoint: Checkpoint, partial: Path, tool: Mapping[str, str], sums: Sums, track: Track
-) -> None:
-    write_json(partial / INDEX_FILE, planned_index(plan, checkpoint))
-    expanded = open_checkpoint(partial)
-    write_json(partial / MANIFEST_FILE, asdict(_make_manifest(plan, checkpoint, expanded, tool, sums, track)))
-
-
 def _make_manifest(
-    plan: Plan, checkpoint: Checkpoint, expanded: Checkpoint, tool: Mapping[str, str], sums: Sums, track: Track
+    expansions: Mapping[str, ExpansionRecord],
+    checkpoint: Checkpoint,
+    expanded: Checkpoint,
+    tool: Mapping[str, str],
+    routing: Routing | None,
 ) -> Manifest:
+    """surgery.json without the hashes of the base."""
     replaced = {
         file: read_text(checkpoint, file)
         for file in checkpoint.side_files
         if file in (CONFIG_FILE, INDEX_FILE) or not _is_same_file(checkpoint.path / file, expanded.path / file)
     }
-    renumbered = renumbered_shards(checkpoint, plan.numbering)
-    manifest = Manifest(
-        base_name=plan.base_name,
-        base_revision=plan.base_revision,
-        base_fingerprint=plan.base_fingerprint,
+    facts = next(iter(expansions.values())).plan
+    renumbered = renumbered_shards(checkpoint, facts.numbering)
+    return Manifest(
+        base_name=facts.base_name,
+        base_revision=facts.base_revision,
+        base_fingerprint=facts.base_fingerprint,
         base_files={},
         base_tensors={},
         left_out=checkpoint.left_out,
         replaced=replaced,
-        expansion_tensors=hash_tensors(expanded, [tensor.name for tensor in plan.tensors]),
-        code=hash_texts(code_texts(plan)),
-        plan=plan,
+        code=hash_texts(code_texts(facts)),
+        expansions=expansions,
         tool=tool,
+        routing=routing,
         renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
     )
-    return _with_base_hashes(manifest, checkpoint, expanded, sums, track)
 
 
 def _with_base_hashes(
@@ -211,33 +235,46 @@ def _is_same_file(one: Path, other: Path) -> bool:
     return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
 
 
-def take_over_around(checkpoint: Checkpoint, manifest: Manifest, partial: Path, how: BaseWeights, track: Track) -> int:
-    """Take over all of an expanded folder but its new tensors and its records; the index lists those of its plan.
+def write_anew(
+    checkpoint: Checkpoint, manifest: Manifest, written: Collection[str], partial: Path, how: BaseWeights, track: Track
+) -> int:
+    """Write all of an expanded folder with other expansions than it had: only their shards need be there already.
 
     Args:
-        checkpoint: The expanded folder.
-        manifest: Its surgery.json.
-        partial: The folder to fill.
-        how: How base shards are taken over.
+        checkpoint: The folder as it is.
+        manifest: What its surgery.json is to be.
+        written: Names of the expansions whose shards lie in the new folder; those of the others are taken over.
+        partial: The new folder.
+        how: How shards are taken over.
         track: Makes progress bars.
 
     Returns:
-        Bytes of base shards that were written.
+        Bytes of shards of the base that were written.
     """
-    path, plan = checkpoint.path, manifest.plan
-    shards, total = base_shards(checkpoint, manifest), sum(info.bytes for info in checkpoint.tensors.values())
+    path, kept = checkpoint.path, [name for name in manifest.expansions if name not in written]
+    places = {name: info for name, info in checkpoint.tensors.items() if expansion_of(name) in (None, *kept)}
+    if manifest.numbering is not None:
+        places = {name: checkpoint.tensors[name] for name in manifest.base_tensors}
+    shards = dict.fromkeys(info.file for info in places.values())
+    texts = (CONFIG_FILE, INDEX_FILE)
     others = [
-        file for file in checkpoint.side_files if file != INDEX_FILE and not file.startswith(f"{TRAINING_FOLDER}/")
+        file for file in checkpoint.side_files if file not in texts and not file.startswith(f"{TRAINING_FOLDER}/")
     ]
     sizes = {file: (path / file).stat().st_size for file in (*shards, *others)}
     with track("files", sum(sizes.values())) as advance:
         for file, size in sizes.items():
             take_over(path / file, partial / file, how if file in shards else "copy")
             advance(size)
-    places = {name: checkpoint.tensors[name].file for name in manifest.base_tensors}
-    places |= {tensor.name: tensor.shard for tensor in plan.tensors}
-    write_json(partial / INDEX_FILE, make_index(places, plan.specs, total))
-    return 0 if how == "link" else sum(sizes[shard] for shard in shards)
+    new = [tensor for name in written for tensor in manifest.expansions[name].plan.tensors]
+    index = {name: info.file for name, info in places.items()} | {tensor.name: tensor.shard for tensor in new}
+    total = sum(info.bytes for info in places.values()) + sum(
+        manifest.expansions[name].plan.costs.bytes_added for name in written
+    )
+    base = parse_json(manifest.replaced[CONFIG_FILE])
+    write_json(partial / CONFIG_FILE, written_config(manifest, base, checkpoint.config.get("torch_dtype", "")))
+    write_json(partial / INDEX_FILE, make_index(index, manifest.facts.specs, total))
+    write_json(partial / MANIFEST_FILE, asdict(replace(manifest, expansions=_hashed(manifest.expansions, partial))))
+    return 0 if how == "link" else sum(sizes[shard] for shard in base_shards(checkpoint, manifest))
 
 
 def base_shards(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:

@@ -15,7 +15,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_na
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.routing_specs import base_specs, path_problems
+from scale_surgery.planning.routing_specs import Routing, base_specs, path_problems
 from scale_surgery.surgery.joining import has_joined_head
 from scale_surgery.surgery.record import Manifest
 
@@ -28,88 +28,73 @@ def stored_shard(shard: str) -> str:
 
 
 def expanded_config(
-    config: Mapping[str, Any], plan: Plan, dtype: str, router: Mapping[str, Any] | None = None
+    config: Mapping[str, Any], plans: Sequence[Plan], dtype: str, routing: Routing | None = None
 ) -> dict[str, Any]:
-    """Edit a base model's config.json for the one expansion of a plan.
+    """Edit a base model's config.json: own model type and classes, its expansions, everything else as it was.
 
     A model with duplicated layers is a stock one of more layers: see `deepened_config`.
 
     Args:
         config: Parsed config.json of the base.
-        plan: The plan.
-        dtype: Dtype of the base model, for a config that names none.
-        router: What config.json keeps of a router, or None.
-
-    Returns:
-        The new config.
-    """
-    if plan.numbering is not None:
-        specs = {**plan.specs, ORIGIN_KEY: asdict(plan.origin)}
-        return _with_dtype(deepened_config(config, specs, plan.architecture), config, dtype)
-    return model_config(config, plan, [expansion_specs(plan)], dtype, router)
-
-
-def model_config(
-    config: Mapping[str, Any],
-    plan: Plan,
-    expansions: Sequence[Mapping[str, Any]],
-    dtype: str,
-    router: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Edit a base model's config.json: own model type and classes, its expansions, everything else as it was.
-
-    Args:
-        config: Parsed config.json of the base.
-        plan: That of any of the expansions, for what it knows of the base.
-        expansions: What is said of each, in the order of the paths: see `expansion_specs`.
+        plans: Plan of each expansion, in the order of the paths.
         dtype: Dtype of the base model, written where the config names none, since the first shard that a loader opens
             may now be one of ours.
-        router: What config.json keeps of a router, or None.
+        routing: How it routes, or None.
 
     Returns:
         The new config.
     """
-    architecture = plan.architecture
-    edited = dict(config) | {
-        "architectures": modeling.architectures(architecture),
-        "model_type": architecture.expanded_type,
-        "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
-        CONFIG_KEY: {
-            BASE_KEY: base_specs(architecture, plan.sizes, config),
-            EXPANSIONS_KEY: list(expansions),
-            **({} if router is None else {ROUTER_KEY: dict(router)}),
-        },
-    }
-    return _with_dtype(edited, config, dtype)
+    facts = plans[0]
+    architecture = facts.architecture
+    if facts.numbering is not None:
+        edited = deepened_config(config, {**facts.specs, ORIGIN_KEY: asdict(facts.origin)}, architecture)
+    else:
+        edited = dict(config) | {
+            "architectures": modeling.architectures(architecture),
+            "model_type": architecture.expanded_type,
+            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
+            CONFIG_KEY: {
+                BASE_KEY: base_specs(architecture, facts.sizes, config),
+                EXPANSIONS_KEY: [expansion_specs(plan) for plan in plans],
+            },
+        }
+    if not {"dtype", "torch_dtype"}.intersection(config):
+        edited["torch_dtype"] = dtype
+    return edited if routing is None else with_router(edited, routing)
 
 
-def expansion_specs(plan: Plan, name: str | None = None) -> dict[str, Any]:
-    """What config.json says of an expansion.
+def with_router(config: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
+    """Edit config.json of an expanded model: its router, or none.
 
     Args:
-        plan: Its plan.
-        name: What it is called; by default as it was made.
+        config: Parsed config.json.
+        routing: How to route, or None.
+
+    Returns:
+        The new config.
     """
+    own = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
+    router = {} if routing is None else {ROUTER_KEY: routing.specs(len(own[EXPANSIONS_KEY]))}
+    return {**config, CONFIG_KEY: own | router}
+
+
+def expansion_specs(plan: Plan) -> dict[str, Any]:
+    """What config.json says of an expansion."""
     problems = path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
     return {
         **plan.specs,
-        "name": name or plan.request.name,
         ORIGIN_KEY: asdict(plan.origin),
         # why it cannot run beside others
         **({"problems": problems} if problems else {}),
     }
 
 
-def _with_dtype(edited: dict[str, Any], config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    return edited if {"dtype", "torch_dtype"}.intersection(config) else {**edited, "torch_dtype": dtype}
-
-
-def planned_index(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The index of the expanded checkpoint that a plan makes of a base."""
+def planned_index(plans: Sequence[Plan], checkpoint: Checkpoint) -> dict[str, Any]:
+    """The index of the expanded checkpoint that plans make of a base."""
     places = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
-    places |= {tensor.name: tensor.shard for tensor in plan.tensors}
-    total = sum(info.bytes for info in checkpoint.tensors.values()) + plan.costs.bytes_added
-    return make_index(places, plan.specs, total)
+    places |= {tensor.name: tensor.shard for plan in plans for tensor in plan.tensors}
+    total = sum(info.bytes for info in checkpoint.tensors.values()) + sum(plan.costs.bytes_added for plan in plans)
+    return make_index(places, plans[0].specs, total)
 
 
 def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:
@@ -150,8 +135,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
         base: Parsed config.json of the base.
         dtype: Dtype of the base, for a config that names none.
     """
-    routing = manifest.routing
-    written = expanded_config(base, manifest.plan, dtype, None if routing is None else routing.settings)
+    written = expanded_config(base, list(manifest.plans.values()), dtype, manifest.routing)
     return written if manifest.fused is None else fused_config(written, manifest)
 
 

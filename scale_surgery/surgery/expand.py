@@ -14,6 +14,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
+from scale_surgery.planning.base import base_in
 from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.reserved import check_clashes
@@ -21,7 +22,10 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.added_tokens import warn_of_untrained_tokens
-from scale_surgery.surgery.around import tool_on, write_around
+from scale_surgery.surgery.around import tool_on, write_anew, write_around
+from scale_surgery.surgery.beside import check_beside, with_expansions
+from scale_surgery.surgery.intact import refuse_damaged
+from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.renumbered import renumbered_shards
 
 
@@ -65,7 +69,7 @@ def expand(
     """Widen chosen layers of a checkpoint; every base tensor keeps its bytes.
 
     Args:
-        model: A folder or a Hub id.
+        model: A folder or a Hub id; of a base model, or an expanded folder that gets one more expansion of its base.
         plan_or_request: What is to be done, or what is asked for.
         output: Folder to be; default `<name>-scale` in the current folder, or `-grow` or `-depth`.
         revision: Branch, tag or commit of a Hub repository; a plan brings its own.
@@ -87,11 +91,18 @@ def expand(
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
     checkpoint = open_checkpoint(source.path)
-    made, run = _plan_for(source, checkpoint, plan_or_request, run), run.placed()
+    before = read_manifest(source.path) if checkpoint.manifest is not None else None
+    made, run = _plan_for(source, checkpoint, plan_or_request, run, before), run.placed()
     target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     load_base_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
-    check_space(target, needed_bytes(checkpoint, made, base_weights))
+    if before is not None:
+        check_beside([*before.plans.values(), made])
+        refuse_linked(source.path, before)
+    base = base_in(checkpoint, made.request.name)
+    check_space(target, needed_bytes(base, made, base_weights))
+    if before is not None:
+        refuse_damaged(checkpoint, before, track, is_trusted=run.trust_remote_code)
     state = {
         "plan": made.to_json(),
         "base_weights": base_weights,
@@ -99,20 +110,27 @@ def expand(
         "tool": tool_on(run),
     }
     with staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial:
-        write_expansion(made, checkpoint, partial, run.device, track)
-        written, pinned = write_around(made, checkpoint, partial, base_weights, run, track)
-    return Expansion(
-        target, made, written, checkpoint.left_out, pinned, warn_of_untrained_tokens(checkpoint, made, run)
-    )
+        write_expansion(made, base, partial, run.device, track)
+        added = {made.request.name: ExpansionRecord(made, {})}
+        if before is None:
+            written, pinned = write_around(added, checkpoint, partial, base_weights, run, track)
+        else:
+            grown = with_expansions(before, {**before.expansions, **added})
+            written, pinned = write_anew(checkpoint, grown, list(added), partial, base_weights, track), None
+    return Expansion(target, made, written, checkpoint.left_out, pinned, warn_of_untrained_tokens(base, made, run))
 
 
-def _plan_for(source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
-    if isinstance(plan_or_request, Request):
-        return make_plan(checkpoint, plan_or_request, name=source.name, revision=source.revision, run=run)
-    check_fits(plan_or_request, checkpoint)
-    check_clashes(checkpoint, plan_or_request.tensors)
+def _plan_for(
+    source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request, run: RunOptions, before: Manifest | None
+) -> Plan:
     # surgery.json names the model that was read, not one of the same shapes elsewhere
-    return replace(plan_or_request, base_name=source.name, base_revision=source.revision)
+    name, revision = (source.name, source.revision) if before is None else (before.base_name, before.base_revision)
+    if isinstance(plan_or_request, Request):
+        return make_plan(checkpoint, plan_or_request, name=name, revision=revision, run=run)
+    base = base_in(checkpoint, plan_or_request.request.name)
+    check_fits(plan_or_request, base)
+    check_clashes(base, plan_or_request.tensors)
+    return replace(plan_or_request, base_name=name, base_revision=revision)
 
 
 def needed_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:

@@ -1,27 +1,45 @@
-"""Take the expansion alone out of an expanded checkpoint: a folder without the base, which names its base.
+"""Take an expansion alone out of an expanded checkpoint: a folder without the base, which names its base.
 
-expansion shards, config.json, *.py, surgery.json   --as files-->   the same
-model.safetensors.index.json                        --as a file->   expanded.index.json
-what is the base's                                                  stays out; extract.json lists it
+expansion shards, *.py                   --as files-->   the same
+config.json, surgery.json                --as texts->    the same; of several expansions what they say of this one
+model.safetensors.index.json             --as a text->   expanded.index.json
+what is the base's, or another's                         stays out; extract.json lists what is the base's
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.files import (
+    BaseWeights,
+    as_json,
+    check_base_weights,
+    take_over,
+    write_json,
+    write_text,
+)
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.listing import stays_behind
-from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE, STORED_INDEX
+from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
+    EXTRACT_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    STORED_INDEX,
+    TRAINING_FOLDER,
+)
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.config import make_index
 from scale_surgery.surgery.extract_folder import (
     EXTRACT_FORMAT,
     OwnFile,
@@ -29,7 +47,7 @@ from scale_surgery.surgery.extract_folder import (
     name_in_extract,
 )
 from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused, refuse_linked, tool_versions
+from scale_surgery.surgery.record import Manifest, open_expansion, refuse_fused, refuse_linked, tool_versions
 
 # expansion tensors are made from base tensors, so the terms of the base go with them
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)", re.IGNORECASE)
@@ -67,15 +85,17 @@ def extract(
     expanded: str | Path,
     output: str | Path,
     *,
+    name: str | None = None,
     base_weights: BaseWeights = "auto",
     overwrite: bool = False,
     track: Track = no_track,
 ) -> Extracted:
-    """Write the expansion alone, and what is needed to put it back on its base.
+    """Write an expansion alone, and what is needed to put it back on its base.
 
     Args:
         expanded: Folder of an expanded checkpoint.
         output: Folder to be.
+        name: Which expansion, where there are several.
         base_weights: How shards are taken over, here those of the expansion: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
         track: Makes progress bars.
@@ -86,18 +106,21 @@ def extract(
     Raises:
         CheckpointError: If this is no expanded checkpoint, it is fused, it is not what the expansion wrote, or the
             output cannot be written; every problem is named.
+        PlanError: If there is no such expansion, or there are several and none is named.
     """
+    check_base_weights(base_weights)
     path, target = Path(expanded), Path(output)
-    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    checkpoint, manifest = open_expansion(path, name)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_target(target, [path], overwrite=overwrite)
     _check_clashes(checkpoint)
     from_base = tuple(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
-    files, left_out = _own_files(checkpoint, manifest, from_base)
+    texts = _texts(checkpoint, manifest)
+    files, left_out = _own_files(checkpoint, manifest, from_base, texts)
     refuse_damaged(checkpoint, manifest, track, _own_problems(checkpoint, manifest, files))
     licences = tuple(name for name in from_base if LICENCE.match(PurePosixPath(name).name))
-    sizes = {name: (path / name).stat().st_size for name in (*files, *licences)}
+    sizes = {name: files[name].bytes if name in texts else (path / name).stat().st_size for name in (*files, *licences)}
     check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
     content = {
         "format": EXTRACT_FORMAT,
@@ -120,7 +143,10 @@ def extract(
         track("files", sum(sizes.values())) as advance,
     ):
         for name, size in sizes.items():
-            take_over(path / name, partial / name_in_extract(name), base_weights)
+            if name in texts:
+                write_text(partial / name_in_extract(name), texts[name])
+            else:
+                take_over(path / name, partial / name_in_extract(name), base_weights)
             advance(size)
         write_json(partial / EXTRACT_FILE, content)
     return Extracted(
@@ -152,16 +178,38 @@ def _check_clashes(checkpoint: Checkpoint) -> None:
         )
 
 
+def _texts(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
+    """What a folder of several expansions says of one; one that has no other says it as it lies there."""
+    recorded = checkpoint.manifest or {}
+    if len(recorded.get("expansions", ())) == 1:
+        return {}
+    places = {name: info.file for name, info in checkpoint.tensors.items()}
+    total = sum(info.bytes for info in checkpoint.tensors.values())
+    return {
+        CONFIG_FILE: as_json(checkpoint.config),
+        INDEX_FILE: as_json(make_index(places, manifest.plan.specs, total)),
+        MANIFEST_FILE: as_json(asdict(manifest)),
+    }
+
+
 def _own_files(
-    checkpoint: Checkpoint, manifest: Manifest, from_base: tuple[str, ...]
+    checkpoint: Checkpoint, manifest: Manifest, from_base: tuple[str, ...], texts: Mapping[str, str]
 ) -> tuple[dict[str, OwnFile], tuple[str, ...]]:
     """The expansion's own files with their hashes, and what is left out."""
     others = [name for name in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE) if name not in from_base]
+    # logs of a folder of several are of whichever was trained last
+    logs = f"{TRAINING_FOLDER}/" if texts else None
     known = {*checkpoint.shards, *manifest.base_files}
-    stays = tuple(name for name in others if stays_behind(checkpoint.path, name) and name not in known)
+    stays = tuple(
+        name
+        for name in others
+        if name not in known and (stays_behind(checkpoint.path, name) or (logs is not None and name.startswith(logs)))
+    )
     own = [name for name in others if name not in stays]
-    hashes = hash_files(checkpoint.path, own)
-    files = {name: OwnFile(hashes[name], (checkpoint.path / name).stat().st_size) for name in own}
+    hashes = hash_files(checkpoint.path, [name for name in own if name not in texts])
+    hashes |= {name: sha256(text.encode("utf-8")).hexdigest() for name, text in texts.items()}
+    sizes = {name: len(text.encode("utf-8")) for name, text in texts.items()}
+    files = {name: OwnFile(hashes[name], sizes.get(name) or (checkpoint.path / name).stat().st_size) for name in own}
     return files, (*stays, *checkpoint.left_out)
 
 

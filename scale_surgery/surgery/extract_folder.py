@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.folder import name_tensors, read_config, read_json
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
@@ -127,7 +126,6 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     """
     source = find_source(extract, revision)
     path, file = source.path, source.path / EXTRACT_FILE
-    refuse_composed(path, "an extract")
     if not file.is_file():
         raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
     stamps = take_stamps(found for found in path.rglob("*") if found.is_file())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
 from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
@@ -20,7 +21,7 @@ from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FIL
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.joining import joined_tensors
 from scale_surgery.surgery.parts import described_parts, hash_parts
-from scale_surgery.surgery.record import Manifest, OnBase, check_numbering
+from scale_surgery.surgery.record import Manifest, check_numbering
 from scale_surgery.surgery.renumbered import hash_stored
 
 
@@ -61,7 +62,7 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
     Returns:
         Every problem, each naming its tensor or file.
     """
-    planned = {tensor.name: tensor for tensor in manifest.plan.tensors}
+    planned = manifest.planned
     files, hashes = _hash_base(checkpoint, manifest, advance)
     missing = _damaged(checkpoint, manifest, planned)
     return Damage(
@@ -69,7 +70,7 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
         structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned)),
         missing=tuple(missing),
         config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
-        code=tuple(_code_problems(checkpoint, manifest, manifest.plan.code_files)),
+        code=tuple(_code_problems(checkpoint, manifest, manifest.facts.code_files)),
         hashes=hashes,
     )
 
@@ -129,12 +130,12 @@ def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) ->
     return files, {name: found[name] for name in manifest.base_tensors if name in found}
 
 
-def base_problems(checkpoint: Checkpoint, record: OnBase, sums: Sums) -> tuple[str, ...]:
+def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple[str, ...]:
     """Tensors and files of a base that are not what they were.
 
     Args:
-        checkpoint: The expanded or composed folder.
-        record: Its surgery.json, or composed.json.
+        checkpoint: The expanded folder.
+        record: Its surgery.json.
         sums: sha256 of the base's files, by the names that they are stored under, and of its tensors; of those that are
             there.
 
@@ -144,19 +145,17 @@ def base_problems(checkpoint: Checkpoint, record: OnBase, sums: Sums) -> tuple[s
     return (*_tensor_problems(record, sums.tensors), *_file_problems(checkpoint, record, sums.files))
 
 
-def _tensor_problems(record: OnBase, hashes: Mapping[str, str]) -> list[str]:
+def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
     for name, digest in record.base_tensors.items():
         if name not in hashes:
             problems.append(f"{name}: base tensor is missing.")
         elif hashes[name] != digest:
-            problems.append(
-                f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from {record.record_file}."
-            )
+            problems.append(f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from {MANIFEST_FILE}.")
     return problems
 
 
-def _file_problems(checkpoint: Checkpoint, record: OnBase, hashes: Mapping[str, str]) -> list[str]:
+def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
     # the bytes of a fused model's shards are known by the tensors that they were
     joined = record.joined_shards
@@ -165,7 +164,7 @@ def _file_problems(checkpoint: Checkpoint, record: OnBase, hashes: Mapping[str, 
             continue
         if file.stored_as is None:
             if hashlib.sha256(record.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
-                problems.append(f"{record.record_file}: its text of the base's {name} is not what it was.")
+                problems.append(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was.")
         elif file.stored_as not in hashes:
             problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
         elif hashes[file.stored_as] != file.sha256:
@@ -198,23 +197,23 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
     return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
 
 
-def tokenizer_problems(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
+def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """What a tokenizer would read that is not the base's: files, and names in its config, which can be of code."""
     return [*_added_vocabulary(checkpoint, manifest), *_other_settings(checkpoint, manifest)]
 
 
-def added_files(checkpoint: Checkpoint, manifest: OnBase, names: Iterable[str]) -> list[str]:
+def added_files(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """Those of some files that lie in a folder and are not the base's.
 
     Args:
         checkpoint: The folder.
-        manifest: Its surgery.json, or composed.json.
+        manifest: Its surgery.json.
         names: Names of files at its top level.
     """
     return [name for name in names if name in checkpoint.side_files and name not in manifest.base_files]
 
 
-def _added_vocabulary(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
+def _added_vocabulary(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """Files that change token ids; to a base that has no tokenizer a user may add one."""
     if not manifest.base_files.keys() & set(TOKENIZER_FILES):
         return []
@@ -224,7 +223,7 @@ def _added_vocabulary(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
     return [f"{name}: the base's tokenizer has no such file, expected the base's alone." for name in added]
 
 
-def _other_settings(checkpoint: Checkpoint, manifest: OnBase) -> list[str]:
+def _other_settings(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
     file = checkpoint.path / TOKENIZER_CONFIG_FILE
     if not file.is_file() or (stored is not None and stored.stored_as is not None):

@@ -9,23 +9,25 @@ A merged model's logits are compared with those of the model it was made from be
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.files import take_over, write_json
+from scale_surgery.checkpoint.files import UNFINISHED, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, REPORTS_FOLDER, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, PlanError, shorten
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import base_bytes_to_check, find_damage, refuse_damaged
@@ -67,6 +69,7 @@ def merge(
     output: str | Path,
     to: MergedForm = "fused",
     *,
+    name: str | None = None,
     probes: Probes = Probes(),
     run: RunOptions = RunOptions(),
     overwrite: bool = False,
@@ -78,6 +81,7 @@ def merge(
         expanded: Folder of an expanded checkpoint; for "blocks" of a fused one.
         output: Folder to be.
         to: "fused", "stock" or "blocks".
+        name: Which expansion, where there are several; the others stay out.
         probes: Prompts to measure the drift on, and tokens to generate for each.
         run: How the models run: device, trust_remote_code, memory_bytes.
         overwrite: Whether an existing output folder may be replaced.
@@ -94,7 +98,17 @@ def merge(
     from scale_surgery.running.prompts import read_prompts
 
     source, target = Path(expanded), Path(output)
-    checkpoint, manifest = open_checkpoint(source), read_manifest(source)
+    manifest = read_manifest(source)
+    if name is not None and name not in manifest.expansions:
+        raise PlanError(f"--name: is {name}, expected an expansion of {source}: {' or '.join(manifest.expansions)}.")
+    others = [own for own in manifest.expansions if own != (name or manifest.name)]
+    if others:
+        # beside what is written, where shards of the base are links or share their blocks
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.absolute().parent) as folder:
+            alone = Path(folder) / source.name
+            compose(source, (), alone, remove=others, track=track)
+            return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
+    checkpoint = open_checkpoint(source)
     refuse_linked(source, manifest)
     _check_form(source, checkpoint, manifest, to)
     read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written

@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_piec
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.surgery.joining import Joined, joined_tensors, take
-from scale_surgery.surgery.record import Manifest, OnBase
+from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,13 +84,13 @@ def hash_parts(
     return hashes
 
 
-def restore(expanded: Path, folder: Path, manifest: OnBase, place: Callable[[Path, Path], None]) -> None:
+def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[Path, Path], None]) -> None:
     """Put the base model's files into a folder, under their own names.
 
     Args:
         expanded: Folder of the expanded checkpoint.
         folder: Where the files go.
-        manifest: Its surgery.json, or composed.json.
+        manifest: Its surgery.json.
         place: Gets a stored file and the path that it is to have, and puts it there.
     """
     for name, file in manifest.base_files.items():
@@ -114,7 +114,7 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         by position, and these patterns make base names of them.
     """
     link_files(expanded, folder, manifest)
-    numbering = manifest.plan.numbering
+    numbering = manifest.numbering
     if numbering is None:
         return {}
     index = folder / INDEX_FILE
@@ -122,15 +122,15 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         content = read_json(index)
         places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
         write_json(index, {**content, "weight_map": places})
-    return numbering.as_key_mapping(manifest.plan.sizes.layers)
+    return numbering.as_key_mapping(manifest.facts.sizes.layers)
 
 
-def link_files(expanded: Path, folder: Path, manifest: OnBase) -> None:
+def link_files(expanded: Path, folder: Path, manifest: Manifest) -> None:
     """Put links to the base model's files into a folder, under their own names; what was replaced is written."""
     restore(expanded, folder, manifest, lambda source, link: link.symlink_to(source.resolve()))
 
 
-def check_present(expanded: Path, manifest: OnBase) -> None:
+def check_present(expanded: Path, manifest: Manifest) -> None:
     """Check that the files are there that hold the base's.
 
     Raises:

@@ -159,9 +159,8 @@ def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mappin
         replaced=replaced,
         tool=tool_versions(),
         verification=None,
-        forced_base=_forced(extract.manifest, base) if base.differing else before.forced_base,
         renumbered={places[shard]: header for shard, header in renumbered.items()},
-    )
+    ).with_expansion(forced_base=_forced(extract.manifest, base) if base.differing else before.forced_base)
 
 
 def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
@@ -171,7 +170,7 @@ def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
         "base_revision": base.source.revision,
         "base_fingerprint": fingerprint(base.checkpoint),
     }
-    return replace(manifest, **identity, plan=replace(manifest.plan, **identity))
+    return replace(manifest, **identity).with_expansion(plan=replace(manifest.plan, **identity))
 
 
 def _text(file: Path) -> str:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.code_names import kernel_problems
-from scale_surgery.checkpoint.composed import refuse_composed
-from scale_surgery.checkpoint.folder import Checkpoint, read_json
+from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, expansion_of
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
-from scale_surgery.checkpoint.listing import check_folder, is_left_link
+from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
@@ -29,9 +29,10 @@ from scale_surgery.planning.base import check_layers
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.saved import check_plan
+from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.surgery.record_schema import header_problems, part_problems
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 # what a stock export holds in place of surgery.json
 STOCK_RECORD_FILE = "merge.json"
 # a package's record is read once: what was imported stays what it is
@@ -51,8 +52,25 @@ class BaseFile:
 
 
 @dataclass(frozen=True)
-class OnBase:
-    """What a record says of the base of a folder.
+class ExpansionRecord:
+    """What surgery.json says of an expansion.
+
+    Attributes:
+        plan: Everything that was planned.
+        tensors: sha256 of each of its tensors as it began.
+        training: An entry a training run: settings, data, steps, what was measured.
+        forced_base: Of one that `apply --force` put on another base: the base that it was made on, and what differs.
+    """
+
+    plan: Plan
+    tensors: Mapping[str, str]
+    training: tuple[Mapping[str, Any], ...] = ()
+    forced_base: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of surgery.json.
 
     Attributes:
         base_name: What the base is called.
@@ -63,6 +81,12 @@ class OnBase:
         left_out: Files of its folder that were not taken along.
         replaced: Texts of its files that the folder replaces.
         code: sha256 of each code file of the folder.
+        expansions: What is said of each expansion, by its name, in the order of the paths.
+        tool: Versions of what wrote the folder.
+        verification: What `verify` found last.
+        routing: How it routes, or None.
+        fused: Of a fused model: headers and texts of what it was made of, and the drift that was measured.
+        renumbered: Of a model with duplicated layers: the base's header of each shard in which tensors got other names.
     """
 
     base_name: str
@@ -73,42 +97,76 @@ class OnBase:
     left_out: tuple[str, ...]
     replaced: Mapping[str, str]
     code: Mapping[str, str]
-
-    @property
-    def record_file(self) -> str:
-        """Name of the file that holds this."""
-        return MANIFEST_FILE
-
-    @property
-    def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
-        """Shards whose tensors lie in joined ones now."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Manifest(OnBase):
-    """The content of surgery.json."""
-
-    expansion_tensors: Mapping[str, str]
-    plan: Plan
+    expansions: Mapping[str, ExpansionRecord]
     tool: Mapping[str, str] = field(default_factory=dict)
     verification: Mapping[str, Any] | None = None
-    # one entry a training run: settings, data, steps, what was measured
-    training: tuple[Mapping[str, Any], ...] = ()
-    # how it routes, or None
     routing: Routing | None = None
-    # of a fused model: headers and texts of what it was made of, and the drift that was measured
     fused: Mapping[str, Any] | None = None
-    # of an expansion that `apply --force` put on another base: the base that it was made on, and what differs
-    forced_base: Mapping[str, Any] | None = None
-    # of a model with duplicated layers: the base's header of each shard in which tensors got other names
     renumbered: Mapping[str, str] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
 
     @property
+    def name(self) -> str:
+        """Name of the only expansion.
+
+        Raises:
+            PlanError: If there are several; each is named.
+        """
+        if len(self.expansions) > 1:
+            raise PlanError(
+                f"--name: is missing, and the model has {len(self.expansions)} expansions: "
+                f"{', '.join(self.expansions)}. Say which: --name {next(iter(self.expansions))}."
+            )
+        return next(iter(self.expansions))
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the only expansion."""
+        return self.expansions[self.name].plan
+
+    @property
+    def expansion_tensors(self) -> Mapping[str, str]:
+        """sha256 of each tensor of the only expansion as it began."""
+        return self.expansions[self.name].tensors
+
+    @property
+    def training(self) -> tuple[Mapping[str, Any], ...]:
+        """Training runs of the only expansion."""
+        return self.expansions[self.name].training
+
+    @property
+    def forced_base(self) -> Mapping[str, Any] | None:
+        """The base on which the only expansion was made, where `apply --force` put it on another."""
+        return self.expansions[self.name].forced_base
+
+    def with_expansion(self, **changes: Any) -> Manifest:
+        """The same with other values of the only expansion."""
+        return replace(self, expansions={self.name: replace(self.expansions[self.name], **changes)})
+
+    @property
+    def plans(self) -> Mapping[str, Plan]:
+        """The plan of each expansion, by its name."""
+        return {name: expansion.plan for name, expansion in self.expansions.items()}
+
+    @property
+    def facts(self) -> Plan:
+        """A plan, for what each of them knows of the base: its architecture and its sizes."""
+        return next(iter(self.expansions.values())).plan
+
+    @property
+    def numbering(self) -> Numbering | None:
+        """Where layers stand among copies; None where no layer is duplicated."""
+        return self.facts.numbering
+
+    @property
+    def planned(self) -> dict[str, TensorPlan]:
+        """Every tensor of every expansion, by its name."""
+        return {tensor.name: tensor for plan in self.plans.values() for tensor in plan.tensors}
+
+    @property
     def foreign_code(self) -> tuple[str, ...]:
         """Code files that this release did not write."""
-        facts = self.plan.architecture
+        facts = self.facts.architecture
         return tuple(file for file, digest in self.code.items() if not is_ours(file, digest, facts))
 
     @property
@@ -127,11 +185,12 @@ def read_manifest(path: Path) -> Manifest:
     """Read surgery.json of an expanded checkpoint.
 
     Raises:
-        CheckpointError: If it is missing, is of another format or is incomplete; or if the folder is a composed one.
+        CheckpointError: If it is missing, is of another format or is incomplete.
     """
     file = path / MANIFEST_FILE
     check_folder(path)
-    refuse_composed(path, "an expanded model")
+    if file.exists() and (problem := unfit(path, MANIFEST_FILE)):
+        raise CheckpointError(problem)
     if not file.is_file() and (path / STOCK_RECORD_FILE).is_file():
         raise CheckpointError(
             f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
@@ -152,9 +211,12 @@ def read_manifest(path: Path) -> Manifest:
     try:
         _check_values(content)
         manifest: Manifest = build(content, Manifest)
-        check_plan(manifest.plan)
         _base_config(manifest)
-        _check_plan(file, manifest.plan, manifest.base_tensors)
+        if not manifest.expansions:
+            raise PlanError("expansions is empty")
+        for name, plan in manifest.plans.items():
+            check_plan(plan, f"expansions.{name}.")
+            _check_plan(file, name, plan, manifest.base_tensors)
         _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
         _check_renumbered(manifest)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
@@ -201,7 +263,7 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         )
 
 
-def refuse_linked(path: Path, manifest: OnBase) -> None:
+def refuse_linked(path: Path, manifest: Manifest) -> None:
     """Refuse a model that would not be whole elsewhere, since a file of it is a link that is never taken along.
 
     Raises:
@@ -209,7 +271,7 @@ def refuse_linked(path: Path, manifest: OnBase) -> None:
     """
     stored = dict.fromkeys([*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code])
     problems = [
-        f"{name}: is a symbolic link that leads out of {path}, expected the file that {manifest.record_file} names. "
+        f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. "
         "Put the file itself in its place."
         for name in stored
         if name is not None and is_left_link(path, name)
@@ -218,12 +280,14 @@ def refuse_linked(path: Path, manifest: OnBase) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def _check_plan(file: Path, plan: Plan, base_tensors: Mapping[str, str]) -> None:
+def _check_plan(file: Path, name: str, plan: Plan, base_tensors: Mapping[str, str]) -> None:
+    if plan.request.name != name or not name.isidentifier():
+        raise PlanError(f"expansions.{name} is called {plan.request.name!r} in its plan")
     check_layers(plan.architecture, plan.sizes.layers, base_tensors)
     for tensor in plan.tensors:
         # outside the layers a tied head has no tensor of its own in the base
         if tensor.layer is not None and tensor.source not in base_tensors and tensor.init != "one":
-            raise PlanError(f"plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
+            raise PlanError(f"expansions.{name}.plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
     both = [tensor.name for tensor in plan.tensors if tensor.name in base_tensors]
     if both:
         raise CheckpointError.from_problems(
@@ -239,7 +303,7 @@ def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         CheckpointError: If not.
     """
-    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.plan.numbering
+    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.numbering
     if found != wanted:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(found)} as duplicated, expected "
@@ -276,7 +340,7 @@ def _check_renumbered(manifest: Manifest) -> None:
     known = {entry.stored_as for entry in manifest.base_files.values()}
     are_shards = known.issuperset(headers) and all(name.endswith(".safetensors") for name in headers)
     problems = list(header_problems(headers, "renumbered"))
-    if problems or not are_shards or (headers and manifest.plan.numbering is None):
+    if problems or not are_shards or (headers and manifest.numbering is None):
         raise PlanError(in_one_line(problems or ["renumbered"]))
 
 
@@ -293,9 +357,49 @@ def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[st
         for name, entry in files.items()
         if entry.stored_as is None and not isinstance(replaced.get(name), str)
     ]
+    problems += [
+        f"{file}: is incomplete, replaced.{name} is no file of the base. Restore it from where you got it."
+        for name in replaced
+        if name not in files
+    ]
     if CONFIG_FILE not in files:
         problems.append(
             f"{file}: is incomplete, the base's {CONFIG_FILE} is missing. Restore it from where you got it."
         )
     if problems:
         raise CheckpointError.from_problems(problems)
+
+
+def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Manifest]:
+    """Read an expanded folder as if it held one expansion: the others, and a router over all, are left out.
+
+    Args:
+        path: The folder.
+        name: Name of the expansion; needed where there are several.
+
+    Returns:
+        The checkpoint, and its surgery.json, both with the tensors and texts of that expansion alone.
+
+    Raises:
+        CheckpointError: If this is no expanded folder.
+        PlanError: If there is no such expansion, or there are several and none is named.
+    """
+    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    if name is not None and name not in manifest.expansions:
+        raise PlanError(f"--name: is {name}, expected an expansion of {path}: {' or '.join(manifest.expansions)}.")
+    if len(manifest.expansions) == 1:
+        return checkpoint, manifest
+    return only(checkpoint, manifest, name or manifest.name)
+
+
+def only(checkpoint: Checkpoint, manifest: Manifest, name: str) -> tuple[Checkpoint, Manifest]:
+    """A folder of several expansions as if it held one."""
+    tensors = {key: info for key, info in checkpoint.tensors.items() if expansion_of(key) in (None, name)}
+    held = {info.file for info in tensors.values()}
+    specs = checkpoint.config[CONFIG_KEY]
+    alone = {BASE_KEY: specs[BASE_KEY], EXPANSIONS_KEY: [own for own in specs[EXPANSIONS_KEY] if own["name"] == name]}
+    shards = tuple(shard for shard in checkpoint.shards if shard in held)
+    config = {**checkpoint.config, CONFIG_KEY: alone}
+    view = replace(checkpoint, config=config, tensors=tensors, shards=shards)
+    one = {name: manifest.expansions[name]}
+    return view, replace(manifest, expansions=one, routing=None, verification=None)

@@ -98,11 +98,7 @@ class StockRecord:
     drift: Mapping[str, Any] | None = None
 
 
-PARTS = {
-    "fused": Fused,
-    "verification": Certificate,
-    "forced_base": ForcedBase,
-}
+PARTS = {"fused": Fused, "verification": Certificate}
 
 
 def part_problems(content: Mapping[str, Any]) -> Iterator[str]:
@@ -110,8 +106,11 @@ def part_problems(content: Mapping[str, Any]) -> Iterator[str]:
     for name, kind in PARTS.items():
         if isinstance(content.get(name), dict):
             yield from known_misfits(content[name], kind, name)
-    for number, run in enumerate(content.get("training", ())):
-        yield from known_misfits(run, Run, f"training[{number}]")
+    for name, expansion in content.get("expansions", {}).items():
+        for number, run in enumerate(expansion.get("training", ())):
+            yield from known_misfits(run, Run, f"expansions.{name}.training[{number}]")
+        if isinstance(forced := expansion.get("forced_base"), dict):
+            yield from known_misfits(forced, ForcedBase, f"expansions.{name}.forced_base")
     if isinstance(fused := content.get("fused"), dict) and isinstance(fused.get("drift"), dict):
         yield from known_misfits(fused["drift"], MeasuredDrift, "fused.drift")
     if isinstance(routing := content.get("routing"), dict):

@@ -8,10 +8,9 @@ surgery.json               --edited-->    the same; a verification stays, and na
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
@@ -20,10 +19,10 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_F
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.fields import problems_of
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.routing_specs import Routing, path_problems
 from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.config import with_router
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
 
@@ -36,7 +35,7 @@ class Routed:
         path: The new checkpoint.
         base_name: What its base model is called.
         routing: How it routes, or None where the router was taken away.
-        fork: First layer that both paths run; None where they part only in the head.
+        forks: Of each expansion with W12 the first layer where it has one: from there it has a base stream of its own.
         layers: Layers of the base model.
         bytes_written: Bytes of shards that were written; 0 with hard links.
         left_out: Files that were not taken along: weights in other formats, links that lead out of the folder.
@@ -45,32 +44,24 @@ class Routed:
     path: Path
     base_name: str
     routing: Routing | None
-    fork: int | None
+    forks: tuple[int, ...]
     layers: int
     bytes_written: int
     left_out: tuple[str, ...] = ()
 
     @property
     def cost(self) -> float:
-        """Cost of the layers in a forward, as a multiple of the model without a router: 1 + (L - L_fp) / L."""
-        return 1.0 if self.routing is None or self.fork is None else 1 + (self.layers - self.fork) / self.layers
+        """Cost of the layers in a forward, as a multiple of one path: 1 + (L - L_fp) / L for each of these."""
+        return 1 + sum((self.layers - fork) / self.layers for fork in self.forks)
 
 
-def _refuse_one_path(manifest: Manifest) -> None:
-    """Refuse a model through which two paths would have to pass, and cannot."""
-    fork = min(manifest.plan.collaboration.layers, default=None)
-    if problems := path_problems(manifest.plan.architecture, fork):
-        raise PlanError.from_problems(problems)
-
-
-def check_routing(routing: Routing) -> None:
-    """Check that the numbers of a router make sense, on any model.
+def check_routing(routing: Routing, expansions: int = 1) -> None:
+    """Check that the numbers of a router make sense for so many expansions.
 
     Raises:
         PlanError: If not; every number that does not is named.
     """
-    problems = problems_of(routing, "{option}: {value}")
-    if problems:
+    if problems := routing.problems(expansions):
         raise PlanError.from_problems(problems)
 
 
@@ -83,10 +74,10 @@ def route_export(
     overwrite: bool = False,
     track: Track = no_track,
 ) -> Routed:
-    """Write a checkpoint whose model computes both paths in one forward pass and routes each token.
+    """Write a checkpoint whose model computes all paths in one forward pass and routes each token.
 
     Args:
-        expanded: Folder of an expanded checkpoint without a router.
+        expanded: Folder of an expanded checkpoint. A router that it has is replaced.
         output: Folder to be.
         routing: How to route; by default the posterior router with its defaults.
         base_weights: How base shards are taken over: "auto", "copy" or "link".
@@ -97,37 +88,19 @@ def route_export(
         What was done.
 
     Raises:
-        PlanError: If the numbers make no sense, or the router cannot tell the two paths of this model apart.
-        CheckpointError: If this is no expanded checkpoint, it routes already, or the output cannot be written.
+        PlanError: If the numbers make no sense, or the router cannot tell the paths of this model apart.
+        CheckpointError: If this is no expanded checkpoint, or the output cannot be written.
     """
     routing = routing or Routing()
-    check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
+    check_routing(routing, len(manifest.expansions))
     refuse_fused(checkpoint.path, manifest)
-    refuse(manifest.plan.method, "route", expanded)
-    _refuse_one_path(manifest)
+    # several expansions are only written where all can pass
+    if len(manifest.expansions) == 1:
+        _check_two_paths(manifest, expanded)
     check_numbering(checkpoint, manifest)
-    if manifest.routing is not None:
-        raise CheckpointError(
-            f"{expanded}: is a routed model already. Its numbers are changed by route-calibrate --write, or by "
-            "scale_surgery.set_routing in Python; for another router take this one away first: --router none."
-        )
     _check_paths(manifest, routing)
     return _write(checkpoint, manifest, routing, Path(output), Taking(base_weights, overwrite, track))
-
-
-def with_router(config: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
-    """Edit config.json of an expanded model: its router, or none.
-
-    Args:
-        config: Parsed config.json.
-        routing: How to route, or None.
-
-    Returns:
-        The new config.
-    """
-    own = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
-    return {**config, CONFIG_KEY: own if routing is None else {**own, ROUTER_KEY: routing.settings}}
 
 
 def unroute(
@@ -157,6 +130,12 @@ def unroute(
     refuse_fused(checkpoint.path, manifest)
     if manifest.routing is None:
         raise CheckpointError(f"{routed}: has no router, expected a model made by scale-surgery route-export.")
+    if len(manifest.expansions) > 1:
+        raise PlanError(
+            f"--router none: {routed} has {len(manifest.expansions)} expansions ({', '.join(manifest.expansions)}), "
+            "which only a router mixes. Take one out (scale-surgery extract --name), or choose one in Python: "
+            "model.set_expansion(NAME)."
+        )
     return _write(checkpoint, manifest, None, Path(output), Taking(base_weights, overwrite, track))
 
 
@@ -171,8 +150,8 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
         PlanError: If the numbers make no sense.
         CheckpointError: If this is no routed checkpoint, or one with another router, or it cannot be written.
     """
-    check_routing(routing)
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
+    check_routing(routing, len(manifest.expansions))
     refuse_fused(checkpoint.path, manifest)
     known = manifest.routing
     if known is None or (known.router, known.is_strict) != (routing.router, routing.is_strict):
@@ -233,17 +212,32 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, routing: Routing | None, 
         path=target,
         base_name=manifest.base_name,
         routing=routing,
-        fork=None if routing is None else min(manifest.plan.collaboration.layers, default=None),
-        layers=manifest.plan.sizes.layers,
+        forks=() if routing is None else tuple(forks_of(manifest)),
+        layers=manifest.facts.sizes.layers,
         bytes_written=0 if take.base_weights == "link" else shards,
         left_out=checkpoint.left_out,
     )
 
 
+def forks_of(manifest: Manifest) -> Iterator[int]:
+    """The first layer with W12 of each expansion that has one: there its base stream parts from the base's."""
+    layers = (plan.collaboration.layers for plan in manifest.plans.values())
+    return (min(own) for own in layers if own)
+
+
+def _check_two_paths(manifest: Manifest, path: str | Path) -> None:
+    """Refuse a model through which several paths would have to pass, and cannot."""
+    problems = []
+    for plan in manifest.plans.values():
+        refuse(plan.method, "route", path)
+        problems += path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
+    if problems:
+        raise PlanError.from_problems(dict.fromkeys(problems))
+
+
 def _check_paths(manifest: Manifest, routing: Routing) -> None:
     """Refuse a router that could not tell the paths of a model apart."""
-    has_paths = bool(manifest.plan.collaboration.layers)
-    if not has_paths and routing.router == "cosine":
+    if routing.router == "cosine" and not list(forks_of(manifest)):
         raise PlanError(
             "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
             "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."

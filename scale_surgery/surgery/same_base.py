@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import MOST_NAMES, CheckpointError
@@ -34,8 +34,7 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
         CheckpointError: If it does not fit; a few problems are listed, of many the first.
         PlanError: If the base is of an architecture that is not supported.
     """
-    if "scale_surgery" in base.config or base.manifest is not None:
-        refuse_composed(base.path, "a base model")
+    if CONFIG_KEY in base.config:
         raise CheckpointError(
             f"{name}: is expanded already, expected a base model. Strip it first (scale-surgery strip)."
         )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.expansions import BASE_KEY, ROUTER_KEY, place_of_specs, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
@@ -117,7 +116,6 @@ def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
         CheckpointError: If it holds no weights that can be read, or is something else; the message says what it is.
     """
     source = find_source(saved)
-    refuse_composed(source.path, "an expanded model")
     checkpoint = open_checkpoint(source.path, expanded or {})
     if not (source.path / CONFIG_FILE).is_file():
         return Saved(str(saved), checkpoint, {}, read_left_behind(source.path))

@@ -10,12 +10,12 @@ from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.listing import refuse_extract
-from scale_surgery.checkpoint.names import EXTRACT_FILE
+from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.surgery.parts import check_present, rebuild_shard, restore
-from scale_surgery.surgery.record import Manifest, OnBase, read_manifest
+from scale_surgery.surgery.record import Manifest, read_manifest
 from scale_surgery.surgery.renumbered import write_base_shard
 
 
@@ -98,12 +98,12 @@ def _placing(
     return place
 
 
-def check_files(folder: Path, manifest: OnBase, track: Track, total: int) -> dict[str, str]:
+def check_files(folder: Path, manifest: Manifest, track: Track, total: int) -> dict[str, str]:
     """Check the files of a base that was given back by hash; those that differ are taken away.
 
     Args:
         folder: Where they lie.
-        manifest: surgery.json, or composed.json.
+        manifest: surgery.json.
         track: Makes progress bars.
         total: Bytes of all files.
 
@@ -116,7 +116,7 @@ def check_files(folder: Path, manifest: OnBase, track: Track, total: int) -> dic
     with track("check by hash", total) as advance:
         hashes = hash_files(folder, list(manifest.base_files), advance)
     changed = [
-        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from {manifest.record_file}. The file was changed "
+        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from {MANIFEST_FILE}. The file was changed "
         "after the expansion: the base cannot be given back from this folder."
         for name, file in manifest.base_files.items()
         if hashes[name] != file.sha256

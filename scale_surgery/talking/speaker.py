@@ -10,10 +10,10 @@ from typing import Any
 
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.composition.paths import MixedPaths, base_name_in
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
 from scale_surgery.fields import problems_of
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.token_texts import TextReader
@@ -98,8 +98,6 @@ class Speaker:
         """What its base is called; None where it has none beside it."""
         if self.subject.manifest is not None:
             return self.subject.manifest.base_name
-        if (composed := base_name_in(self.subject.path)) is not None:
-            return composed
         return f"{self.subject.name}, expansion disabled" if self.subject.is_expanded else None
 
     @property

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.composed import refuse_composed
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
@@ -197,7 +196,6 @@ def _check_request(settings: PilotSettings, request: Request, score: str, *, has
 
 def _refuse_expanded(checkpoint: Checkpoint, name: str) -> None:
     if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
-        refuse_composed(checkpoint.path, "a base model")
         raise CheckpointError(
             f"{name}: is expanded already, expected the base model: layers are chosen before an expansion. Rank its "
             "base, or give that back first (scale-surgery strip)."

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import ROUTER_KEY
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -20,7 +20,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sharing import StoredExpansion, put_expansion
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.parts import link_base
-from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.surgery.record import Manifest, open_expansion
 from scale_surgery.training.arguments import is_cpu
 from scale_surgery.training.settings import Quantisation, TrainingSettings
 
@@ -41,6 +41,12 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
     """
     kind = settings.base_quantization
     model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind, run)
+    others = [name for name in getattr(model, "expansions", ()) if name not in names_in(checkpoint)]
+    for name in others:
+        # it trains neither, nor does it lie in the way
+        model.delete_expansion(name)
+    if others:
+        model.set_expansion(*names_in(checkpoint))
     freeze_base(model)
     train_in_float32(model)
     for part in expansion_parts(model):
@@ -66,6 +72,11 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
             f"{_advice(model)}"
         )
     return model
+
+
+def names_in(checkpoint: Checkpoint) -> list[str]:
+    """Names of the expansions that config.json names, and no others that lie in the same folder."""
+    return [str(own["name"]) for own in specs_of_expansions(checkpoint.config[CONFIG_KEY]) if "name" in own]
 
 
 def _load(checkpoint: Checkpoint, run: RunOptions) -> Any:
@@ -112,7 +123,7 @@ def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions)
     """Load the base of a checkpoint quantised, and put the expansion around it."""
     from accelerate import PartialState
 
-    manifest = read_manifest(checkpoint.path)
+    _, manifest = open_expansion(checkpoint.path, *names_in(checkpoint))
     with TemporaryDirectory() as folder:
         link_base(checkpoint.path, Path(folder), manifest)
         with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded quantised", LOADING_ADVICE):

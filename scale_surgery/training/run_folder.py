@@ -1,7 +1,7 @@
 """The folder of a training run: an expanded checkpoint that always is the last whole one, and a log beside it.
 
     OUT/                                   loads, verifies and strips like any expanded checkpoint
-      expansion-step-200-00001-of-...      the expansion tensors of the last whole checkpoint; at the end without step
+      expansion-NAME-step-200-00001-of-... the expansion tensors of the last whole checkpoint; at the end without step
       model-*, config.json, ...            taken over from the expanded checkpoint, as files
       training/
         settings.json  log.jsonl  curves.png
@@ -33,6 +33,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_js
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import TrainingError
+from scale_surgery.planning.plan import SHARD_STEM
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
 
@@ -88,6 +89,7 @@ class TrainingRun:
     Attributes:
         target: The folder.
         checkpoint: The expanded checkpoint that is trained.
+        name: Name of the expansion.
         decisive: What decides the result; a resumed run must have the same.
         record: What surgery.json is to say of the run, beside its log.
         stored: The model that is trained, as the checkpoint that it was loaded from.
@@ -95,6 +97,7 @@ class TrainingRun:
 
     target: Path
     checkpoint: Checkpoint
+    name: str
     decisive: Mapping[str, Any]
     record: Mapping[str, Any]
     stored: InMemory
@@ -121,7 +124,8 @@ class TrainingRun:
             base_weights: How base shards are taken over: "auto", "copy" or "link".
             overwrite: Whether an existing folder is replaced.
         """
-        source = self.checkpoint
+        # of several expansions, one is looked at; all are taken along
+        source = replace(open_checkpoint(self.checkpoint.path), stamps=self.checkpoint.stamps)
         base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
         state = {"train": dict(self.decisive), "base_weights": base_weights}
         files = (*source.shards, *source.side_files, MANIFEST_FILE)
@@ -140,7 +144,7 @@ class TrainingRun:
             log: Log of the run so far.
         """
         write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
-        publish_tensors(self.target, saved / EXPANSION_FILE, f"expansion-step-{self.step_of(saved)}-", self.stored)
+        publish_tensors(self.target, self.name, saved / EXPANSION_FILE, f"step-{self.step_of(saved)}-", self.stored)
         self.write(log)
         for other in self.folder.glob("checkpoint-*"):
             if other.name != saved.name:
@@ -150,10 +154,12 @@ class TrainingRun:
         """Write the log, and what was trained into surgery.json."""
         self.write_log(log)
         manifest = read_manifest(self.target)
-        earlier = manifest.training[: self.decisive["earlier_runs"]]
+        known = manifest.expansions[self.name]
+        earlier = known.training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
         # the last verification stays: its date tells that it is older than this run
-        changed = replace(manifest, training=(*earlier, entry))
+        trained = replace(known, training=(*earlier, entry))
+        changed = replace(manifest, expansions={**manifest.expansions, self.name: trained})
         write_json(self.target / MANIFEST_FILE, asdict(changed))
 
     def draw(self, log: Log) -> None:
@@ -169,7 +175,7 @@ class TrainingRun:
 
     def finish(self, log: Log) -> None:
         """Give the shards their names without a step, write the log to its end; what a resumed run needs goes."""
-        publish_tensors(self.target, self.whole_checkpoints()[-1] / EXPANSION_FILE, "expansion-", self.stored)
+        publish_tensors(self.target, self.name, self.whole_checkpoints()[-1] / EXPANSION_FILE, "", self.stored)
         self.write(log)
         self.draw(log)
         write_json(self.folder / SETTINGS_FILE, {**self.decisive, "finished": True})
@@ -183,15 +189,16 @@ def last_measured(log: Log) -> dict[str, float]:
     return {name: measured[-1][name] for name in measured[-1] if name != "epoch"} if measured else {}
 
 
-def publish_tensors(target: Path, trained: Path, prefix: str, model: InMemory) -> None:
+def publish_tensors(target: Path, name: str, trained: Path, step: str, model: InMemory) -> None:
     """Make trained tensors those of a folder: new shards, then the index, then the old shards go.
 
     Tensors are cast once, to the dtype that they have in the folder.
 
     Args:
         target: Folder of the run.
+        name: Name of the expansion.
         trained: Safetensors file with the trained tensors, under their names in the model.
-        prefix: How the names of their shards begin, in place of "expansion-".
+        step: What names of their shards say of the step, before their numbers.
         model: The model that was trained, as the checkpoint that it was loaded from.
     """
     from safetensors import safe_open
@@ -199,18 +206,18 @@ def publish_tensors(target: Path, trained: Path, prefix: str, model: InMemory) -
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
     checkpoint = open_checkpoint(target)
-    plan = read_manifest(target).plan
+    plan, stem = read_manifest(target).expansions[name].plan, f"{SHARD_STEM}{name}-"
     index = read_json(target / INDEX_FILE)
     with safe_open(trained, framework="pt") as file:
         for shard in plan.shards:
-            own = [tensor.name for tensor in plan.tensors if tensor.shard == shard]
-            dtypes = {plan.stored_name(name): TORCH_DTYPES[checkpoint.tensors[name].dtype] for name in own}
-            tensors = {name: tensor.to(dtypes[name]) for name, tensor in model.tensors(file.get_tensor, dtypes)}
-            published = shard.replace("expansion-", prefix)
-            write_tensors(target / published, {name: tensors[name] for name in dtypes})
+            held = [tensor.name for tensor in plan.tensors if tensor.shard == shard]
+            dtypes = {plan.stored_name(own): TORCH_DTYPES[checkpoint.tensors[own].dtype] for own in held}
+            tensors = {own: tensor.to(dtypes[own]) for own, tensor in model.tensors(file.get_tensor, dtypes)}
+            published = shard.replace(stem, stem + step)
+            write_tensors(target / published, {own: tensors[own] for own in dtypes})
             index["weight_map"] |= dict.fromkeys(dtypes, published)
     write_json(target / INDEX_FILE, index)
-    for written in target.glob("expansion-*.safetensors"):
+    for written in target.glob(f"{stem}*.safetensors"):
         if written.name not in index["weight_map"].values():
             written.unlink()
     remove_unfinished(target)

@@ -29,6 +29,7 @@ class TrainingSettings:
     """How to train; learning rate, schedule and warm-up default to those of the paper (arXiv 2511.03270, section 5).
 
     Attributes:
+        name: Which expansion trains; others stay as they are, and take no part. Default: the only one.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 1024.
         packing: Join all documents and cut them into full sequences (the default); otherwise each document is a
             sequence of its own, padded.
@@ -66,6 +67,7 @@ class TrainingSettings:
             texts begin.
     """
 
+    name: str | None = None
     sequence_length: SequenceLength | None = None
     packing: bool = True
     learn_prompts: bool = False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.beside import locked
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
@@ -31,7 +31,7 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
     Manifest,
     check_numbering,
-    read_manifest,
+    open_expansion,
     refuse_fused,
     refuse_linked,
     tool_versions,
@@ -108,7 +108,7 @@ def train(
     path, settings = Path(expanded), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
-    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
+    checkpoint, manifest = open_expansion(path, settings.name)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_numbering(checkpoint, manifest)
@@ -131,7 +131,8 @@ def train(
     check_quantisation(checkpoint, manifest, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
         raise TrainingError(
-            f"{path}: has no router, expected a routed model for --routed. Write one first: scale-surgery route-export."
+            f"{path}: has no router for {manifest.name} alone, expected a routed model of one expansion for --routed. "
+            "Write one first: scale-surgery route-export."
         )
     if start.resume:
         check_resumable(target, asdict(settings))
@@ -167,6 +168,7 @@ def train(
         training = TrainingRun(
             target,
             checkpoint,
+            manifest.name,
             decisive,
             _record(model, settings, decisive),
             stored,

@@ -90,9 +90,9 @@ def expanded_for_a_while(checkpoint: Checkpoint, plan: Plan, device: torch.devic
             (folder / stored_shard(shard)).symlink_to((checkpoint.path / shard).resolve())
         write_expansion(plan, checkpoint, folder, device.type, track)
         dtype = str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
-        config = expanded_config(checkpoint.config, plan, dtype)
+        config = expanded_config(checkpoint.config, [plan], dtype)
         write_json(folder / CONFIG_FILE, config)
-        write_json(folder / INDEX_FILE, planned_index(plan, checkpoint))
+        write_json(folder / INDEX_FILE, planned_index([plan], checkpoint))
         # in half precision the divergence of two runs is rounding, whatever the step
         run = RunOptions(device=str(device), dtype="float32")
         with loaded_whole(folder, plan.base_name, run) as model:

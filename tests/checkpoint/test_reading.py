@@ -234,15 +234,19 @@ def test_a_number_that_stands_for_no_limit_is_read() -> None:
     assert parse_json('{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 1e29
 
 
+def first(record: dict[str, Any]) -> dict[str, Any]:
+    return record["expansions"]["default"]
+
+
 WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
     "base_name": (lambda own: own.update(base_name=True), ("base_name is True, expected a text",)),
     "several": (
-        lambda own: own.update(base_name=True, left_out="x", base_tensors={"a": 1}, training=[3]),
+        lambda own: own.update(base_name=True, left_out="x", base_tensors={"a": 1}) or first(own).update(training=[3]),
         (
             "base_name is True, expected a text",
             "base_tensors.a is 1, expected a text",
             "left_out is 'x', expected a list",
-            "training[0] is 3, expected an object",
+            "expansions.default.training[0] is 3, expected an object",
         ),
     ),
     "a size": (
@@ -250,12 +254,12 @@ WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]
         ("base_files.config.json.bytes is 1.5, expected a whole number",),
     ),
     "a flag as a number": (
-        lambda own: own["plan"]["sizes"].update(hidden=True),
-        ("plan.sizes.hidden is True, expected a whole number",),
+        lambda own: first(own)["plan"]["sizes"].update(hidden=True),
+        ("expansions.default.plan.sizes.hidden is True, expected a whole number",),
     ),
     "a module": (
-        lambda own: own["plan"]["specs"]["expanded"]["self_attn.q_proj"].update(in_features=3),
-        ("plan.specs.expanded.self_attn.q_proj.in_features is 3, expected a list of 2",),
+        lambda own: first(own)["plan"]["specs"]["expanded"]["self_attn.q_proj"].update(in_features=3),
+        ("expansions.default.plan.specs.expanded.self_attn.q_proj.in_features is 3, expected a list of 2",),
     ),
     "what is missing": (lambda own: own.pop("code"), ("code is missing",)),
     "what is unknown": (lambda own: own.update(more=1), ("more is unknown",)),

@@ -212,7 +212,7 @@ def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path
     assert "e.partial: was not begun by this program, will not continue it." in " ".join(result.stderr.split())
     run("expand", base, "--layers", "0", "-o", tmp_path / "f")
     run("expand", base, "--layers", "1", "-o", tmp_path / "f", "--overwrite")
-    assert json.loads((tmp_path / "f" / "surgery.json").read_text())["plan"]["layers"] == [1]
+    assert json.loads((tmp_path / "f" / "surgery.json").read_text())["expansions"]["default"]["plan"]["layers"] == [1]
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))

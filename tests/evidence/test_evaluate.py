@@ -516,7 +516,7 @@ def test_a_config_that_transformers_refuses(place: Path, tmp_path: Path) -> None
 def test_a_base_that_cannot_be_given_back(place: Path, tmp_path: Path) -> None:
     wide = Path(shutil.copytree(place / "wide", tmp_path / "wide"))
     (wide / "surgery.json").write_text("{}")
-    assert "format None, expected 1" in refusal(wide, [place / "old.txt"], error=CheckpointError)
+    assert "format None, expected 2" in refusal(wide, [place / "old.txt"], error=CheckpointError)
     strip(place / "wide", tmp_path / "again")
     assert evaluate(tmp_path / "again", [place / "old.txt"]).scores[0].kind == "other"
 
@@ -565,7 +565,8 @@ def test_command_notes(place: Path, tmp_path: Path) -> None:
     assert "note: unstarted: reads other tokens than base;" in shown
     wide = Path(shutil.copytree(place / "wide", tmp_path / "kept"))
     record = json.loads((wide / "surgery.json").read_text())
-    record["training"] = [{"steps": 1, "settings": {"rehearse": texts}} for texts in (["self"], ["a.txt"], [])]
+    runs = [{"steps": 1, "settings": {"rehearse": texts}} for texts in (["self"], ["a.txt"], [])]
+    record["expansions"]["default"]["training"] = runs
     (wide / "surgery.json").write_text(json.dumps(record))
     shown = " ".join(run(wide, "--old", place / "old.txt").stdout.split())
     on = "on text that the base wrote itself and other text"

@@ -103,6 +103,10 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / "surgery.json").write_text(json.dumps(content))
 
 
+def edit_expansion(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    edit_manifest(path, lambda content: change(content["expansions"]["default"]))
+
+
 def edit_shard(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     (shard,) = path.glob("expansion-*.safetensors")
     tensors = load_file(shard)
@@ -118,7 +122,8 @@ def test_changes_are_those_from_the_files_that_expand_wrote(made_of, family: str
     written, changed = made_of(family, request_name)
     before, after = read_all(written), read_all(changed)
     found = report(changed, files_only=True)
-    planned = [tensor["name"] for tensor in json.loads((written / "surgery.json").read_text())["plan"]["tensors"]]
+    record = json.loads((written / "surgery.json").read_text())["expansions"]["default"]
+    planned = [tensor["name"] for tensor in record["plan"]["tensors"]]
     assert list(parts_of(found)) == planned and found.state == "trained" and found.notes == ()
     for name, parts in parts_of(found).items():
         norms = add_norms(part.norms for part in parts)
@@ -229,7 +234,7 @@ def test_only_what_changed_counts_as_changed(spoiled: Path, made_of) -> None:
 
 def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
     assert report(spoiled, files_only=True).notes == ()
-    edit_manifest(spoiled, lambda content: content["expansion_tensors"].update({W21: "0" * 64}))
+    edit_expansion(spoiled, lambda content: content["tensors"].update({W21: "0" * 64}))
     found = report(spoiled, files_only=True)
     assert found.notes == (
         f"The start of {W21} was made again and has another sha256 than the one that was written: another machine, "
@@ -239,7 +244,7 @@ def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
 
 def test_a_start_on_another_base_is_not_guessed(spoiled: Path) -> None:
     differing = [W21.replace("expansions.default.w21", "weight")]
-    edit_manifest(
+    edit_expansion(
         spoiled, lambda content: content.update(forced_base={"expected_name": "first", "differing": differing})
     )
     found = report(spoiled, files_only=True)
@@ -372,7 +377,7 @@ def test_files_only_runs_no_model(adapt: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     measured = {"old_nats_per_token": 1.5, "new_nats_per_token": 0.5, "forgetting": 0.25, "learning": 2.0, "step": 4}
     runs = [{"steps": 3, "settings": {"rehearse": ["self"]}}, {"steps": 4, "measured": measured}]
-    edit_manifest(spoiled, lambda content: content.update(training=runs))
+    edit_expansion(spoiled, lambda content: content.update(training=runs))
     (spoiled / "training").mkdir()
     entry = {"step": 2, "loss": 3.0}
     (spoiled / "training" / "log.jsonl").write_text(
@@ -422,29 +427,35 @@ def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
 
 
 def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
-    edit_manifest(spoiled, lambda content: content["plan"].pop("widths"))
-    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(plan\.widths is missing\)\. Restore it"):
+    edit_expansion(spoiled, lambda content: content["plan"].pop("widths"))
+    with pytest.raises(
+        CheckpointError,
+        match=r"surgery\.json: is incomplete \(expansions\.default\.plan\.widths is missing\)\. Restore it",
+    ):
         report(spoiled)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda content: content.update(training=[3]), "training[0] is 3, expected an object"),
+        (lambda content: content.update(training=[3]), "expansions.default.training[0] is 3, expected an object"),
         (
             lambda content: content.update(training=[{"steps": "many"}]),
-            "training[0].steps is 'many', expected a number",
+            "expansions.default.training[0].steps is 'many', expected a number",
         ),
         (
             lambda content: content.update(training=[{"steps": 1, "measured": {"learning": "x"}}]),
-            "training[0].measured.learning is 'x', expected a number",
+            "expansions.default.training[0].measured.learning is 'x', expected a number",
         ),
-        (lambda content: tensor_of(content).update(source="foo"), f"plan.tensors, {W21}: init 'svd' of 'foo'"),
+        (
+            lambda content: tensor_of(content).update(source="foo"),
+            f"expansions.default.plan.tensors, {W21}: init 'svd' of 'foo'",
+        ),
         (lambda content: tensor_of(content).update(init="foo"), ".init is 'foo', expected one of svd, "),
     ],
 )
 def test_spoiled_records_are_refused(spoiled: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:
-    edit_manifest(spoiled, change)
+    edit_expansion(spoiled, change)
     with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(.*\)\. Restore it") as caught:
         report(spoiled)
     assert reason in str(caught.value)

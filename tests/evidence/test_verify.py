@@ -20,7 +20,7 @@ from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
 W12 = "model.layers.1.self_attn.q_proj.expansions.default.w12"
-SHARD = "expansion-00001-of-00001.safetensors"
+SHARD = "expansion-default-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -373,6 +373,10 @@ def edit_record(path: Path, change) -> None:
     (path / "surgery.json").write_text(json.dumps(manifest))
 
 
+def edit_plan(path: Path, change) -> None:
+    edit_record(path, lambda manifest: change(manifest["expansions"]["default"]["plan"]))
+
+
 EDITS = {
     "architecture.final_norm": {"name": "other", "style": "rms"},
     "architecture.embedding": "wte",
@@ -386,24 +390,26 @@ EDITS = {
 def test_a_recorded_fact_that_was_edited_is_named(copy, place: str) -> None:
     path = copy("preserve")
     part, key = place.split(".")
-    edit_record(path, lambda manifest: manifest["plan"][part].update({key: EDITS[place]}))
+    edit_plan(path, lambda plan: plan[part].update({key: EDITS[place]}))
     result = verify(path, probes=None, record=False)
-    expected = f"surgery.json: plan.{place} is not what the base's config.json gives. Restore it from where you got it."
+    expected = f"surgery.json: expansions.default.plan.{place} is not what the base's config.json gives. Restore it "
+    expected += "from where you got it."
     assert not result.passed and expected in result.problems
 
 
 def test_a_recorded_name_on_disk_that_was_edited_is_named(copy) -> None:
     path, renamed = copy("preserve"), {"stored_as": {"input_layernorm": "other"}}
-    edit_record(path, lambda manifest: manifest["plan"]["architecture"]["kinds"][0].update(renamed))
+    edit_plan(path, lambda plan: plan["architecture"]["kinds"][0].update(renamed))
     result = verify(path, probes=None, record=False)
     assert not result.passed
-    assert any(line.startswith("surgery.json: plan.architecture.kinds is not what") for line in result.problems)
+    expected = "surgery.json: expansions.default.plan.architecture.kinds is not what"
+    assert any(line.startswith(expected) for line in result.problems)
 
 
 @pytest.mark.parametrize("change", ({"mute": []}, {"reason": "said in other words"}))
 def test_how_a_block_is_treated_is_what_was_proved_there_and_then(copy, change: dict[str, object]) -> None:
     path = copy("preserve")
-    edit_record(path, lambda manifest: manifest["plan"]["architecture"]["kinds"][0]["blocks"][0].update(change))
+    edit_plan(path, lambda plan: plan["architecture"]["kinds"][0]["blocks"][0].update(change))
     assert verify(path, probes=None, record=False).passed
 
 

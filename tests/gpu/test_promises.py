@@ -179,7 +179,7 @@ def test_expanded_on_the_device_and_on_the_cpu(tmp_path: Path, device: str, fami
     made = {
         place: expand(base, request, tmp_path / place, run=RunOptions(device=place)).path for place in {"cpu", device}
     }
-    tensors = [load_file(path / "expansion-00001-of-00001.safetensors") for path in (made["cpu"], made[device])]
+    tensors = [load_file(path / "expansion-default-00001-of-00001.safetensors") for path in (made["cpu"], made[device])]
     assert tensors[0].keys() == tensors[1].keys()
     for name, tensor in tensors[0].items():
         torch.testing.assert_close(tensors[1][name], tensor, atol=EXACT, rtol=EXACT, msg=name)

@@ -39,7 +39,7 @@ from tests.training.test_train import SHORT, ask, stopping_at, write_lines
 path_of, model_of, wanted_of, noise_of = modes.path_of, modes.model_of, modes.wanted_of, modes.noise_of
 compiler = modes.compiler
 ROOT = Path(__file__).parents[2]
-SHARD = "expansion-00001-of-00001.safetensors"
+SHARD = "expansion-default-00001-of-00001.safetensors"
 SETTINGS = TrainingSettings(steps=4, save_every=2, eval_every=2, **SHORT)
 
 each_kind = pytest.mark.parametrize("family", modes.KINDS)

@@ -56,6 +56,12 @@ def record(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
 
 
+def record_own(folder: Path, **changes: Any) -> None:
+    """Record other things of the expansion."""
+    (held,) = json.loads((folder / "surgery.json").read_text())["expansions"].items()
+    record(folder, expansions={held[0]: held[1] | changes})
+
+
 def card(folder: Path, base_text: str | None = None, base_file: str | None = None, **found: Any) -> str:
     text = make_card(read_contents(folder), REPO, base_text, base_file, found.get("certificate")).text
     assert metadata_problem(text) is None and is_written_card(text)
@@ -137,7 +143,7 @@ def test_the_licence_is_that_of_the_base_s_card(text: str | None, expected: dict
 
 def test_what_was_widened_stands_in_the_plan(expanded: Path) -> None:
     text = card(expanded)
-    plan = json.loads((expanded / "surgery.json").read_text())["plan"]
+    plan = json.loads((expanded / "surgery.json").read_text())["expansions"]["default"]["plan"]
     assert text.startswith("---\nlibrary_name: transformers\n") and "\n# wide-model\n" in text
     for row in (
         "| variant | `adapt` |",
@@ -158,7 +164,7 @@ def test_without_a_second_stream_none_is_spoken_of(pair_of: Any, expanded: Path)
 
 
 def test_training_and_what_was_measured(own: Path) -> None:
-    record(own, training=[{**RUN, "measured": {}}, RUN])
+    record_own(own, training=[{**RUN, "measured": {}}, RUN])
     (own / "training").mkdir()
     (own / "training" / "curves.png").write_bytes(b"")
     text = card(own)
@@ -166,7 +172,7 @@ def test_training_and_what_was_measured(own: Path) -> None:
     assert "| old text | 0.0732 | – | forgetting +0.0706 |" in text
     assert "| new text | 0.2244 | 91.7% | learning -0.5000 |" in text
     assert "![Curves of the last run](training/curves.png)" in text
-    record(own, training=[RUN, {**RUN, "measured": {}}])
+    record_own(own, training=[RUN, {**RUN, "measured": {}}])
     assert "## Evaluation" not in card(own), "numbers of an earlier run are not those of this model"
 
 
@@ -174,21 +180,21 @@ def test_training_and_what_was_measured(own: Path) -> None:
     ("rehearse", "said"), [(["self"], "text that the base wrote itself"), (["a.txt"], "other text")]
 )
 def test_rehearsal_is_said_to_be_measured(own: Path, rehearse: list[str], said: str) -> None:
-    record(own, training=[RUN, {**RUN, "settings": {"learning_rate": 0.01, "rehearse": rehearse}}])
+    record_own(own, training=[RUN, {**RUN, "settings": {"learning_rate": 0.01, "rehearse": rehearse}}])
     text = " ".join(card(own).split())
     assert f"In run 2 the model was also asked to stay what its base is, on {said}; what that keeps is measured" in text
-    record(own, training=[RUN])
+    record_own(own, training=[RUN])
     assert "asked to stay" not in card(own)
 
 
 def test_numbers_of_another_model_say_so(own: Path) -> None:
     measured = "Measured at the end of the last training run"
-    record(own, training=[RUN])
+    record_own(own, training=[RUN])
     assert f"{measured}, on texts" in card(own)
-    record(own, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
+    record_own(own, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
     assert f"{measured}, with its router, which it has no longer, on texts" in card(own)
     forced = {"expected_name": "x", "expected_revision": None, "differing": ["a"]}
-    record(own, training=[RUN], forced_base=forced)
+    record_own(own, training=[RUN], forced_base=forced)
     text = card(own)
     assert f"{measured}, on the base that the blocks were made on, on texts" in text
     assert "| 1 tensor differs from the base it was made on |" in text
@@ -227,7 +233,7 @@ def test_a_certificate_of_other_tensors_is_not_shown(own: Path) -> None:
 def test_routed_and_fused_models(expanded: Path, tmp_path: Path) -> None:
     folder = route_export(expanded, tmp_path / "routed", Routing(switch_rate=0)).path
     routed = card(folder)
-    assert "| router | posterior, prior 0.5, switch rate 0; one forward pass" in routed
+    assert "| router | posterior, all paths alike, switch rate 0; one forward pass" in routed
     assert "model.routing_disabled()" in routed and "routed" in metadata(routed)["tags"]
     fused = card(merge(expanded, tmp_path / "fused").path)
     assert "| form | fused for serving" in fused and "expansion_disabled" not in fused
@@ -235,7 +241,7 @@ def test_routed_and_fused_models(expanded: Path, tmp_path: Path) -> None:
     assert re.search(rf"\| logits against the model it was merged from \| {drift} \|", fused)
     assert "routed" not in metadata(fused)["tags"] and "merged" not in card(expanded)
     for was_routed, said in ((False, "run, of the adapt path alone, not routed, on texts"), (True, "run, on texts")):
-        record(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
+        record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
         assert said in card(folder)
 
 
@@ -275,7 +281,7 @@ def test_the_load_line_of_an_extract_runs(own: Path, base_of: Any, tmp_path: Pat
 
 
 def test_a_base_that_was_forced_on_it_is_told(own: Path) -> None:
-    record(own, forced_base={"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]})
+    record_own(own, forced_base={"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]})
     text = card(own, certificate=verify(own, probes=None, record=False).to_json())
     assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
     assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
@@ -306,7 +312,7 @@ def test_a_card_that_somebody_edited_is_known(expanded: Path) -> None:
 
 
 def test_a_record_with_holes_is_one_line(own: Path) -> None:
-    record(own, training=[{"steps": 3}])
+    record_own(own, training=[{"steps": 3}])
     with pytest.raises(CheckpointError) as error:
         card(own)
     assert str(error.value) == (

@@ -135,7 +135,11 @@ def test_metadata_parse_to_the_values_that_were_given(made, licence):
 def test_names_of_files_are_no_markup(made, tmp_path):
     contents, _ = made
     names = ("a`b.py", "<i>.py", "x|y.py", "# [a](b).py")
-    record = contents.record | {"request": contents.record["plan"]["request"], "padding": 0, "parameters": 5}
+    record = contents.record | {
+        "request": contents.record["expansions"]["default"]["plan"]["request"],
+        "padding": 0,
+        "parameters": 5,
+    }
     (place := tmp_path / "stock").mkdir()
     for name in names:
         (place / name).write_text("")

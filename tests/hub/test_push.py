@@ -21,12 +21,11 @@ import torch
 from click.testing import CliRunner
 from huggingface_hub import constants
 from rich.console import Console
+from safetensors.torch import load_file
 
 from scale_surgery import Probes
+from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.cli.program import main
-from scale_surgery.composition.compose import compose
-from scale_surgery.composition.separate import extract as take_out
-from scale_surgery.composition.separate import strip
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub import client as asking
@@ -36,10 +35,13 @@ from scale_surgery.hub.repository import is_same_base, is_written_card
 from scale_surgery.planning.request import Request
 from scale_surgery.show.tables_push import render_pushed
 from scale_surgery.surgery.apply import apply
+from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
+from scale_surgery.surgery.extract import extract as take_out
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.strip import strip
 from tests.conftest import DEEPENED, REQUESTS, digests, load, shake
 from tests.hub_server import Fault, Hub, Repository, account, running
 
@@ -130,31 +132,45 @@ def message(hub: Hub, folder: Path, **options: Any) -> str:
 
 
 def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expanded: Path, tmp_path: Path) -> None:
-    """The download verifies; its base and its expansion come back; its card says what lies in it."""
+    """The download verifies; its base and its expansions come back; its card says what lies in it."""
     own = extract(expanded, tmp_path / "own").path
-    folder = compose(base, {"law": own}, tmp_path / "composed").path
+    folder = compose(base, {"law": own, "art": own}, tmp_path / "composed").path
     done = send(hub, folder, check=True)
     found = download(hub, tmp_path / "found")
     assert verify(found, base, probes=None).passed
     assert digests(strip(found, tmp_path / "back").path) == digests(base)
-    assert digests(take_out(found, tmp_path / "law", name="law").path) == digests(own)
+    records = dict.fromkeys((".gitattributes", "README.md", "surgery.json", "extract.json"), "")
+    (blocks,) = map(load_file, own.glob("expansion-*.safetensors"))
+    for name in ("law", "art"):
+        one, other = (take_out(path, tmp_path / f"{name}-{path.name}", name=name).path for path in (found, folder))
+        assert digests(one) | records == digests(other) | records
+        (taken,) = map(load_file, one.glob("expansion-*.safetensors"))
+        assert taken.keys() == {renamed(block, name) for block in blocks}
+        assert all(torch.equal(taken[renamed(block, name)], blocks[block]) for block in blocks)
+        assert verify(apply(one, tmp_path / f"applied-{name}", base).path, base, probes=None, record=False).passed
     assert done.form == "composed" and done.card_origin == "written"
-    assert {file.origin for file in done.files if file.name.startswith("expansions/")} == {"model"}
+    assert {file.origin for file in done.files if file.name.startswith("expansion-")} == {"model"}
     card = (found / "README.md").read_text()
-    assert "| paths | 2: the base, law |" in card and "| `law` | adapt | 0,2 |" in card
-    assert "| router | posterior, all paths alike at the start, switch rate 0.01 |" in card
-    assert "| `recoverable` | holds |" in card and "`composed.json` holds the hashes" in card
+    assert "| paths | 3: the base, law, art |" in card and "| `law` | adapt | 0,2 |" in card
+    assert "| router | posterior, all paths alike, switch rate 0.01 |" in card
+    assert "| `recoverable` | holds |" in card and "`surgery.json` holds the hashes" in card
     assert 'model.set_expansion("law")' in card and "extract composed --name law -o law" in card
     assert "license: mit" in card and "- composed" in card
     # once more sends nothing, and another model on the same base is not this one
     assert send(hub, folder, check=True).is_unchanged
     assert "holds model files that the folder does not have" in message(hub, expanded)
-    with pytest.raises(CheckpointError, match="composed folder of law, expected an expanded model"):
+    with pytest.raises(CheckpointError, match="holds the expansions law, art, --extract-only needs a folder of one"):
         send(hub, folder, extract_only=True)
     spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
-    flip_last_byte(next((spoiled / "expansions" / "law").glob("*.safetensors")))
+    flip_last_byte(next(spoiled.glob("model-*.safetensors")))
     with pytest.raises(CheckpointError, match="not pushed, it does not verify"):
         send(hub, spoiled, repo="me/spoiled", check=True)
+    holed = Path(shutil.copytree(folder, tmp_path / "holed"))
+    shard = next(holed.glob("expansion-law-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=shard.name):
+        send(hub, holed, repo="me/spoiled", check=True)
+    assert "me/spoiled" not in hub.repositories
 
 
 @pytest.mark.parametrize("form", ("expanded", "routed", "fused"))
@@ -213,7 +229,9 @@ def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Pa
 def test_a_downloaded_push_is_pushed_again_with_a_new_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
     send(hub, expanded)
     found = download(hub, tmp_path / "found")
-    edit_json(found / "surgery.json", training=[])
+    record = json.loads((found / "surgery.json").read_text())
+    record["expansions"]["default"]["training"] = [{"steps": 3, "trained_parameters": 5, "begun": "2026-01-02"}]
+    edit_json(found / "surgery.json", expansions=record["expansions"])
     send(hub, found, repo="me/other")
     files = hub.files("me/other")
     assert files["README.md"].startswith(b"---\n") and b"# other\n" in files["README.md"]
@@ -240,7 +258,7 @@ def test_files_go_in_parts_where_the_hub_wants_that(hub: Hub, expanded: Path) ->
     hub.part_bytes = 10_000
     send(hub, expanded)
     assert any(path.count("/") == 3 for path in hub.received)
-    name = "expansion-00001-of-00001.safetensors"
+    name = "expansion-default-00001-of-00001.safetensors"
     assert hub.files(REPO)[name] == (expanded / name).read_bytes()
 
 
@@ -384,11 +402,11 @@ def test_an_extract_has_the_licence_and_is_checked(hub: Hub, expanded: Path, tmp
     assert "license: mit\n" in done.card and not any("license" in note for note in done.notes)
     edit_json(folder / "extract.json", licence={"tags": ["x"]})
     assert "license" not in send(hub, folder, dry_run=True).card
-    flip_last_byte(folder / "expansion-00001-of-00001.safetensors")
+    flip_last_byte(folder / "expansion-default-00001-of-00001.safetensors")
     hub.requests.clear()
     with pytest.raises(CheckpointError) as error:
         send(hub, folder, check=True)
-    assert str(error.value).startswith("expansion-00001-of-00001.safetensors: sha256 ")
+    assert str(error.value).startswith("expansion-default-00001-of-00001.safetensors: sha256 ")
     assert changing(hub) == []
 
 
@@ -397,7 +415,7 @@ def test_an_extract_has_the_licence_and_is_checked(hub: Hub, expanded: Path, tmp
 
 def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> None:
     wanted = {f"/lfs/{digests(expanded)[file.name]}" for file in expanded.glob("*.safetensors")}
-    lost = f"/lfs/{digests(expanded)['expansion-00001-of-00001.safetensors']}"
+    lost = f"/lfs/{digests(expanded)['expansion-default-00001-of-00001.safetensors']}"
     hub.faults = [Fault(f"PUT {lost}", 403, message="Request has expired")]
     found = message(hub, expanded)
     advice = "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens."
@@ -414,14 +432,14 @@ def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, expanded: Path, mo
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     hub.faults = [Fault(PUTS, break_after=1000), Fault(r"POST .*/batch", 503), Fault(r"POST .*/preupload/main", 429)]
     send(hub, expanded)
-    assert hub.files(REPO)["expansion-00001-of-00001.safetensors"] and not hub.faults
+    assert hub.files(REPO)["expansion-default-00001-of-00001.safetensors"] and not hub.faults
 
 
 def test_a_network_that_stays_down_is_one_line_and_a_second_push_continues(
     hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    lost = digests(expanded)["expansion-00001-of-00001.safetensors"]
+    lost = digests(expanded)["expansion-default-00001-of-00001.safetensors"]
     hub.faults = [Fault(f"PUT /lfs/{lost}", break_after=1000, times=99)]
     found = message(hub, expanded)
     assert found.startswith(f"{REPO}: not pushed (") and "\n" not in found
@@ -477,7 +495,7 @@ def test_a_file_that_does_not_arrive_is_named(hub: Hub, expanded: Path) -> None:
 
 def test_a_file_of_another_size_or_content_is_named(hub: Hub, own: Path) -> None:
     """The Hub keeps what it has of a file that a .gitignore covers."""
-    name = "expansion-00001-of-00001.safetensors"
+    name = "expansion-default-00001-of-00001.safetensors"
     send(hub, own)
     before = digests(own)[name]
     shake(own)
@@ -575,7 +593,7 @@ def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         send(hub, base)
     assert str(error.value) == (
-        f"{base}: has neither surgery.json, extract.json, composed.json nor merge.json, expected a folder that "
+        f"{base}: has neither surgery.json, extract.json nor merge.json, expected a folder that "
         "scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
         "upload."
     )
@@ -830,7 +848,7 @@ def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytes
     assert sent.exit_code == 0, sent.output
     assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
     hub.repositories.clear()
-    flip_last_byte(own / "expansion-00001-of-00001.safetensors")
+    flip_last_byte(own / "expansion-default-00001-of-00001.safetensors")
     assert run(own, REPO, "--token", "hf_writer", "--no-verify").exit_code == 0, "trained, for all that files show"
     hub.repositories.clear()
     flip_last_byte(next(own.glob("model-*.safetensors")))

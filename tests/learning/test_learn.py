@@ -143,6 +143,22 @@ def test_a_job_learns_and_keeps_its_base(done, recipe):
     assert resolve_recipe({"preset": "default"} | _read(learned.path / RECIPE_FILE)) == recipe
 
 
+def test_a_job_adds_to_a_model_that_has_learned_before(done, said, tmp_path):
+    """What stands beside the first expansion learns alone: the first one's file keeps its bytes."""
+    before = done.learned.result
+    own = said | {"model": str(before), "expansion.name": "more", "expansion.layers": "last:1"}
+    learned = learn(resolve_recipe(own), tmp_path / "job")
+    assert learned.verified and [row.name for row in learned.rows] == ["base", "learned", "routed"]
+    base, trained, _ = learned.rows
+    assert trained.new.loss < base.new.loss
+    shards = {shard.name: shard.read_bytes() for shard in before.glob("expansion-default-*")}
+    assert shards and all((learned.result / name).read_bytes() == content for name, content in shards.items())
+    train = next(stage.line for stage in learned.stages if stage.name == "train")
+    assert "--name more" in train
+    with pytest.raises(CheckpointError, match="has an expansion called more already"):
+        learn(resolve_recipe(own | {"model": str(learned.result)}), tmp_path / "again")
+
+
 def _read(file: Path) -> dict[str, Any]:
     from scale_surgery import read_recipe
 

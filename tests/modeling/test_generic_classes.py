@@ -235,7 +235,7 @@ def test_a_vision_language_model(made, name):
 def test_a_vision_language_model_under_its_other_names(made):
     path = made("gemma3")[1]
     name = "language_model.model.layers.1.mlp.up_proj.expansions.default.w21"
-    assert name in load_file(path / "expansion-00001-of-00001.safetensors")
+    assert name in load_file(path / "expansion-default-00001-of-00001.safetensors")
     assert "language_model.model.layers.1.mlp.up_proj.weight" in load_file(path / SHARD)
     names = [name for file in path.glob("*.safetensors") for name in load_file(file)]
     whole = AutoModelForImageTextToText.from_pretrained(path).eval()

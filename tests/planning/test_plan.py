@@ -88,7 +88,7 @@ def test_what_is_added_outside_the_layers_is_said(base_of):
     made = plan(base_of("llama"), Request("1"))
     outside = [tensor for tensor in made.tensors if tensor.layer is None]
     total = sum(tensor.elements for tensor in outside)
-    assert rows(made)["outside layers"] == f"+{total:,}, of them lm_head.expansions.default.up_weight {97 * 20:,}"
+    assert rows(made)["outside layers"] == f"+{total:,}, of them lm_head.up_weight {97 * 20:,}"
     assert total + made.costs.parameters_per_layer == made.costs.parameters_added
     assert "outside layers" not in rows(plan(base_of("llama"), Request("1", method="grow")))
 
@@ -325,7 +325,7 @@ def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_p
     record = json.loads((expanded / "surgery.json").read_text())
     base_config = json.loads(record["replaced"]["config.json"])
     record["replaced"]["config.json"] = json.dumps(base_config | {"num_hidden_layers": 10**9})
-    record["plan"]["sizes"]["layers"] = 10**9
+    record["expansions"]["default"]["plan"]["sizes"]["layers"] = 10**9
     (expanded / "surgery.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="kind_of_layer names 3 layers, expected 1000000000"):
         read_manifest(expanded)
@@ -338,11 +338,14 @@ def test_an_unknown_model_type_says_what_is_expected(llama_base, model_type):
         plan(llama_base, Request("0"))
 
 
-def test_an_expanded_model_is_not_expanded_again(pair_of, llama_base):
-    with pytest.raises(CheckpointError, match=r"this model is expanded already\. Strip it first"):
-        plan(pair_of("llama").path, Request("0"))
+def test_an_expanded_model_is_expanded_again_under_another_name_only(pair_of, base_of, llama_base):
+    expanded = pair_of("llama").path
+    with pytest.raises(CheckpointError, match=r"has an expansion called default already\..*--name.*strip"):
+        plan(expanded, Request("0"))
+    request = Request("0", name="second")
+    assert plan(expanded, request).tensors == plan(base_of("llama"), request).tensors
     (llama_base / "surgery.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"this model is expanded already\. Strip it first"):
+    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \('expansions'\)"):
         plan(llama_base, Request("0"))
 
 
@@ -361,13 +364,13 @@ def test_new_tensors_take_the_dtype_of_their_neighbour(llama_base):
 
 def test_shards_are_filled_to_their_size(base_of, monkeypatch):
     whole = plan(base_of("llama"), Request("all"))
-    assert whole.shards == ("expansion-00001-of-00001.safetensors",)
+    assert whole.shards == ("expansion-default-00001-of-00001.safetensors",)
     limit = 20_000
     monkeypatch.setattr("scale_surgery.planning.plan.SHARD_BYTES", limit)
     made = plan(base_of("llama"), Request("all"))
     count = len(made.shards)
     assert count > 3
-    assert made.shards == tuple(f"expansion-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
+    assert made.shards == tuple(f"expansion-default-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
     filled = {shard: sum(t.bytes for t in made.tensors if t.shard == shard) for shard in made.shards}
     assert all(0 < size <= limit for size in filled.values())
     assert [t.name for t in made.tensors] == [t.name for t in whole.tensors]

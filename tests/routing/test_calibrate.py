@@ -379,9 +379,9 @@ def test_winning_weights_are_those_that_a_search_finds() -> None:
 def test_settings_that_are_tried(place: Path, calibration_of: Callable[[str], Calibration]) -> None:
     present = ROUTINGS["posterior"]
     tried = settings_of(present, (), ())
-    assert tried[:2] == (present, replace(present, prior=0.5, switch_rate=0.01))
+    assert tried[:2] == (present, replace(present, prior=None, switch_rate=0.01))
     assert {routing.switch_rate for routing in tried} == {0, 0.0001, 0.001, 0.003, 0.01, 0.02, 0.03, 0.1}
-    assert {routing.prior for routing in tried} == {0.01, 0.05, 0.2, 0.3, 0.5, 0.8, 0.95, 0.99}
+    assert {routing.weights()[0] for routing in tried} == {0.01, 0.05, 0.2, 0.3, 0.5, 0.8, 0.95, 0.99}
     assert len(tried) == len(set(tried)) == 50
     read = read_paths(load(place / "strict"), tokenize(read_documents(new(place)), letters()), 8)
     known = replace(ROUTINGS["strict"], threshold=0.5)

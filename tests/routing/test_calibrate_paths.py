@@ -12,15 +12,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scale_surgery import CalibrationSettings, CheckpointError, Mixing, PlanError, set_mixing
+from scale_surgery import CalibrationSettings, CheckpointError, PlanError, set_routing
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
-from scale_surgery.composition.intact import find_damage
-from scale_surgery.composition.paths import MixedPaths, read_paths
-from scale_surgery.composition.record import read_composition
+from scale_surgery.planning.paths import MixedPaths, read_paths
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import render_calibration
-from tests.composed import Made
+from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.record import read_manifest
+from tests.composed import Made, mixed
 from tests.conftest import load
 from tests.routing.test_calibrate import free
 from tests.routing.test_report import START, shown
@@ -134,14 +135,14 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert content["written"] is True and (tmp_path / "plot.svg").stat().st_size > 10_000
-    checkpoint, record = read_composition(folder)
+    checkpoint, record = open_checkpoint(folder), read_manifest(folder)
     setting = read_paths(checkpoint.config["scale_surgery"])
     assert setting is not None and setting.settings == content["proposed"]["routing"]
-    assert record.mixing == setting.mixing and not find_damage(checkpoint, record).problems
+    assert record.routing == setting.routing and not find_damage(checkpoint, record).problems
     model = load(folder)
     assert model.choice.router.prior == pytest.approx(setting.prior)
     # the control: the folder that it was copied from is another
-    assert read_composition(place / "composed")[1].mixing == Mixing(switch_rate=0.05)
+    assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05)
 
 
 def test_numbers_are_set_in_both_files_or_in_none(
@@ -150,19 +151,19 @@ def test_numbers_are_set_in_both_files_or_in_none(
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
     before = {file.name: file.read_bytes() for file in folder.glob("*.json")}
     with pytest.raises(PlanError) as refused:
-        set_mixing(folder, Mixing((0.5, 0.5), 1.5))
+        set_routing(folder, mixed((0.5, 0.3, 0.2), 1.5))
     assert str(refused.value).splitlines() == [
-        "switch rate: is 1.5, expected a share, at least 0 and less than 1.",
-        "prior: is 0.5, 0.5, expected 4 positive weights of sum 1: the base, medicine, law, music.",
+        "switch-rate: 1.5, expected a share, at least 0 and less than 1.",
+        "shares: (0.6, 0.4), expected 3 positive numbers of sum 1, one for each expansion.",
     ]
-    refuse_to_write(folder / "composed.json")
+    refuse_to_write(folder / "surgery.json")
     with pytest.raises(CheckpointError, match=r"composed: cannot be written \(Input/output error\)"):
-        set_mixing(folder, Mixing((0.4, 0.2, 0.2, 0.2), 0.0))
+        set_routing(folder, mixed((0.4, 0.2, 0.2, 0.2), 0.0))
     monkeypatch.undo()
     assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
-    set_mixing(folder, Mixing((0.4, 0.2, 0.2, 0.2), 0.0))
-    assert not find_damage(*read_composition(folder)).problems
-    set_mixing(folder, read_composition(place / "composed")[1].mixing)
+    set_routing(folder, mixed((0.4, 0.2, 0.2, 0.2), 0.0))
+    assert not find_damage(open_checkpoint(folder), read_manifest(folder)).problems
+    set_routing(folder, read_manifest(place / "composed").routing)
     assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
-    with pytest.raises(CheckpointError, match="expected a folder made by"):
-        set_mixing(tmp_path, Mixing())
+    with pytest.raises(CheckpointError, match=r"config\.json: not found\. Is this a model folder"):
+        set_routing(tmp_path, mixed())

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from scale_surgery.cli.program import main
-from scale_surgery.composition.paths import MixedPaths
+from scale_surgery.planning.paths import MixedPaths
 from scale_surgery.routing.records import DocumentRoute, FileRoute, PathTotals, RouteReport, TokenPaths
 from scale_surgery.routing.report import route_report
 from scale_surgery.show.pages.paths import render_path_page

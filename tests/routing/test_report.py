@@ -519,7 +519,8 @@ def test_terminal_without_colours_brackets_the_adapt_path() -> None:
         "<s>An⟦na Berg⟧ is↵",
         "⟦[b]new⟧",
         "",
-        "routing  (posterior, prior 0.5, switch rate 0.01; losses in nats per token)",
+        "routing  (posterior, all paths alike, switch rate 0.01; losses in nats per ",
+        "token)",
         "       tokens    base   adapt  routed  routed share",
         "a.txt       7  1.0000  2.0000  1.5000         25.0%",
     ]

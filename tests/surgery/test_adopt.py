@@ -63,7 +63,7 @@ from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES, save_tiny
 
 ADAPT = Request("last:2", variant="adapt", collaborate="both", init_w22="random")
-EXPANSION = "expansion-00001-of-00001.safetensors"
+EXPANSION = "expansion-default-00001-of-00001.safetensors"
 IDS = random_ids(2, 11)
 
 

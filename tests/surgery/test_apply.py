@@ -36,7 +36,7 @@ from tests.routed import random_ids
 from tests.surgery.test_strip import furnished  # noqa: F401
 from tests.tiny import save_tiny
 
-EXPANSION = "expansion-00001-of-00001.safetensors"
+EXPANSION = "expansion-default-00001-of-00001.safetensors"
 
 
 @pytest.fixture

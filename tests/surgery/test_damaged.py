@@ -30,7 +30,7 @@ from scale_surgery.surgery.record import read_manifest
 from tests.conftest import shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
-EXPANSION_SHARD = "expansion-00001-of-00001.safetensors"
+EXPANSION_SHARD = "expansion-default-00001-of-00001.safetensors"
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import expansion_of, nameless
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.composition.compose import compose
-from scale_surgery.composition.separate import strip
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.verify import verify
@@ -29,11 +27,13 @@ from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.adopt import adopt
 from scale_surgery.surgery.apply import apply
+from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.strip import strip
 from tests.conftest import digests, load
 from tests.families import FAMILIES
 
@@ -62,7 +62,7 @@ def test_what_stands_in_the_folder(pair_of):
         "expanded_routers.py",
         "expanded_state.py",
         "expanded_streams.py",
-        "expansion-00001-of-00001.safetensors",
+        "expansion-default-00001-of-00001.safetensors",
         "generation_config.json",
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
@@ -150,7 +150,7 @@ def test_twice_gives_the_same_bytes_and_another_seed_does_not(base_of, tmp_path)
     one, two = (digests(expand(base_of("llama"), REQUEST, tmp_path / name).path) for name in ("one", "two"))
     assert one == two
     other = digests(expand(base_of("llama"), replace(REQUEST, seed=1), tmp_path / "other").path)
-    shard = "expansion-00001-of-00001.safetensors"
+    shard = "expansion-default-00001-of-00001.safetensors"
     assert other[shard] != one[shard]
     assert other["model-00001-of-00001.safetensors"] == one["model-00001-of-00001.safetensors"]
 
@@ -292,7 +292,7 @@ def test_names_that_the_base_has_already(llama_base, tmp_path):
     assert str(found.value).splitlines() == lines
 
 
-@pytest.mark.parametrize("name", ["expansion-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("name", ["expansion-default-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors"])
 def test_shards_that_are_called_like_ours(sharded_base, tmp_path, name):
     index = sharded_base / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]

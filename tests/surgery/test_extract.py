@@ -212,7 +212,7 @@ def test_the_target_is_replaced_when_asked_for(expanded, tmp_path):
 
 def test_hard_links_share_the_expansion(expanded, tmp_path):
     extract(expanded, tmp_path / "extract", base_weights="link")
-    name = "expansion-00001-of-00001.safetensors"
+    name = "expansion-default-00001-of-00001.safetensors"
     assert (expanded / name).samefile(tmp_path / "extract" / name)
     assert not (expanded / "config.json").samefile(tmp_path / "extract" / "config.json")
 

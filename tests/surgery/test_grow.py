@@ -112,7 +112,7 @@ def test_other_shares_are_near(copies: int, dtype: str, grown_of: Callable[..., 
 def test_near_is_not_far(grown_of: Callable[..., Path]) -> None:
     """Negative control: what is not explained by rounding is noticed."""
     path = grown_of("qwen2", Request("1", method="grow", copies=3))
-    shard = path / "expansion-00001-of-00001.safetensors"
+    shard = path / "expansion-default-00001-of-00001.safetensors"
     tensors = load_file(shard)
     name = "model.layers.1.mlp.down_proj.expansions.default.w12"
     tensors[name] *= 1.1
@@ -131,7 +131,7 @@ def test_small_numbers_of_float16_cannot_be_halved(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.down_proj.weight"] *= 1e-5
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     grown = expand(base, Request("1", method="grow"), tmp_path / "grown").path
-    new = load_file(grown / "expansion-00001-of-00001.safetensors")
+    new = load_file(grown / "expansion-default-00001-of-00001.safetensors")
     half = new["model.layers.1.mlp.down_proj.expansions.default.w12"]
     assert not torch.equal(2 * half, tensors["model.layers.1.mlp.down_proj.weight"])
 
@@ -222,7 +222,7 @@ def test_train_the_command(dtype: str, stories: Path, tmp_path: Path) -> None:
     done = train(
         grown, [tmp_path / "new.txt"], tmp_path / "trained", settings, eval_data=EvalData(new=[tmp_path / "new.txt"])
     )
-    before, after = (load_file(path / "expansion-00001-of-00001.safetensors") for path in (grown, done.path))
+    before, after = (load_file(path / "expansion-default-00001-of-00001.safetensors") for path in (grown, done.path))
     assert [name for name in before if torch.equal(before[name], after[name])] == []
     assert done.measured["learning"] > 0.1
     result = verify(done.path, tmp_path / "base", record=False)

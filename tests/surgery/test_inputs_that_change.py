@@ -126,7 +126,7 @@ VERBS = {
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_looks_again(expanded, tmp_path, verb):
     label, work = VERBS[verb]
-    file = expanded / "expansion-00001-of-00001.safetensors"
+    file = expanded / "expansion-default-00001-of-00001.safetensors"
     with pytest.raises(CheckpointError, match=f"{file}: changed while it was read"):
         work(expanded, None, tmp_path / "out", at(label, lambda: rewrite(file)))
     assert not (tmp_path / "out").exists()
@@ -135,7 +135,7 @@ def test_every_verb_looks_again(expanded, tmp_path, verb):
 @pytest.mark.parametrize("side", ("base", "extract"))
 def test_apply_looks_at_both_sides(llama_base, expanded, tmp_path, side):
     taken = extract(expanded, tmp_path / "extract").path
-    file = {"base": llama_base / "model.safetensors", "extract": taken / "expansion-00001-of-00001.safetensors"}[side]
+    file = {"base": llama_base / "model.safetensors", "extract": taken / "expansion-default-00001-of-00001.safetensors"}[side]
     with pytest.raises(CheckpointError, match=f"{file}: changed while it was read"):
         apply(taken, tmp_path / "out", llama_base, track=at("files", lambda: rewrite(file)))
     assert not (tmp_path / "out").exists()
@@ -143,7 +143,7 @@ def test_apply_looks_at_both_sides(llama_base, expanded, tmp_path, side):
 
 def test_an_unfinished_folder_is_not_continued_with_another_file(expanded, tmp_path):
     """A file of the same size, written at another time, is another one, for every verb."""
-    file = expanded / "expansion-00001-of-00001.safetensors"
+    file = expanded / "expansion-default-00001-of-00001.safetensors"
     with pytest.raises(KeyboardInterrupt):
         route_export(expanded, tmp_path / "out", track=at("files", _interrupt))
     assert (tmp_path / "out.partial" / file.name).is_file()

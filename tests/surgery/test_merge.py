@@ -242,7 +242,7 @@ def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:
     change(broken / open_checkpoint(broken).tensors[name].file, name, (-1, 0))
     # the base is as it was, and what is no base tensor may have been trained: only the blocks do not come back
     assert verify(broken, record=False).passed
-    with pytest.raises(CheckpointError, match=r"expansion-00001-of-00001.safetensors: sha256"):
+    with pytest.raises(CheckpointError, match=r"expansion-default-00001-of-00001.safetensors: sha256"):
         merge(broken, tmp_path / "blocks", "blocks")
     # another run would be of another file, so no part of this one is kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]

@@ -328,10 +328,15 @@ def test_the_ends_of_the_ranges_are_allowed(expanded: Path, tmp_path: Path, numb
     assert load(route_export(expanded, tmp_path / "routed", route, base_weights="link").path).is_routing_enabled
 
 
-def test_a_routed_model_is_not_routed_again(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
+def test_a_router_takes_the_place_of_another(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     trio = trio_of("llama")
-    with pytest.raises(CheckpointError, match=r"is a routed model already\. .*--router none"):
-        route_export(trio.path, tmp_path / "again")
+    again = route_export(trio.path, tmp_path / "again", Routing(switch_rate=0), base_weights="link").path
+    straight = route_export(trio.expanded_path, tmp_path / "straight", Routing(switch_rate=0), base_weights="link").path
+    assert digests(again) == digests(straight)
+
+
+def test_what_has_no_router_or_no_expansion_is_refused(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
+    trio = trio_of("llama")
     with pytest.raises(CheckpointError, match="has no router, expected a model made by scale-surgery route-export"):
         unroute(trio.expanded_path, tmp_path / "again")
     for operation in (route_export, unroute):

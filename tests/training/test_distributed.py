@@ -218,7 +218,7 @@ def test_one_process_makes_tokens(done: Callable[..., Path], place: Path) -> Non
 @pytest.mark.slow
 def test_from_kept_tokens_both_learn_the_same_bits(done: Callable[..., Path], place: Path) -> None:
     done("ddp"), done("kept")
-    shard = "expansion-00001-of-00001.safetensors"
+    shard = "expansion-default-00001-of-00001.safetensors"
     assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
 
 
@@ -237,7 +237,7 @@ def test_fsdp2_yaml_makes_a_unit_of_each_decoder_layer(
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward and plugin.cpu_ram_efficient_loading
     plugin.set_auto_wrap_policy(model)
     is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    plan = model.config.scale_surgery
+    plan = model.config.scale_surgery["base"]
     layers = model.get_submodule(f"{plan['base_model']}.{plan['layers']}")
     assert [module for module in model.modules() if is_unit(module)] == list(layers)
 

@@ -279,7 +279,7 @@ def logs(run: Training) -> list[dict[str, Any]]:
 def test_training_from_disk_is_the_same_bit_for_bit(place: Path, whole: Training, tmp_path: Path) -> None:
     start = TrainingStart(cache_dir=tmp_path / "cache")
     done = train(place / "wide", [str(place / "text.jsonl")], tmp_path / "out", SETTINGS, start=start)
-    shard = "expansion-00001-of-00001.safetensors"
+    shard = "expansion-default-00001-of-00001.safetensors"
     assert digests(done.path)[shard] == digests(whole.path)[shard] != digests(place / "wide")[shard]
     assert logs(done) == logs(whole) and done.outlook == whole.outlook
 

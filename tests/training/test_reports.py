@@ -100,7 +100,7 @@ def test_nothing_is_reported_unless_asked(place: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_reported_run_learns_the_same(place: Path, reported: Training, tmp_path: Path) -> None:
     silent = run(place, tmp_path / "out", TrainingStart())
-    shard = "expansion-00001-of-00001.safetensors"
+    shard = "expansion-default-00001-of-00001.safetensors"
     assert digests(silent.path)[shard] == digests(reported.path)[shard]
 
 

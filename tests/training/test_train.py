@@ -134,7 +134,7 @@ def stopping_at(step: int, label: str, total: int) -> Iterator[Callable[..., Non
 def test_the_base_stays_files_and_the_expansion_moves(place: Path, trained: Path) -> None:
     before, after = digests(place / "preserve"), digests(trained)
     changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
-    assert changed == {"expansion-00001-of-00001.safetensors", "surgery.json"}
+    assert changed == {"expansion-default-00001-of-00001.safetensors", "surgery.json"}
     assert set(after) - set(before) == {f"training/{name}" for name in ("settings.json", "log.jsonl", "curves.png")}
     assert set(before) <= set(after), "the index still says which shards count"
     start = expansion(place / "preserve")
@@ -201,7 +201,7 @@ def test_base_shards_can_be_links(place: Path, tmp_path: Path) -> None:
     )
     shard = "model-00001-of-00001.safetensors"
     assert (done.path / shard).samefile(tmp_path / "in" / shard)
-    own = "expansion-00001-of-00001.safetensors"
+    own = "expansion-default-00001-of-00001.safetensors"
     assert not (done.path / own).samefile(tmp_path / "in" / own)
 
 
@@ -332,7 +332,7 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
     run.start()
     deadline = time.monotonic() + 60
     index = out / "model.safetensors.index.json"
-    while not (index.exists() and "expansion-step-" in index.read_text()) and time.monotonic() < deadline:
+    while not (index.exists() and "expansion-default-step-" in index.read_text()) and time.monotonic() < deadline:
         assert run.is_alive()
         time.sleep(0.02)
     run.kill()
@@ -519,16 +519,17 @@ def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, 
     tensors = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
     save_file(tensors, tmp_path / "trained.safetensors")
     # what a kill leaves in the middle of a shard
-    (tmp_path / "out" / f"{UNFINISHED}x1y2z3").mkdir()
-    (tmp_path / "out" / f"{UNFINISHED}x1y2z3" / "expansion-step-3-00001-of-00001.safetensors").write_bytes(b"half")
+    left = tmp_path / "out" / f"{UNFINISHED}x1y2z3"
+    left.mkdir()
+    (left / "expansion-default-step-3-00001-of-00001.safetensors").write_bytes(b"half")
     (tmp_path / "out" / "notes.tmp").write_text("a file of the base")
     stored = InMemory(model, open_checkpoint(pair.path).tensors)
-    publish_tensors(tmp_path / "out", tmp_path / "trained.safetensors", "expansion-step-7-", stored)
+    publish_tensors(tmp_path / "out", "default", tmp_path / "trained.safetensors", "step-7-", stored)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "out")(ids).logits, model(ids).logits)
     assert [file.name for file in (tmp_path / "out").rglob("expansion-*")] == [
-        "expansion-step-7-00001-of-00001.safetensors"
+        "expansion-default-step-7-00001-of-00001.safetensors"
     ]
     assert (tmp_path / "out" / "notes.tmp").is_file()
 

@@ -13,10 +13,10 @@ from scale_surgery.show.tables import format_bytes
 from scale_surgery.show.tables_verify import verdict
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.composition_summary import CompositionSummary
+    from scale_surgery.evidence.several import ExpansionsSummary
 
 
-def write_composed_page(held: CompositionSummary, file: Path) -> None:
+def write_composed_page(held: ExpansionsSummary, file: Path) -> None:
     """Write what a composed folder holds as a page, whole or not at all; an existing file is replaced.
 
     Raises:
@@ -25,7 +25,7 @@ def write_composed_page(held: CompositionSummary, file: Path) -> None:
     write(render_composed_page(held), file)
 
 
-def render_composed_page(held: CompositionSummary) -> str:
+def render_composed_page(held: ExpansionsSummary) -> str:
     """Make the page.
 
     Args:
@@ -37,7 +37,7 @@ def render_composed_page(held: CompositionSummary) -> str:
     return fill(
         "report.html",
         title=f"What lies in {held.name}",
-        model=f"Base {held.base_name} · {held.mixing.description}",
+        model=f"Base {held.base_name} · {held.routing.description}",
         **page_colours(),
         notes=(),
         facts=list(_facts(held)),
@@ -48,7 +48,7 @@ def render_composed_page(held: CompositionSummary) -> str:
     )
 
 
-def _facts(held: CompositionSummary) -> Iterator[Fact]:
+def _facts(held: ExpansionsSummary) -> Iterator[Fact]:
     own = held.expansions.values()
     yield Fact("paths", str(len(held.expansions) + 1), "the base and every expansion")
     yield Fact(
@@ -57,7 +57,7 @@ def _facts(held: CompositionSummary) -> Iterator[Fact]:
     yield Fact("last verified", held.verified)
 
 
-def _expansions(held: CompositionSummary) -> Section:
+def _expansions(held: ExpansionsSummary) -> Section:
     rows = [
         (name, own.variant, format_layers(own.layers), f"{own.parameters:,}", f"{own.steps:,}")
         for name, own in held.expansions.items()
@@ -68,7 +68,7 @@ def _expansions(held: CompositionSummary) -> Section:
     )
 
 
-def _promises(held: CompositionSummary) -> Section:
+def _promises(held: ExpansionsSummary) -> Section:
     rows = [(own.name, str(verdict(own, own.name in held.required)), own.evidence) for own in held.promises]
     if not rows:
         return Section("Promises", "", sentence="Never verified: scale-surgery verify finds out which promises hold.")

@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from scale_surgery import (
-    CompositionSummary,
-    Mixing,
+    ExpansionsSummary,
     Request,
     compose,
     evaluate,
@@ -24,7 +23,8 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
-from scale_surgery.composition.mixing import set_mixing
+from scale_surgery.surgery.route import set_routing
+from tests.composed import mixed
 from tests.conftest import shake
 
 REQUESTS = {"medicine": Request("last:1"), "law": Request("last:1", variant="adapt", collaborate="both")}
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shake(expand(SHIPPED_MODEL, request, folder / name).path, seed)
         extract(folder / name, folder / f"{name}.extract")
     extracts = {name: folder / f"{name}.extract" for name in REQUESTS}
-    compose(SHIPPED_MODEL, extracts, folder / "composed", mixing=Mixing(switch_rate=0))
+    compose(SHIPPED_MODEL, extracts, folder / "composed", routing=mixed(switch_rate=0))
     return folder
 
 
@@ -85,7 +85,7 @@ def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, com
     assert found.expansion is None and found.composition is not None
     assert (found.family, found.sizes, found.dtype) == (base.family, base.sizes, base.dtype)
     held = found.composition
-    assert (held.base_name, held.mixing) == ("biographies", Mixing(switch_rate=0))
+    assert (held.base_name, held.routing) == ("biographies", mixed(switch_rate=0))
     assert held.paths == "3: the base, medicine, law"
     assert [(own.variant, own.layers) for own in held.expansions.values()] == [("preserve", (3,)), ("adapt", (3,))]
     added = sum(own.parameters for own in held.expansions.values())
@@ -106,8 +106,8 @@ def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, com
     assert "Every tensor" not in text
     content = json.loads(numbers.read_text())
     assert [own["name"] for own in content["promises"]] == [own.name for own in result.promises]
-    set_mixing(folder, Mixing(switch_rate=0.01))
+    set_routing(folder, mixed(switch_rate=0.01))
     held = report(folder)
-    assert isinstance(held, CompositionSummary) and held.verified.endswith("; the router's numbers changed since")
+    assert isinstance(held, ExpansionsSummary) and held.verified.endswith("; the router's numbers changed since")
     refused = command("report", folder, "--text", place / "known.jsonl")
     assert refused.exit_code == 1 and "is a composed folder, of which report reads the records alone" in refused.output

@@ -1,4 +1,4 @@
-"""What verify says of composed folders, and that it notices when it is not so."""
+"""What verify says of folders with several expansions, and that it notices when it is not so."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
-    Mixing,
     PlanError,
     Probes,
     RunOptions,
@@ -27,20 +27,21 @@ from scale_surgery import (
     extract,
     verify,
 )
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.cli.program import main
-from scale_surgery.composition.intact import Damage, find_damage
-from scale_surgery.composition.record import read_composition
+from scale_surgery.evidence.integrity import check_files
 from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers, compare, run_alone
-from scale_surgery.evidence.path_promises import COMPOSED_PROMISES, judge_composed
+from scale_surgery.evidence.path_promises import PATH_PROMISES, judge_paths
 from scale_surgery.running.prompts import Batch
 from scale_surgery.show.tables_verify import render_verification
-from tests.composed import LLAMA, Made
+from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.record import read_manifest
+from tests.composed import LLAMA, Made, mixed
 from tests.conftest import digests, load
 from tests.routed import random_ids
 
 NAMES = ("medicine", "law", "chess")
-SHARD = "expansion-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def llama(made_of: Callable[..., Made]) -> Made:
 def folder(llama: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verified") / "all"
     own = {name: llama.extracts[name] for name in NAMES}
-    return compose(llama.base, own, path, mixing=Mixing(switch_rate=0)).path
+    return compose(llama.base, own, path, routing=mixed(switch_rate=0)).path
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def broken(result: Verification) -> set[str]:
 def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     before = digests(folder)
     result = verify(folder, llama.base)
-    assert result.passed and result.required == COMPOSED_PROMISES and result.recorded
+    assert result.passed and result.required == PATH_PROMISES and result.recorded
     found = result.mixture
     assert found is not None and [path.name for path in found.paths] == ["base", *NAMES]
     assert all(path.is_bit_equal and path.generation_equal and path.uncached_equal for path in found.paths)
@@ -81,12 +82,13 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     assert found.texts == 4 + 2 * 4 + 2 * 2 * 3
     assert 0.5 < found.excess <= math.log(4) + found.rounding < 1.5
     assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
-    assert result.mixing == Mixing(switch_rate=0) and result.state == "trained" and result.trained_tensors > 30
+    assert result.routing == mixed(switch_rate=0) and result.expansions == NAMES
+    assert result.state == "trained" and result.trained_tensors > 30
     # what is found stands in the record, and in no other file
     after = digests(folder)
-    assert {name for name in after if after[name] != before[name]} == {"composed.json"} and len(after) == len(before)
+    assert {name for name in after if after[name] != before[name]} == {"surgery.json"} and len(after) == len(before)
     assert verify(folder, probes=None).recorded, "which says less, so what the models showed stays"
-    assert read_composition(folder)[1].verification == result.to_json()
+    assert read_manifest(folder).verification == result.to_json()
     assert extract(folder, folder.parent / "law", name="law").tensors
 
 
@@ -100,15 +102,16 @@ def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
     text = shown.get()
     assert "probes      1 prompt, 1 token, float32, sdpa, cpu" in text
     assert "mixture     1 text of up to 1 token" in text and "1 greedy token\n" in text
-    assert "worst loss  0 nats against the best path" in text and "trained (1 tensor changed)" in text
-    promises = judge_composed(*read_composition(folder), Damage((), (), (), ()), mixture, ())
+    assert "worst loss  0 nats against the best path" in text and "trained (1 tensor changed)" in " ".join(text.split())
+    checkpoint, record = open_checkpoint(folder), read_manifest(folder)
+    promises = judge_paths(record, check_files(checkpoint, record, None), mixture, ())
     assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")
 
 
 def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> None:
     """The control of `paths_as_alone`: no two of the models are equal."""
     batch = Batch(random_ids(2, 9), torch.ones(2, 9, dtype=torch.long))
-    runs = list(run_alone(folder, read_composition(folder)[1], llama.base, batch, 4, RunOptions("cpu")))
+    runs = list(run_alone(open_checkpoint(folder), read_manifest(folder), llama.base, batch, 4, RunOptions("cpu")))
     assert torch.equal(runs[2].logits, llama.alone("law")(batch.ids).logits.flatten(0, 1))
     for one in range(4):
         for other in range(4):
@@ -122,12 +125,12 @@ def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> Non
 
 
 def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path: Path) -> None:
-    own = {name: llama.extracts[name] for name in NAMES[:1]}
+    own = {name: llama.extracts[name] for name in NAMES[:2]}
     result = verify(compose(llama.base, own, tmp_path / "out").path, probes=Probes(new_tokens=0))
     switching = promise(result, "bounded_forgetting")
     assert result.passed and not switching.claimed and "bounded_forgetting" not in result.required
     assert switching.evidence.startswith(
-        "no bound for all lengths: ln 2 = 0.693 nats a text and 0.01 more a token, by switching; 4 texts lose at most "
+        "no bound for all lengths: ln 3 = 1.1 nats a text and 0.01 more a token, by switching; 4 texts lose at most "
     )
     assert switching.problems == ("switch rate 0.01: the bound grows with the text, expected 0.",)
     assert result.mixture is not None and result.mixture.paths[0].generation_equal is None
@@ -139,7 +142,7 @@ def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path:
 def test_who_begins_with_less_may_lose_more(llama: Made, tmp_path: Path) -> None:
     """The bound is that of the smallest weight; with all paths alike it would be broken."""
     own = {name: llama.extracts[name] for name in NAMES}
-    result = verify(compose(llama.base, own, tmp_path / "out", mixing=Mixing((0.333, 0.333, 0.001, 0.333), 0)).path)
+    result = verify(compose(llama.base, own, tmp_path / "out", routing=mixed((0.333, 0.333, 0.001, 0.333), 0)).path)
     assert result.passed and result.mixture is not None
     assert math.log(4) + 1 < result.mixture.excess <= -math.log(0.001) + result.mixture.rounding
     assert promise(result, "bounded_forgetting").evidence.startswith("at most 6.91 nats by the prior a text; ")
@@ -151,32 +154,53 @@ def flip(file: Path, place: int = -2) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("file", "expected", "problem"),
-    [
-        # headers are right, a byte of a tensor is not
-        ("model-00001-of-00001.safetensors", {"recoverable", "base_stream_always"}, "differ from the base's model.saf"),
-        (f"expansions/law/{SHARD}", {"paths_as_alone"}, f"expansions/law/{SHARD}: sha256"),
-        ("expansions/law/surgery.json", {"paths_as_alone"}, "law: "),
-    ],
-    ids=["base", "expansion", "record"],
-)
-def test_damage_breaks_what_it_concerns(copy: Path, file: str, expected: set[str], problem: str) -> None:
+def shard_of(name: str) -> str:
+    return f"expansion-{name}-00001-of-00001.safetensors"
+
+
+def test_damage_of_the_base_breaks_what_it_concerns(copy: Path) -> None:
+    """Headers are right, a byte of a tensor is not."""
     assert verify(copy, probes=None).passed, "the control"
-    flip(copy / file)
+    flip(copy / "model-00001-of-00001.safetensors")
     result = verify(copy, probes=None)
-    assert expected <= broken(result)
-    assert any(problem in line for found in result.promises for line in found.problems)
+    assert broken(result) == {"recoverable", "base_stream_always"}
+    assert any("differ from the base's model.saf" in line for line in promise(result, "recoverable").problems)
+
+
+def test_damage_of_an_expansion_breaks_what_it_concerns(copy: Path) -> None:
+    file = copy / shard_of("law")
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[name] = torch.zeros(3, 2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = verify(copy)
+    assert "paths_as_alone" in broken(result) and result.not_run == "tensors are missing or damaged"
+    assert any(line.startswith(f"{name}: shape (3, 2)") for line in promise(result, "paths_as_alone").problems)
+
+
+def test_other_values_of_an_expansion_are_another_model(copy: Path) -> None:
+    """As training makes it: nothing is broken, and what was verified is not said of it."""
+    before = verify(copy, probes=Probes(new_tokens=0))
+    flip(copy / shard_of("law"))
+    after = verify(copy, probes=None)
+    assert after.passed and after.fingerprint != before.fingerprint
+    assert read_manifest(copy).verification == after.to_json()
+
+
+def test_a_damaged_record_is_refused(copy: Path) -> None:
+    flip(copy / "surgery.json")
+    with pytest.raises(CheckpointError, match=r"surgery\.json"):
+        verify(copy)
 
 
 def test_shards_that_were_swapped_or_lost(copy: Path) -> None:
-    law, chess = (copy / "expansions" / name / SHARD for name in ("law", "chess"))
+    law, chess = copy / shard_of("law"), copy / shard_of("chess")
     law.rename(copy / "kept")
-    with pytest.raises(CheckpointError, match=f"expansions/law/{SHARD}"):
+    with pytest.raises(CheckpointError, match=shard_of("law")):
         verify(copy)
     chess.rename(law)
     (copy / "kept").rename(chess)
-    with pytest.raises(CheckpointError, match="is said to lie in expansions/law"):
+    with pytest.raises(CheckpointError, match="expansion-"):
         verify(copy)
 
 
@@ -197,7 +221,7 @@ def test_another_plan_in_the_config_makes_a_path_another_model(copy: Path) -> No
     change_config(copy, halve)
     assert verify(copy).not_run == "code or config.json is not what was written"
     result = verify(copy, run=RunOptions(trust_remote_code=True))
-    assert result.problems == ("config.json: scale_surgery is not what compose wrote.",)
+    assert result.problems == ("config.json: scale_surgery is not what the expansion wrote.",)
     assert result.mixture is not None
     assert [path.name for path in result.mixture.paths if not path.is_bit_equal] == ["chess"]
     assert "paths_as_alone" in broken(result)
@@ -228,7 +252,7 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
     assert promise(result, "bounded_forgetting").holds is None
     with pytest.raises(CheckpointError, match="the folder that is verified, expected its base model"):
         verify(folder, folder)
-    with pytest.raises(CheckpointError, match="is a composed folder of medicine, law, chess, expected a base model"):
+    with pytest.raises(CheckpointError, match=r"all: is expanded already, expected a base model\."):
         verify(llama.folders["law"], folder)
 
 
@@ -255,9 +279,8 @@ def test_each_byte_is_read_once(folder: Path) -> None:
     total, read = told["bytes"]
     # headers of shards are read as they are in the extract, which names tensors shorter
     assert 0.9 * total < read <= total
-    checkpoint, record = read_composition(folder)
-    own = [name for name in checkpoint.tensors if name not in record.base_tensors]
-    assert own and find_damage(checkpoint, record).hashes == hash_tensors(checkpoint, own)
+    checkpoint, record = open_checkpoint(folder), read_manifest(folder)
+    assert find_damage(checkpoint, record).hashes == hash_tensors(checkpoint, record.base_tensors)
 
 
 def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
@@ -266,9 +289,9 @@ def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
     result = verify(copy, probes=None)
     assert result.passed, "a base without a tokenizer may be given one"
     assert [line.partition(":")[0] for line in result.warnings] == ["chat_template.jinja"]
-    record = json.loads((copy / "composed.json").read_text())
+    record = json.loads((copy / "surgery.json").read_text())
     record["base_files"]["tokenizer.json"] = {"sha256": "0", "bytes": 2, "stored_as": "tokenizer.json"}
-    (copy / "composed.json").write_text(json.dumps(record))
+    (copy / "surgery.json").write_text(json.dumps(record))
     assert verify(copy, probes=None).problems == (
         "tokenizer.model: the base's tokenizer has no such file, expected the base's alone.",
     )
@@ -285,16 +308,16 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     # names of files are never broken
     assert max(len(line) for line in shown.output.splitlines() if "/" not in line) <= 80
     content = json.loads(file.read_text())
-    assert content["passed"] and content["mixing"]["switch_rate"] == 0
+    assert content["passed"] and content["routing"]["switch_rate"] == 0
     assert [own["name"] for own in content["mixture"]["paths"]] == ["base", *NAMES]
     refused = run("--promise", "output_at_init")
     assert refused.exit_code and (
-        "--promise output_at_init is none that a folder makes which is composed, expected one of: recoverable, "
+        "--promise output_at_init is none that a folder of several makes, expected one of: recoverable, "
         "base_stream_always, paths_as_alone, bounded_forgetting."
     ) in " ".join(refused.output.split())
     flip(next(copy.glob("model-*.safetensors")))
     assert run("--files-only").exit_code == 1
-    with pytest.raises(PlanError, match="paths_as_alone is none that a folder makes which is expanded"):
+    with pytest.raises(PlanError, match="paths_as_alone is none that a folder of one expansion makes"):
         verify(llama.folders["law"], required=("paths_as_alone",))
 
 
@@ -312,7 +335,7 @@ def test_other_architectures(
     made_of: Callable[..., Made], tmp_path: Path, family: str, names: tuple[str, ...], dtype: str
 ) -> None:
     made = made_of(family, names, dtype)
-    result = verify(compose(made.base, made.extracts, tmp_path / "out", mixing=Mixing(switch_rate=0)).path)
-    assert result.passed and result.required == COMPOSED_PROMISES
+    result = verify(compose(made.base, made.extracts, tmp_path / "out", routing=mixed(switch_rate=0)).path)
+    assert result.passed and result.required == PATH_PROMISES
     assert result.mixture is not None and result.mixture.dtype == dtype
     assert all(path.is_bit_equal and path.generation_equal for path in result.mixture.paths)

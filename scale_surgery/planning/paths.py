@@ -1,20 +1,19 @@
-"""The paths of a composed model by name, and the numbers of the router that mixes them."""
+"""The paths of a model with several expansions by name, and the numbers of the router that mixes them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import ROUTER_KEY, path_names
-from scale_surgery.composition.record import Mixing, is_composition, read_composition
+from scale_surgery.checkpoint.expansions import BASE_NAME, specs_of_expansions
+from scale_surgery.planning.routing_specs import Routing, read_routing, routing_of_weights
 
 
 @dataclass(frozen=True)
 class MixedPaths:
-    """The paths of a composed model, and how its router mixes them.
+    """The paths of a model with several expansions, and how its router mixes them.
 
     Attributes:
         names: Of all paths: the base, then each expansion.
@@ -50,7 +49,7 @@ class MixedPaths:
     @property
     def is_default(self) -> bool:
         """Whether the numbers are those that nobody chose."""
-        return self.mixing == Mixing()
+        return self.routing == Routing()
 
     @property
     def numbers(self) -> str:
@@ -71,23 +70,18 @@ class MixedPaths:
         return {"router": self.router, "prior": prior, "switch_rate": self.switch_rate}
 
     @property
-    def mixing(self) -> Mixing:
-        """What a composed folder says of them."""
-        return Mixing(None if self.is_even else self.prior, self.switch_rate)
+    def routing(self) -> Routing:
+        """What surgery.json says of them."""
+        return routing_of_weights(Routing(switch_rate=self.switch_rate), self.prior)
+
+
+def paths_of(routing: Routing, names: Mapping[str, Any] | tuple[str, ...]) -> MixedPaths:
+    """How a router mixes the base and expansions of these names."""
+    return MixedPaths((BASE_NAME, *names), routing.weights(len(names)), routing.switch_rate)
 
 
 def read_paths(specs: Mapping[str, Any]) -> MixedPaths | None:
-    """The paths of a model whose posterior router mixes named expansions, by its config.json; None where it is none.
-
-    Args:
-        specs: What the key `scale_surgery` says.
-    """
-    names, router = path_names(specs), specs.get(ROUTER_KEY)
-    if not names or not router or router["router"] != MixedPaths.router:
-        return None
-    return MixedPaths(names, tuple(map(float, router["prior"])), float(router["switch_rate"]))
-
-
-def base_name_in(path: Path) -> str | None:
-    """What the base of a composed folder is called, as composed.json says; None where there is none."""
-    return read_composition(path)[1].base_name if is_composition(path) else None
+    """The paths of a model, by the key `scale_surgery` of its config.json; None where it has but one expansion."""
+    names = tuple(own["name"] for own in specs_of_expansions(specs) if "name" in own)
+    routing = read_routing(specs) if len(names) > 1 else None
+    return None if routing is None else paths_of(routing, names)

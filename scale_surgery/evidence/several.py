@@ -1,4 +1,4 @@
-"""What a composed folder holds, from its records alone: for inspect, report and the model card."""
+"""What a folder of several expansions holds, from its record alone: for inspect, report and the model card."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.names import COMPOSED_FILE
-from scale_surgery.composition.members import manifest_of
-from scale_surgery.composition.record import Composition, Mixing, read_composition
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.promises import Promise
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.evidence.verification import changed_since
+from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest
 
 
 @dataclass(frozen=True)
 class MemberSummary:
-    """An expansion in a composed folder.
+    """An expansion in a folder of several.
 
     Attributes:
         method: "scale" or "grow".
@@ -45,15 +45,15 @@ class MemberSummary:
 
 
 @dataclass(frozen=True)
-class CompositionSummary:
-    """What a composed folder holds.
+class ExpansionsSummary:
+    """What a folder of several expansions holds.
 
     Attributes:
         name: What the folder is called.
         base_name: Hub id or folder name of the base model.
         base_revision: Commit of the Hub repository, where known.
         expansions: Its expansions by name, in the order of the paths.
-        mixing: How the paths are mixed.
+        routing: How the paths are mixed.
         verified: Date and result of the last verification, or "never".
         promises: What that found.
         required: Promises that decided it.
@@ -63,7 +63,7 @@ class CompositionSummary:
     base_name: str
     base_revision: str | None
     expansions: Mapping[str, MemberSummary]
-    mixing: Mixing
+    routing: Routing
     verified: str
     promises: tuple[Promise, ...]
     required: tuple[str, ...]
@@ -74,8 +74,8 @@ class CompositionSummary:
         return f"{len(self.expansions) + 1}: the base, {', '.join(self.expansions)}"
 
 
-def summarise_composition(path: Path) -> CompositionSummary:
-    """Read the records of a composed folder.
+def summarise_expansions(path: Path) -> ExpansionsSummary:
+    """Read the record of a folder of several expansions.
 
     Args:
         path: The folder.
@@ -84,41 +84,42 @@ def summarise_composition(path: Path) -> CompositionSummary:
         What it holds; no tensor was read.
 
     Raises:
-        CheckpointError: If this is no composed folder, or a record of it is incomplete.
+        CheckpointError: If this is no such folder, or its record is incomplete.
     """
-    _, record = read_composition(path)
+    manifest = read_manifest(path)
     try:
-        verified, promises, required = _verification(record)
+        verified, promises, required = _verification(manifest)
     except (LookupError, TypeError) as error:
         raise CheckpointError(
-            f"{path / COMPOSED_FILE}: verification is incomplete ({error}). Run scale-surgery verify again."
+            f"{path / MANIFEST_FILE}: verification is incomplete ({error}). Run scale-surgery verify again."
         ) from error
-    return CompositionSummary(
+    return ExpansionsSummary(
         name=path.resolve().name,
-        base_name=record.base_name,
-        base_revision=record.base_revision,
-        expansions={name: _summarise(manifest_of(path, name)) for name in record.names},
-        mixing=record.mixing,
+        base_name=manifest.base_name,
+        base_revision=manifest.base_revision,
+        expansions={name: _summarise(own) for name, own in manifest.expansions.items()},
+        routing=manifest.routing or Routing(),
         verified=verified,
         promises=promises,
         required=required,
     )
 
 
-def _verification(record: Composition) -> tuple[str, tuple[Promise, ...], tuple[str, ...]]:
-    """Date and result, promises, and those that decide, as composed.json has them."""
-    found = record.verification
+def _verification(manifest: Manifest) -> tuple[str, tuple[Promise, ...], tuple[str, ...]]:
+    """Date and result, promises, and those that decide, as surgery.json has them."""
+    found = manifest.verification
     if found is None:
         return "never", (), ()
     promises = tuple(Promise(**{**own, "problems": tuple(own["problems"])}) for own in found["promises"])
     said = f"{'passed' if found['passed'] else 'FAILED'} {found['date']}"
-    is_other = found["mixing"] != plain_json(asdict(record.mixing))
-    said += "; the router's numbers changed since" if is_other else ""
+    routing = None if manifest.routing is None else plain_json(asdict(manifest.routing))
+    runs = [run for own in manifest.expansions.values() for run in own.training]
+    said = "; ".join(filter(None, [said, changed_since(found, runs, routing)]))
     return said, promises, tuple(found["required"])
 
 
-def _summarise(manifest: Manifest) -> MemberSummary:
-    plan = manifest.plan
+def _summarise(expansion: ExpansionRecord) -> MemberSummary:
+    plan = expansion.plan
     return MemberSummary(
         method=plan.method.name,
         variant=plan.variant,
@@ -126,5 +127,5 @@ def _summarise(manifest: Manifest) -> MemberSummary:
         tensors=len(plan.tensors),
         parameters=sum(tensor.elements for tensor in plan.tensors),
         bytes=sum(tensor.bytes for tensor in plan.tensors),
-        runs=tuple(manifest.training),
+        runs=tuple(expansion.training),
     )

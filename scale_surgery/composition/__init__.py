@@ -1,1 +1,0 @@
-"""One base and many expansions of it in one folder, each under its name."""
