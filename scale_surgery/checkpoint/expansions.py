@@ -61,6 +61,6 @@ def path_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
     return (BASE_NAME, *names) if names not in ((), (DEFAULT_NAME,)) else ()
 
 
-def place_of_specs(specs: Mapping[str, Any]) -> str:
-    """Where config.json has what it says of its first expansion, for messages."""
-    return CONFIG_KEY if "method" in specs else f"{CONFIG_KEY}.{EXPANSIONS_KEY}[0]"
+def place_of_specs(specs: Mapping[str, Any], number: int = 0) -> str:
+    """Where config.json has what it says of an expansion, by its place among them, for messages."""
+    return CONFIG_KEY if "method" in specs else f"{CONFIG_KEY}.{EXPANSIONS_KEY}[{number}]"

@@ -135,7 +135,7 @@ def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def base_alone(checkpoint: Checkpoint) -> Checkpoint:
-    """Config and tensors of the base of a folder to which expansions can be added; its errors are those of `base_in`."""
+    """Config and tensors of the base of a folder to which expansions can be added; errors as in `base_in`."""
     record, path = checkpoint.manifest, checkpoint.path
     if record is None and CONFIG_KEY not in checkpoint.config:
         return checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +127,28 @@ def saved_request(file: Path) -> Request:
     return request
 
 
-def saved_origin(config: Mapping[str, Any], title: str) -> Origin:
-    """Read what a config.json keeps of the plan of its expansion.
+def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
+    """Read what a config.json keeps of the plan of each of its expansions, by the names that they have there.
 
     Args:
-        config: Parsed config.json of a model of one expansion.
+        config: Parsed config.json of an expanded model.
         title: What the model is called.
 
     Raises:
-        PlanError: If it keeps nothing, or a value is of the wrong kind.
+        PlanError: If it keeps nothing of one, or a value is of the wrong kind.
     """
-    specs: Mapping[str, Any] = next(iter(specs_of_expansions(config[CONFIG_KEY])), {})
-    plain = specs.get(ORIGIN_KEY)
-    if plain is None:
-        raise PlanError(
-            f"{title}: its {CONFIG_FILE} does not say how it was expanded. Give the expanded model that was "
-            "trained: --expanded EXPANDED."
-        )
-    if problems := list(misfits(plain, Origin, f"{place_of_specs(specs)}.{ORIGIN_KEY}")):
-        raise PlanError(f"{title}: {CONFIG_FILE}: {in_one_line(problems)}. Restore it from where you got it.")
-    origin: Origin = build(plain, Origin)
-    return origin
+    found = []
+    for number, specs in enumerate(specs_of_expansions(config[CONFIG_KEY])):
+        plain, place = specs.get(ORIGIN_KEY), place_of_specs(config[CONFIG_KEY], number)
+        if plain is None:
+            raise PlanError(
+                f"{title}: its {CONFIG_FILE} does not say how it was expanded. Give the expanded model that was "
+                "trained: --expanded EXPANDED."
+            )
+        if problems := list(misfits(plain, Origin, f"{place}.{ORIGIN_KEY}")):
+            raise PlanError(f"{title}: {CONFIG_FILE}: {in_one_line(problems)}. Restore it from where you got it.")
+        origin: Origin = build(plain, Origin)
+        # one that was made by itself may have got another name since
+        request = replace(origin.request, name=specs.get("name", origin.request.name))
+        found.append(replace(origin, request=request))
+    return found

@@ -18,11 +18,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.shards import tensor_bytes, write_shard
@@ -30,16 +29,16 @@ from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, PlanError, shorten
-from scale_surgery.planning.plan import Origin
+from scale_surgery.planning.plan import Origin, Plan
 from scale_surgery.planning.routing_specs import read_routing
-from scale_surgery.planning.saved import saved_origin
-from scale_surgery.progress import Track, no_track
+from scale_surgery.planning.saved import saved_origins
+from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.around import base_shards, running_dtype, write_anew, write_around
 from scale_surgery.surgery.config import expanded_config
-from scale_surgery.surgery.expand import needed_bytes
+from scale_surgery.surgery.expand import base_bytes
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     ExpansionRecord,
@@ -60,7 +59,6 @@ from scale_surgery.surgery.saved import (
     open_saved,
     other_computation,
     other_settings,
-    specs_in,
 )
 from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
 
@@ -161,31 +159,34 @@ def adopt(
     if wide is not None:
         refuse_damaged(wide.checkpoint, wide.manifest, track)
     check_space(target, _needed_bytes(trained, wide, base_weights))
-    state = {"adopt": trained.plan.to_json(), "base": dict(base_hashes), "base_weights": base_weights}
+    state = {
+        "adopt": [plan.to_json() for plan in trained.plans.values()],
+        "base": dict(base_hashes),
+        "base_weights": base_weights,
+    }
     stamps = {**found.checkpoint.stamps, **trained.checkpoint.stamps}
     with staged(target, state, stamps, overwrite=overwrite) as partial:
         _write_new(found, trained, match, partial, track)
         if wide is None:
-            written, manifest = _write_again(found, trained, partial, base_weights, run, track)
+            written = _write_again(found, trained, partial, base_weights, run, track)
         else:
-            manifest = wide.manifest
-            written = write_anew(wide.checkpoint, manifest, [manifest.name], partial, base_weights, track)
-        changed = _changed(manifest, partial)
-        _write_records(found, manifest, compared, changed, partial)
+            written = write_anew(wide.checkpoint, wide.manifest, trained.plans, partial, base_weights, track)
+        manifest = read_manifest(partial)
+        _write_records(found, manifest, _trained_now(manifest, wide), compared, partial)
     return Adopted(
         path=target,
         base_name=manifest.base_name,
         base_tensors=compared.count,
         widened=compared.widened,
-        expansion_tensors=len(trained.plan.tensors),
-        trained_tensors=len(changed),
+        expansion_tensors=len(trained.planned),
+        trained_tensors=sum(len(own.trained or ()) for own in manifest.expansions.values()),
         rounded=rounded_dtypes(found, trained, match),
         steps=found.left.steps,
         read=found.left.read,
         not_read=found.left.not_read,
         other_settings=settings,
         other_computation=computation,
-        bytes_written=written + trained.plan.costs.bytes_added,
+        bytes_written=written + trained.bytes_added,
     )
 
 
@@ -239,7 +240,7 @@ def _open_expanded(expanded: str | Path) -> _Wide:
     if missing:
         raise CheckpointError.from_problems([*shorten(missing), "Restore its shard."])
     base = {name: info for name, info in checkpoint.tensors.items() if name in manifest.base_tensors}
-    trained = Trained(str(expanded), checkpoint, manifest.plan, base, checkpoint.config)
+    trained = Trained(str(expanded), checkpoint, manifest.plans, base, checkpoint.config)
     return _Wide(checkpoint, manifest, trained)
 
 
@@ -250,16 +251,19 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
             f"{saved.name}: has no {CONFIG_FILE}, as what is put together of shares, so that nothing names its base. "
             "Give the expanded model that was trained: --expanded EXPANDED."
         )
-    origin = saved_origin(saved.config, saved.name)
-    source = _find_base(saved, origin, base)
+    origins = saved_origins(saved.config, saved.name)
+    source = _find_base(saved, origins[0], base)
     checkpoint = open_checkpoint(source.path)
-    # one of several may have been given another name before the others were left out
-    request = replace(origin.request, name=specs_in(saved.config).get("name", origin.request.name))
-    plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
+    plans = {
+        own.request.name: make_plan(
+            checkpoint, own.request, name=source.name, revision=source.revision, run=run, track=track
+        )
+        for own in origins
+    }
     load_base_config(source.path, source.name, run)
     routing = read_routing(saved.config[CONFIG_KEY])
-    config = expanded_config(checkpoint.config, [plan], running_dtype(checkpoint), routing)
-    return Trained(str(base or source.name), checkpoint, plan, checkpoint.tensors, plain_json(config))
+    config = expanded_config(checkpoint.config, list(plans.values()), running_dtype(checkpoint), routing)
+    return Trained(str(base or source.name), checkpoint, plans, checkpoint.tensors, plain_json(config))
 
 
 def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
@@ -275,63 +279,62 @@ def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
 
 def _needed_bytes(trained: Trained, wide: _Wide | None, how: BaseWeights) -> int:
     if wide is None:
-        return needed_bytes(trained.checkpoint, trained.plan, how)
+        return trained.bytes_added + base_bytes(trained.checkpoint, trained.facts, how)
     shards = base_shards(wide.checkpoint, wide.manifest) if how == "copy" else []
     sizes = ((wide.checkpoint.path / shard).stat().st_size for shard in shards)
-    return sum(sizes) + trained.plan.costs.bytes_added
+    return sum(sizes) + trained.bytes_added
 
 
 def _write_new(saved: Saved, trained: Trained, match: Match, partial: Path, track: Track) -> None:
     """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
-    with track("new tensors", trained.plan.costs.bytes_added) as advance:
+    with track("new tensors", trained.bytes_added) as advance:
         for shard, entries in new_entries(saved, trained, match).items():
             if not (partial / shard).exists():
                 write_shard(partial / shard, entries, advance)
 
 
-def _write_again(
-    saved: Saved, trained: Trained, partial: Path, how: BaseWeights, run: RunOptions, track: Track
-) -> tuple[int, Manifest]:
+def _write_again(saved: Saved, trained: Trained, partial: Path, how: BaseWeights, run: RunOptions, track: Track) -> int:
     """Write what `expand` and `route_export` would, but the new tensors; their start is recorded as they made it."""
-    began = ExpansionRecord(trained.plan, _starts(trained, run, track))
     routing = read_routing(saved.config[CONFIG_KEY])
-    expansions = {trained.plan.request.name: began}
-    written, _ = write_around(expansions, trained.checkpoint, partial, how, run, track, routing)
-    return written, read_manifest(partial)
+    with track("their start", sum(plan.costs.parameters_added for plan in trained.plans.values())) as advance:
+        began = {
+            name: ExpansionRecord(plan, _starts(plan, trained.checkpoint, run, advance))
+            for name, plan in trained.plans.items()
+        }
+    written, _ = write_around(began, trained.checkpoint, partial, how, run, track, routing)
+    return written
 
 
-def _starts(trained: Trained, run: RunOptions, track: Track) -> dict[str, str]:
+def _starts(plan: Plan, base: Checkpoint, run: RunOptions, advance: Progress) -> dict[str, str]:
     """sha256 of each new tensor as `expand` makes it."""
     from scale_surgery.surgery.initialise import make_tensor
 
-    plan, found = trained.plan, dict[str, str]()
-    with track("their start", plan.costs.parameters_added) as advance:
-        for tensor in plan.tensors:
-            made = make_tensor(plan, tensor, trained.checkpoint, run.device)
-            found[tensor.name] = hashlib.sha256(tensor_bytes(made)).hexdigest()
-            advance(tensor.elements)
+    found = dict[str, str]()
+    for tensor in plan.tensors:
+        found[tensor.name] = hashlib.sha256(tensor_bytes(make_tensor(plan, tensor, base, run.device))).hexdigest()
+        advance(tensor.elements)
     return found
 
 
-def _changed(manifest: Manifest, partial: Path) -> list[str]:
-    """New tensors that are not as they began."""
-    hashes = hash_tensors(open_checkpoint(partial), [tensor.name for tensor in manifest.plan.tensors])
-    return [name for name, digest in hashes.items() if manifest.expansion_tensors.get(name) != digest]
+def _trained_now(manifest: Manifest, wide: _Wide | None) -> list[str]:
+    """Names of the expansions that the run trained; where nothing differs it may have been any."""
+    before = {} if wide is None else wide.manifest.expansions
+    left = {name: before[name].trained or {} if name in before else {} for name in manifest.expansions}
+    return [name for name, own in manifest.expansions.items() if own.trained != left[name]] or list(left)
 
 
 def _write_records(
-    saved: Saved, manifest: Manifest, compared: Compared, changed: Collection[str], partial: Path
+    saved: Saved, manifest: Manifest, trained: Collection[str], compared: Compared, partial: Path
 ) -> None:
-    """Write what the trainer logged, and what surgery.json keeps of the run."""
+    """Write what the trainer logged, and what surgery.json keeps of the run, with each expansion that it trained."""
     left = saved.left
     if left.log:
         write_text(partial / TRAINING_FOLDER / LOG_FILE, "".join(json.dumps(entry) + "\n" for entry in left.log))
-    entry = {
+    run = {
         "by": "another trainer",
         "adopted": datetime.now(UTC).isoformat(timespec="seconds"),
         **({} if left.steps is None else {"steps": left.steps}),
         "base_compared": compared.count,
-        "trained_parameters": sum(tensor.elements for tensor in manifest.plan.tensors if tensor.name in changed),
         "settings": dict(left.settings),
         "state": dict(left.state),
         "measured": {},
@@ -339,5 +342,11 @@ def _write_records(
         "tool": tool_versions(),
     }
     # what was verified is what was expanded
-    written = replace(manifest.with_expansion(training=(*manifest.training, entry)), verification=None)
-    write_json(partial / MANIFEST_FILE, asdict(written))
+    expansions = {name: _with_run(own, run) if name in trained else own for name, own in manifest.expansions.items()}
+    write_json(partial / MANIFEST_FILE, asdict(replace(manifest, expansions=expansions, verification=None)))
+
+
+def _with_run(expansion: ExpansionRecord, run: Mapping[str, Any]) -> ExpansionRecord:
+    trained = expansion.trained or {}
+    sizes = (tensor.elements for tensor in expansion.plan.tensors if tensor.name in trained)
+    return replace(expansion, training=(*expansion.training, {**run, "trained_parameters": sum(sizes)}))

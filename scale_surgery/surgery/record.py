@@ -58,12 +58,15 @@ class ExpansionRecord:
     Attributes:
         plan: Everything that was planned.
         tensors: sha256 of each of its tensors as it began.
+        trained: sha256 of those that were another when the folder was written, by a run that ended or by `adopt` or
+            `compose`; None where nothing says what they are.
         training: An entry a training run: settings, data, steps, what was measured.
         forced_base: Of one that `apply --force` put on another base: the base that it was made on, and what differs.
     """
 
     plan: Plan
     tensors: Mapping[str, str]
+    trained: Mapping[str, str] | None = None
     training: tuple[Mapping[str, Any], ...] = ()
     forced_base: Mapping[str, Any] | None = None
 

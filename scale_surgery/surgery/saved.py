@@ -8,7 +8,7 @@ values                         see `saved_values`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, re
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.running.in_memory import without_weights
 from scale_surgery.running.loading import needs_own_code, translated
 from scale_surgery.running.matching import Match, Pair, match_names
@@ -43,33 +44,48 @@ NUMBERS = {"F64", *FLOAT_DTYPES.values()}
 
 @dataclass(frozen=True)
 class Trained:
-    """The expanded model that a trainer was given: its folder, or its base and a plan.
+    """The expanded model that a trainer was given: its folder, or its base and plans.
 
     Attributes:
         name: What it is called.
         checkpoint: Holds the base's tensors.
-        plan: How it was expanded.
+        plans: How it was expanded, by the names of the expansions.
         base_tensors: The base's tensors, in the order of their files.
         config: Its config.json.
     """
 
     name: str
     checkpoint: Checkpoint
-    plan: Plan
+    plans: Mapping[str, Plan]
     base_tensors: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
+
+    @property
+    def facts(self) -> Plan:
+        """A plan, for what each of them knows of the base."""
+        return next(iter(self.plans.values()))
+
+    @property
+    def planned(self) -> dict[str, TensorPlan]:
+        """The new tensors, by name."""
+        return {tensor.name: tensor for plan in self.plans.values() for tensor in plan.tensors}
+
+    @property
+    def bytes_added(self) -> int:
+        """Bytes of the new tensors."""
+        return sum(plan.costs.bytes_added for plan in self.plans.values())
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
         base = {name: tuple(info.shape) for name, info in self.base_tensors.items()}
-        return base | {tensor.name: tuple(tensor.shape) for tensor in self.plan.tensors}
+        return base | {name: tuple(tensor.shape) for name, tensor in self.planned.items()}
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
         """Dtypes of all tensors."""
         base = {name: info.dtype for name, info in self.base_tensors.items()}
-        return base | {tensor.name: tensor.dtype for tensor in self.plan.tensors}
+        return base | {name: tensor.dtype for name, tensor in self.planned.items()}
 
     def model(self) -> Any:
         """The model without weights; None where code of the base's own says what it is, which does not run here."""
@@ -99,10 +115,9 @@ class Saved:
         return found
 
 
-def specs_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of its expansion; empty where it says nothing of one."""
-    found: Mapping[str, Any] = next(iter(specs_of_expansions(config.get(CONFIG_KEY, {}))), {})
-    return found
+def specs_in(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What a config.json says of each of its expansions; nothing where it says nothing of one."""
+    return specs_of_expansions(config.get(CONFIG_KEY, {}))
 
 
 def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
@@ -131,7 +146,7 @@ def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
             f"{checkpoint.config.get('model_type')!r}), expected what a trainer saved of an expanded model. "
             "Give the folder that it wrote."
         )
-    if specs.get("fused"):
+    if specs[0].get("fused"):
         raise CheckpointError(
             f"{name}: is fused, and nothing of it trains; expected blocks of their own. Train the model that it was "
             "merged from."
@@ -154,22 +169,29 @@ def check_specs(saved: Saved, trained: Trained) -> None:
     """
     if not saved.config:
         return
-    both = specs_in(saved.config), specs_in(trained.config)
-    mine, theirs = ({key: own for key, own in specs.items() if key != ORIGIN_KEY} for specs in both)
-    place = place_of_specs(both[0])
-    keys = [f"{place}.{key}" for key in differing_keys(mine, theirs)]
-    bases = (own.config[CONFIG_KEY].get(BASE_KEY, {}) for own in (saved, trained))
+    mine, theirs = list(specs_in(saved.config)), list(specs_in(trained.config))
+    keys = list[str]()
+    for number in range(max(len(mine), len(theirs))):
+        own, wanted = (dict(*specs[number : number + 1]) for specs in (mine, theirs))
+        keys += _differing_specs(place_of_specs(saved.config[CONFIG_KEY], number), own, wanted)
+    bases = (one.config[CONFIG_KEY].get(BASE_KEY, {}) for one in (saved, trained))
     keys += [f"{CONFIG_KEY}.{BASE_KEY}.{key}" for key in differing_keys(*bases)]
-    asked, wanted = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in both)
-    # a config.json that somebody wrote need not say what was asked for
-    if not keys and asked and wanted:
-        # it may have been given another name since, which both name above
-        others = [key for key in differing_keys(asked, wanted) if key != "name"]
-        keys = [f"{place}.{ORIGIN_KEY}.request.{key}" for key in others]
     if keys:
         head = f"{saved.name}: was saved from another expansion than {trained.name}."
         lines = [f"{CONFIG_FILE}: {key} is another." for key in keys]
         raise CheckpointError.from_problems([head, *shorten(lines), _give(trained)])
+
+
+def _differing_specs(place: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    both = ({key: value for key, value in specs.items() if key != ORIGIN_KEY} for specs in (mine, theirs))
+    keys = [f"{place}.{key}" for key in differing_keys(*both)]
+    asked, planned = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in (mine, theirs))
+    # a config.json that somebody wrote need not say what was asked for
+    if keys or not asked or not planned:
+        return keys
+    # it may have been given another name since, which both name above
+    others = [key for key in differing_keys(asked, planned) if key != "name"]
+    return [f"{place}.{ORIGIN_KEY}.request.{key}" for key in others]
 
 
 def _give(trained: Trained) -> str:
@@ -190,10 +212,10 @@ def fit(saved: Saved, trained: Trained) -> Match:
         CheckpointError: If a tensor is missing, unexpected, of another shape or of a dtype that holds no numbers of
             its kind; the first are listed.
     """
-    numbering = trained.plan
+    numbering = trained.facts
     stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
     wanted = {numbering.stored_name(name): name for name in trained.shapes}
-    found = match_names(stored, wanted, trained.plan.architecture.unread, trained.model)
+    found = match_names(stored, wanted, trained.facts.architecture.unread, trained.model)
     match = Match(
         pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in found.pairs),
         missing=tuple(wanted[name] for name in found.missing),
@@ -228,7 +250,7 @@ def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> Iterator[st
 
 
 def _advice(saved: Saved, trained: Trained, match: Match) -> str:
-    embedding = f"{trained.plan.prefix}{trained.plan.architecture.embedding_weight}"
+    embedding = f"{trained.facts.prefix}{trained.facts.architecture.embedding_weight}"
     found = next((saved.checkpoint.tensors[pair.saved] for pair in match.pairs if pair.wanted == embedding), None)
     rows = trained.shapes[embedding][0]
     if found is not None and found.shape[:1] != (rows,):

@@ -127,7 +127,7 @@ def _refuse_changed(saved: Saved, trained: Trained, values: Values, changed: Seq
 
 
 def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[Entry]]:
-    """The new tensors that were saved, to be written, by the shards of the plan.
+    """The new tensors that were saved, to be written, by the shards of their plans.
 
     Args:
         saved: What was saved.
@@ -137,20 +137,15 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
     Returns:
         What `write_shard` takes: at no time more than one tensor is in memory.
     """
-    values, plan = Values(saved, match), trained.plan
+    values, shards = Values(saved, match), dict[str, list[Entry]]()
     pairs = dict[str, list[Pair]]()
     for pair in match.pairs:
         pairs.setdefault(pair.wanted, []).append(pair)
-    return {
-        shard: [
-            computed(
-                plan.stored_name(tensor.name), tensor.dtype, tensor.shape, _cast(values, tensor, pairs[tensor.name])
-            )
-            for tensor in plan.tensors
-            if tensor.shard == shard
-        ]
-        for shard in plan.shards
-    }
+    for tensor in trained.planned.values():
+        cast = _cast(values, tensor, pairs[tensor.name])
+        name = trained.facts.stored_name(tensor.name)
+        shards.setdefault(tensor.shard, []).append(computed(name, tensor.dtype, tensor.shape, cast))
+    return shards
 
 
 def _cast(values: Values, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
@@ -186,7 +181,7 @@ def rounded_dtypes(saved: Saved, trained: Trained, match: Match) -> Mapping[str,
 
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
-    planned, found = {tensor.name: tensor.dtype for tensor in trained.plan.tensors}, dict[str, int]()
+    planned, found = {name: tensor.dtype for name, tensor in trained.planned.items()}, dict[str, int]()
     for pair in match.pairs:
         if pair.wanted in planned:
             own, dtype = saved.checkpoint.tensors[pair.saved].dtype, TORCH_DTYPES[planned[pair.wanted]]

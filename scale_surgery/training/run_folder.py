@@ -30,6 +30,7 @@ from scale_surgery.checkpoint.files import (
     write_text,
 )
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import TrainingError
@@ -134,6 +135,8 @@ class TrainingRun:
         with staged(self.target, state, stamps, overwrite=overwrite) as partial:
             for name, file in taken.items():
                 take_over(file, partial / name, base_weights if name in base_shards else "copy")
+            # sums are those of a run that has ended
+            self._rewrite(partial, trained=None)
             write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)
 
     def publish(self, saved: Path, log: Log) -> None:
@@ -150,17 +153,31 @@ class TrainingRun:
             if other.name != saved.name:
                 shutil.rmtree(other)
 
-    def write(self, log: Log) -> None:
-        """Write the log, and what was trained into surgery.json."""
+    def write(self, log: Log, trained: Mapping[str, str] | None = None) -> None:
+        """Write the log, and what was trained into surgery.json.
+
+        Args:
+            log: Log of the run.
+            trained: sha256 of the tensors that a run which has ended left otherwise than they began.
+        """
         self.write_log(log)
-        manifest = read_manifest(self.target)
-        known = manifest.expansions[self.name]
-        earlier = known.training[: self.decisive["earlier_runs"]]
+        earlier = read_manifest(self.target).expansions[self.name].training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
         # the last verification stays: its date tells that it is older than this run
-        trained = replace(known, training=(*earlier, entry))
-        changed = replace(manifest, expansions={**manifest.expansions, self.name: trained})
-        write_json(self.target / MANIFEST_FILE, asdict(changed))
+        self._rewrite(self.target, training=(*earlier, entry), trained=trained)
+
+    def _rewrite(self, folder: Path, **changes: Any) -> None:
+        """Say something else of the expansion in surgery.json."""
+        manifest = read_manifest(folder)
+        changed = replace(manifest.expansions[self.name], **changes)
+        expansions = {**manifest.expansions, self.name: changed}
+        write_json(folder / MANIFEST_FILE, asdict(replace(manifest, expansions=expansions)))
+
+    def _sums(self) -> dict[str, str]:
+        """sha256 of the tensors that the run left otherwise than they began."""
+        began = read_manifest(self.target).expansions[self.name].tensors
+        sums = hash_tensors(open_checkpoint(self.target), list(began))
+        return {name: digest for name, digest in sums.items() if digest != began[name]}
 
     def draw(self, log: Log) -> None:
         """Draw the curves, once: a figure takes as long as many steps of a small model."""
@@ -176,7 +193,7 @@ class TrainingRun:
     def finish(self, log: Log) -> None:
         """Give the shards their names without a step, write the log to its end; what a resumed run needs goes."""
         publish_tensors(self.target, self.name, self.whole_checkpoints()[-1] / EXPANSION_FILE, "", self.stored)
-        self.write(log)
+        self.write(log, self._sums())
         self.draw(log)
         write_json(self.folder / SETTINGS_FILE, {**self.decisive, "finished": True})
         for checkpoint in self.folder.glob("checkpoint-*"):

@@ -165,7 +165,7 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
     assert refused.value.lines[0].startswith("switch rate: is nan") and "prior: is 0.5, nan, 0.5" in str(refused.value)
     with pytest.raises(PlanError, match=r"expected an expansion of .*: medicine or law or music or chess"):
         extract(folder, tmp_path / "out", name="history")
-    with pytest.raises(PlanError, match="expected an expansion of .*: law"):
+    with pytest.raises(PlanError, match=r"expected an expansion of .*: law"):
         extract(llama.folders["law"], tmp_path / "out", name="history")
     deep = extract(expand(llama.base, Request("1", method="depth"), tmp_path / "deep").path, tmp_path / "copies").path
     with pytest.raises(PlanError, match="copies: was made by --method depth"):

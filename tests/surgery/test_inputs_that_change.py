@@ -135,7 +135,8 @@ def test_every_verb_looks_again(expanded, tmp_path, verb):
 @pytest.mark.parametrize("side", ("base", "extract"))
 def test_apply_looks_at_both_sides(llama_base, expanded, tmp_path, side):
     taken = extract(expanded, tmp_path / "extract").path
-    file = {"base": llama_base / "model.safetensors", "extract": taken / "expansion-default-00001-of-00001.safetensors"}[side]
+    shard = taken / "expansion-default-00001-of-00001.safetensors"
+    file = {"base": llama_base / "model.safetensors", "extract": shard}[side]
     with pytest.raises(CheckpointError, match=f"{file}: changed while it was read"):
         apply(taken, tmp_path / "out", llama_base, track=at("files", lambda: rewrite(file)))
     assert not (tmp_path / "out").exists()
