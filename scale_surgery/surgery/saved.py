@@ -169,17 +169,21 @@ def check_specs(saved: Saved, trained: Trained) -> None:
     """
     if not saved.config:
         return
-    mine, theirs = list(specs_in(saved.config)), list(specs_in(trained.config))
+    mine, theirs = specs_in(saved.config), specs_in(trained.config)
     keys = list[str]()
     for number in range(max(len(mine), len(theirs))):
-        own, wanted = (dict(*specs[number : number + 1]) for specs in (mine, theirs))
-        keys += _differing_specs(place_of_specs(saved.config[CONFIG_KEY], number), own, wanted)
+        place = place_of_specs(saved.config[CONFIG_KEY], number)
+        keys += _differing_specs(place, _at(mine, number), _at(theirs, number))
     bases = (one.config[CONFIG_KEY].get(BASE_KEY, {}) for one in (saved, trained))
     keys += [f"{CONFIG_KEY}.{BASE_KEY}.{key}" for key in differing_keys(*bases)]
     if keys:
         head = f"{saved.name}: was saved from another expansion than {trained.name}."
         lines = [f"{CONFIG_FILE}: {key} is another." for key in keys]
         raise CheckpointError.from_problems([head, *shorten(lines), _give(trained)])
+
+
+def _at(specs: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
+    return specs[number] if number < len(specs) else {}
 
 
 def _differing_specs(place: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
