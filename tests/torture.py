@@ -231,7 +231,8 @@ def _content(target: Path) -> dict[str, str]:
         return {"": target.read_text()}
     found = digests(target)
     record = target / "surgery.json"
-    is_trained = record.is_file() and bool(json.loads(record.read_text())["training"])
+    expansions = json.loads(record.read_text())["expansions"] if record.is_file() else {}
+    is_trained = any(own["training"] for own in expansions.values())
     return {name: digest for name, digest in found.items() if not (is_trained and name in TIMED)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -38,6 +38,12 @@ def hash_tensor(path: Path, info: TensorInfo, advance: Progress = no_progress) -
 def hash_files(path: Path, names: list[str], advance: Progress = no_progress) -> dict[str, str]:
     """sha256 of several files of a folder, by name."""
     return _in_threads(lambda name: hash_file(path / name, advance), names)
+
+
+def changed_tensors(checkpoint: Checkpoint, before: Mapping[str, str]) -> dict[str, str]:
+    """sha256 of those of several tensors whose bytes are not what they were, by name."""
+    hashes = hash_tensors(checkpoint, list(before))
+    return {name: digest for name, digest in hashes.items() if digest != before[name]}
 
 
 def hash_tensors(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> dict[str, str]:

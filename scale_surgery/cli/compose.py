@@ -77,16 +77,17 @@ def compose_command(
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    routing = make_routing(base, options.pop("prior"), options.pop("switch_rate"))
+    routing = make_routing(base, len(given) - len(options["remove"]), options.pop("prior"), options.pop("switch_rate"))
     done = compose(base, named, output, routing=routing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 
-def make_routing(base: str, prior: tuple[str, ...] | None, switch_rate: float | None) -> Routing | None:
+def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rate: float | None) -> Routing | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:
         base: What is composed; an expanded folder may have a switch rate, which stays where none is given.
+        more: How many expansions are added, less those that are removed.
         prior: Weights of the base and of each expansion.
         switch_rate: Share of its weight that each path gives to the others at every token.
     """
@@ -102,11 +103,13 @@ def make_routing(base: str, prior: tuple[str, ...] | None, switch_rate: float | 
         raise click.UsageError(
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
-    before = read_manifest(Path(base)).routing if (Path(base) / MANIFEST_FILE).is_file() else None
-    routing = before or Routing()
+    before = read_manifest(Path(base)) if (Path(base) / MANIFEST_FILE).is_file() else None
+    paths = 1 + more + (0 if before is None else len(before.expansions))
+    routing = (None if before is None else before.routing) or Routing()
     routing = routing if switch_rate is None else replace(routing, switch_rate=switch_rate)
-    if weights is not None and (len(weights) < 2 or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-6):
+    if weights is not None and (len(weights) != paths or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-6):
         raise click.UsageError(
-            f"--prior {','.join(prior or ())}: expected positive weights of sum 1, of the base and of each expansion."
+            f"--prior {','.join(prior or ())}: expected {paths} positive weights of sum 1, of the base and of each "
+            "expansion."
         )
     return routing if weights is None else routing_of_weights(routing, weights)

@@ -14,14 +14,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.shards import tensor_bytes, write_shard
@@ -171,8 +172,7 @@ def adopt(
             written = _write_again(found, trained, partial, base_weights, run, track)
         else:
             written = write_anew(wide.checkpoint, wide.manifest, trained.plans, partial, base_weights, track)
-        manifest = read_manifest(partial)
-        _write_records(found, manifest, _trained_now(manifest, wide), compared, partial)
+        manifest = _write_records(found, wide, compared, partial)
     return Adopted(
         path=target,
         base_name=manifest.base_name,
@@ -316,18 +316,9 @@ def _starts(plan: Plan, base: Checkpoint, run: RunOptions, advance: Progress) ->
     return found
 
 
-def _trained_now(manifest: Manifest, wide: _Wide | None) -> list[str]:
-    """Names of the expansions that the run trained; where nothing differs it may have been any."""
-    before = {} if wide is None else wide.manifest.expansions
-    left = {name: before[name].trained or {} if name in before else {} for name in manifest.expansions}
-    return [name for name, own in manifest.expansions.items() if own.trained != left[name]] or list(left)
-
-
-def _write_records(
-    saved: Saved, manifest: Manifest, trained: Collection[str], compared: Compared, partial: Path
-) -> None:
+def _write_records(saved: Saved, wide: _Wide | None, compared: Compared, partial: Path) -> Manifest:
     """Write what the trainer logged, and what surgery.json keeps of the run, with each expansion that it trained."""
-    left = saved.left
+    left, manifest, written = saved.left, read_manifest(partial), open_checkpoint(partial)
     if left.log:
         write_text(partial / TRAINING_FOLDER / LOG_FILE, "".join(json.dumps(entry) + "\n" for entry in left.log))
     run = {
@@ -341,12 +332,17 @@ def _write_records(
         "not_read": list(left.not_read),
         "tool": tool_versions(),
     }
+    now = {name: changed_tensors(written, own.tensors) for name, own in manifest.expansions.items()}
+    before = {} if wide is None else {name: own.trained or {} for name, own in wide.manifest.expansions.items()}
+    # where nothing differs it may have been any
+    ran = [name for name, trained in now.items() if trained != before.get(name, {})] or list(now)
+    expansions = dict(manifest.expansions)
+    for name in ran:
+        own = expansions[name]
+        sizes = (tensor.elements for tensor in own.plan.tensors if tensor.name in now[name])
+        entry = {**run, "trained_parameters": sum(sizes)}
+        expansions[name] = replace(own, trained=now[name], training=(*own.training, entry))
     # what was verified is what was expanded
-    expansions = {name: _with_run(own, run) if name in trained else own for name, own in manifest.expansions.items()}
-    write_json(partial / MANIFEST_FILE, asdict(replace(manifest, expansions=expansions, verification=None)))
-
-
-def _with_run(expansion: ExpansionRecord, run: Mapping[str, Any]) -> ExpansionRecord:
-    trained = expansion.trained or {}
-    sizes = (tensor.elements for tensor in expansion.plan.tensors if tensor.name in trained)
-    return replace(expansion, training=(*expansion.training, {**run, "trained_parameters": sum(sizes)}))
+    manifest = replace(manifest, expansions=expansions, verification=None)
+    write_json(partial / MANIFEST_FILE, asdict(manifest))
+    return manifest

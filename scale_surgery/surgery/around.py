@@ -63,7 +63,7 @@ def write_around(
     """Write all of an expanded folder but the shards of its expansions, which are there already.
 
     Args:
-        expansions: What surgery.json is to say of each, but the sums of what lies there.
+        expansions: What surgery.json is to say of each; one of which no sum is known is hashed as it lies there.
         checkpoint: The base.
         partial: The folder.
         base_weights: How base files are taken over.
@@ -79,21 +79,18 @@ def write_around(
     pinned = _write_code_and_config(plans, checkpoint, partial, run, routing)
     write_json(partial / INDEX_FILE, planned_index(plans, checkpoint))
     expanded = open_checkpoint(partial)
-    manifest = _make_manifest(_hashed(expansions, expansions, partial), checkpoint, expanded, tool_on(run), routing)
+    manifest = _make_manifest(_hashed(expansions, partial), checkpoint, expanded, tool_on(run), routing)
     write_json(partial / MANIFEST_FILE, asdict(_with_base_hashes(manifest, checkpoint, expanded, sums, track)))
     return written, pinned
 
 
-def _hashed(
-    expansions: Mapping[str, ExpansionRecord], written: Collection[str], folder: Path
-) -> dict[str, ExpansionRecord]:
-    """The same with sums of the tensors that were written: as they begin where nothing is known of that."""
-    found, there = dict(expansions), open_checkpoint(folder)
-    for name in written:
-        own = expansions[name]
-        sums = hash_tensors(there, [tensor.name for tensor in own.plan.tensors])
-        others = {tensor: digest for tensor, digest in sums.items() if digest != own.tensors.get(tensor)}
-        found[name] = replace(own, trained=others) if own.tensors else replace(own, tensors=sums)
+def _hashed(expansions: Mapping[str, ExpansionRecord], folder: Path) -> dict[str, ExpansionRecord]:
+    """The same with sums of the tensors of those of which none is known: they lie in the folder as they begin."""
+    found, written = dict(expansions), open_checkpoint(folder)
+    for name, own in expansions.items():
+        if not own.tensors:
+            names = [tensor.name for tensor in own.plan.tensors]
+            found[name] = replace(own, tensors=hash_tensors(written, names))
     return found
 
 
@@ -276,8 +273,7 @@ def write_anew(
     base = parse_json(manifest.replaced[CONFIG_FILE])
     write_json(partial / CONFIG_FILE, written_config(manifest, base, checkpoint.config.get("torch_dtype", "")))
     write_json(partial / INDEX_FILE, make_index(index, manifest.facts.specs, total))
-    hashed = replace(manifest, expansions=_hashed(manifest.expansions, written, partial))
-    write_json(partial / MANIFEST_FILE, asdict(hashed))
+    write_json(partial / MANIFEST_FILE, asdict(replace(manifest, expansions=_hashed(manifest.expansions, partial))))
     return 0 if how == "link" else sum(sizes[shard] for shard in base_shards(checkpoint, manifest))
 
 

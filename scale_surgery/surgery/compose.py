@@ -102,10 +102,10 @@ def compose(
     opened = _named(extracts)
     kept = {} if before is None else dict(before.expansions)
     check_target(target, [source.path, *(own.path for own in opened.values())], overwrite=overwrite)
-    # whether torch has a name for itself is known seconds later
-    _check_names(opened, kept)
     for extract in opened.values():
         check_fit(extract, base_alone(given), source.name)
+    # whether torch has a name for itself is known seconds later
+    _check_names(opened, kept)
     plans = {name: _plan_here(extract, name, source, before) for name, extract in opened.items()}
     check_beside([*(own.plan for own in kept.values()), *plans.values()])
     added = {name: _record(extract, plans[name]) for name, extract in opened.items()}

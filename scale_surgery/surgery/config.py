@@ -140,6 +140,8 @@ def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> d
 
 
 def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
-    """Keys of config.json that are not what was written, a line each."""
+    """Keys of config.json that are not what was written, a line each; it is written anew where no expansion stays."""
+    if not manifest.expansions:
+        return []
     written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]), config.get("torch_dtype", ""))
     return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing_keys(written, config)]

@@ -70,7 +70,7 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
         structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned)),
         missing=tuple(missing),
         config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
-        code=tuple(_code_problems(checkpoint, manifest, manifest.facts.code_files)),
+        code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
         hashes=hashes,
     )
 

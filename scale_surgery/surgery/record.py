@@ -58,8 +58,7 @@ class ExpansionRecord:
     Attributes:
         plan: Everything that was planned.
         tensors: sha256 of each of its tensors as it began.
-        trained: sha256 of those that were another when the folder was written, by a run that ended or by `adopt` or
-            `compose`; None where nothing says what they are.
+        trained: sha256 of those that the last run left otherwise than they began; None where none has ended.
         training: An entry a training run: settings, data, steps, what was measured.
         forced_base: Of one that `apply --force` put on another base: the base that it was made on, and what differs.
     """
@@ -159,7 +158,12 @@ class Manifest:
     @property
     def numbering(self) -> Numbering | None:
         """Where layers stand among copies; None where no layer is duplicated."""
-        return self.facts.numbering
+        return next((plan.numbering for plan in self.plans.values()), None)
+
+    @property
+    def code_files(self) -> tuple[str, ...]:
+        """Names of the code files that the folder needs; where all expansions are left out, of those that it had."""
+        return self.facts.code_files if self.expansions else tuple(self.code)
 
     @property
     def planned(self) -> dict[str, TensorPlan]:

@@ -30,7 +30,7 @@ from scale_surgery.checkpoint.files import (
     write_text,
 )
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
-from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import TrainingError
@@ -176,8 +176,7 @@ class TrainingRun:
     def _sums(self) -> dict[str, str]:
         """sha256 of the tensors that the run left otherwise than they began."""
         began = read_manifest(self.target).expansions[self.name].tensors
-        sums = hash_tensors(open_checkpoint(self.target), list(began))
-        return {name: digest for name, digest in sums.items() if digest != began[name]}
+        return changed_tensors(open_checkpoint(self.target), began)
 
     def draw(self, log: Log) -> None:
         """Draw the curves, once: a figure takes as long as many steps of a small model."""

@@ -131,8 +131,8 @@ def train(
     check_quantisation(checkpoint, manifest, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
         raise TrainingError(
-            f"{path}: has no router for {manifest.name} alone, expected a routed model of one expansion for --routed. "
-            "Write one first: scale-surgery route-export."
+            f"{path}: has no router between the base and {manifest.name} alone, expected one for --routed. Write it "
+            "first, for a folder of that expansion alone: scale-surgery route-export."
         )
     if start.resume:
         check_resumable(target, asdict(settings))

@@ -26,6 +26,7 @@ from scale_surgery import (
     SurgeryError,
     adopt,
     apply,
+    compose,
     expand,
     extract,
     freeze_base,
@@ -197,6 +198,65 @@ def test_every_method(base_of: Callable[..., Path], tmp_path: Path, request_: Re
     assert digests(strip(done.path, tmp_path / "stripped").path) == digests(base)
     again = adopt(saved, None, tmp_path / "again", base)
     assert without(digests(again.path), "surgery.json") == without(digests(done.path), "surgery.json")
+
+
+def test_a_model_of_several_expansions(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = base_of("llama")
+    one = expand(base, Request("last:2", variant="adapt", name="law"), tmp_path / "one").path
+    wide = expand(one, Request("0", method="grow", name="chess"), tmp_path / "wide").path
+    model = move(load(wide))
+    saved = save(model, tmp_path / "saved")
+    done = adopt(saved, wide, tmp_path / "out")
+    assert done.trained_tensors == done.expansion_tensors
+    for name in ("law", "chess"):
+        with model.use_expansion(name):
+            wanted = logits(model)
+        adopted, before = load(done.path), load(wide)
+        with adopted.use_expansion(name), before.use_expansion(name):
+            assert torch.equal(logits(adopted), wanted)
+            assert not torch.equal(logits(before), wanted), "the negative control"
+    assert verify(done.path, base).passed
+    assert digests(strip(done.path, tmp_path / "stripped").path) == digests(base)
+    again = adopt(saved, None, tmp_path / "again", base)
+    assert without(digests(again.path), "surgery.json") == without(digests(done.path), "surgery.json")
+    # of two, the one that trained has a run
+    model = load(done.path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".law." in name:
+                parameter.add_(0.1)
+    further = adopt(save(model, tmp_path / "further"), done.path, tmp_path / "more").path
+    runs = {name: len(own.training) for name, own in read_manifest(further).expansions.items()}
+    assert runs == {"law": 2, "chess": 1}
+    # another expansion under the same name is another one
+    other = expand(one, Request("1", method="grow", name="chess"), tmp_path / "other").path
+    message = refusal(saved, other, tmp_path / "no")
+    assert "config.json: scale_surgery.expansions[1].expanded_layers is another." in message
+    assert "expansions[0]" not in message
+
+
+def test_one_bit_of_a_trained_block_is_noticed(pair: Pair, trained: Path, base_of: Any, tmp_path: Path) -> None:
+    """What a run left is known by its sums, in a folder of several as well; what no run has ended on is not."""
+    done = adopt(trained, pair.path, tmp_path / "out").path
+    beside = expand(pair.base_path, Request("1", name="law"), tmp_path / "beside").path
+    both = compose(done, extract(beside, tmp_path / "law").path, tmp_path / "both").path
+    for folder, file in ((done, EXPANSION), (both, EXPANSION)):
+        assert verify(folder, probes=None, record=False).passed
+        flip(folder / file)
+        found = verify(folder, probes=None, record=False)
+        assert not found.passed
+        (problem,) = [line for line in found.problems if "expansions.default." in line]
+        assert re.fullmatch(r"model\.\S+: sha256 \w{16}\.\.\., expected \w{16}\.\.\. from surgery\.json\.", problem)
+    flip(beside / "expansion-law-00001-of-00001.safetensors")
+    found = verify(beside, probes=None, record=False)
+    assert found.passed and found.state == "trained"
+
+
+def flip(file: Path) -> None:
+    """Change the last bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
 
 
 def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import Request, apply, compose, expand, extract, load_expansion, route_export, strip
+from scale_surgery import Request, Routing, apply, compose, expand, extract, load_expansion, route_export, strip
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
@@ -157,12 +157,13 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
         compose(folder, {"law": llama.extracts["law"], "a-b": llama.extracts["law"]}, tmp_path / "out")
     assert "name: law is an expansion of this model already" in str(refused.value)
     assert "name: is 'a-b', expected letters" in str(refused.value)
-    with pytest.raises(PlanError, match=r"prior: is 0.5, 0.5, expected 3 positive weights of sum 1: the base, law"):
-        own = {name: llama.extracts[name] for name in ("law", "music")}
-        compose(llama.base, own, tmp_path / "out", routing=mixed((0.5, 0.5)))
+    own = {name: llama.extracts[name] for name in ("law", "music")}
+    with pytest.raises(PlanError, match=r"shares: \(.*\), expected 2 positive numbers of sum 1.*expansions are law, m"):
+        compose(llama.base, own, tmp_path / "out", routing=mixed((0.5, 0.3, 0.1, 0.1)))
     with pytest.raises(PlanError) as refused:
-        compose(llama.base, own, tmp_path / "out", routing=mixed((0.5, math.nan, 0.5), math.nan))
-    assert refused.value.lines[0].startswith("switch rate: is nan") and "prior: is 0.5, nan, 0.5" in str(refused.value)
+        wrong = Routing(prior=math.nan, shares=(math.nan, 0.5), switch_rate=math.nan)
+        compose(llama.base, own, tmp_path / "out", routing=wrong)
+    assert [line.split(":")[0] for line in refused.value.lines] == ["prior", "switch-rate", "shares"]
     with pytest.raises(PlanError, match=r"expected an expansion of .*: medicine or law or music or chess"):
         extract(folder, tmp_path / "out", name="history")
     with pytest.raises(PlanError, match=r"expected an expansion of .*: law"):
@@ -336,7 +337,9 @@ def test_a_lost_expansion_can_be_left_out(llama: Made, folder: Path, tmp_path: P
 
 def test_all_can_be_taken_out_for_others(llama: Made, folder: Path, tmp_path: Path) -> None:
     one = compose(folder, {"law": llama.extracts["law"]}, tmp_path / "one", remove=LLAMA, routing=mixed()).path
-    assert files_of(one) == files_of(compose(llama.base, {"law": llama.extracts["law"]}, tmp_path / "new").path)
+    assert files_of(one) == files_of(
+        compose(llama.base, {"law": llama.extracts["law"]}, tmp_path / "new", routing=mixed()).path
+    )
     spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
     flip(spoiled / "model-00001-of-00001.safetensors", -2)
     with pytest.raises(CheckpointError, match=r"bytes differ from the base's model.safetensors"):

@@ -532,7 +532,7 @@ def test_options_of_other_methods_are_refused_together(llama_base):
 
 def test_a_deepened_model_is_not_expanded_again(deep_of, tmp_path):
     for request in (DEEPENED, Request("0")):
-        with pytest.raises(CheckpointError, match=r"this model is expanded already\. Strip it first"):
+        with pytest.raises(CheckpointError, match=r"has duplicated layers, expected a base model.*Strip it first"):
             expand(deep_of().path, request, tmp_path / "again")
 
 
@@ -616,16 +616,16 @@ def test_an_incomplete_key_in_the_config(own: Path) -> None:
     [
         (lambda record: record["renumbered"].update({"config.json": "{}"}), "renumbered"),
         (
-            lambda record: record["plan"]["request"].update(method="foo"),
-            "plan.request.method is 'foo', expected one of: scale, grow, depth",
+            lambda record: record["expansions"]["default"]["plan"]["request"].update(method="foo"),
+            "expansions.default.plan.request.method is 'foo', expected one of: scale, grow, depth",
         ),
         (
-            lambda record: record["plan"]["request"].update(method="scale"),
-            "plan.request.method is not that of plan.specs",
+            lambda record: record["expansions"]["default"]["plan"]["request"].update(method="scale"),
+            "expansions.default.plan.request.method is not that of plan.specs",
         ),
         (
-            lambda record: record["plan"]["sizes"].update(layers="x"),
-            "plan.sizes.layers is 'x', expected a whole number",
+            lambda record: record["expansions"]["default"]["plan"]["sizes"].update(layers="x"),
+            "expansions.default.plan.sizes.layers is 'x', expected a whole number",
         ),
     ],
 )

@@ -266,9 +266,9 @@ def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, mo
 
 
 def test_names_that_the_base_has_already(llama_base, tmp_path):
-    """Also names that are needed later: of a trained or a composed model, and of an extract."""
-    needed = ("composed.json", "expanded.index.json", "expanded_modules.py", "expanded_routers.py")
-    needed += ("expansions", "training/log.jsonl")
+    """Also names that are needed later: of a trained model, and of an extract."""
+    needed = ("expanded.index.json", "expanded_modules.py", "expanded_routers.py")
+    needed += ("training/log.jsonl",)
     (llama_base / "training").mkdir()
     for file in (*needed, "training.txt", "sub-expansions"):
         (llama_base / file).write_text("x")

@@ -262,12 +262,12 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
 def test_a_spoiled_number_of_copies_is_noticed(copies: Any, reason: str, grown_of: Callable[..., Path]) -> None:
     grown = grown_of("llama")
     record = json.loads((grown / "surgery.json").read_text())
-    record["plan"]["request"]["copies"] = copies
+    record["expansions"]["default"]["plan"]["request"]["copies"] = copies
     (grown / "surgery.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError) as raised:
         verify(grown)
     assert str(raised.value) == (
-        f"{grown}/surgery.json: is incomplete (plan.request.copies is {copies!r}, {reason}). "
+        f"{grown}/surgery.json: is incomplete (expansions.default.plan.request.copies is {copies!r}, {reason}). "
         "Restore it from where you got it."
     )
 
@@ -310,7 +310,7 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
     """Negative control: a down projection that counts whole is too far from the blocks to be written."""
     grown = shake(grown_of("llama"))
     record = json.loads((grown / "surgery.json").read_text())
-    record["plan"]["specs"]["expanded"]["mlp.down_proj"]["share"] = 0.4
+    record["expansions"]["default"]["plan"]["specs"]["expanded"]["mlp.down_proj"]["share"] = 0.4
     (grown / "surgery.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match=r"config\.json: scale_surgery is not what the expansion wrote"):
         merge(grown, tmp_path / "stock", "stock")

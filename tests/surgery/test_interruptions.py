@@ -109,7 +109,7 @@ def test_a_shard_cut_short_by_the_kill_is_not_taken_for_finished(base_of, tmp_pa
     partial = target.parent / "expanded.partial"
     left = partial / f"{UNFINISHED}x1y2z3"
     left.mkdir()
-    (left / "expansion-00002-of-00009.safetensors").write_bytes(b"half")
+    (left / "expansion-default-00002-of-00009.safetensors").write_bytes(b"half")
     expand(base, REQUEST, target)
     assert not list(target.glob(f"{UNFINISHED}*"))
 
@@ -149,7 +149,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limit", "layers", "file"), ((30_000, "all", "expansion-00001"), (100_000, "0", "model.safetensors"))
+    ("limit", "layers", "file"), ((30_000, "all", "expansion-default-00001"), (100_000, "0", "model.safetensors"))
 )
 def test_a_file_that_cannot_be_written_is_an_error_and_no_target(base_of, tmp_path, limit, layers, file):
     """The first limit stops the new shard, which safetensors writes, the second a base shard, which is copied."""

@@ -164,7 +164,7 @@ def test_generation_keeps_its_state_in_the_cache(llama):
 @torch.no_grad()
 def test_two_paths_are_those_of_a_routed_model(llama, tmp_path):
     """K = 1: the same log-probabilities as the model that route-export writes, whole and cached."""
-    folder = route_export(llama.folders["law"], tmp_path / "routed", Routing("posterior", 0, 0.3, 0.02)).path
+    folder = route_export(llama.folders["law"], tmp_path / "routed", Routing(prior=0.3, switch_rate=0.02)).path
     routed, model = load(folder), llama.composed("law")
     model.set_expansion(["law"], prior=[0.3, 0.7], switch_rate=0.02)
     for prompt in PROMPTS:

@@ -361,7 +361,8 @@ def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: P
     broken = Path(shutil.copytree(expanded, tmp_path / "broken"))
     content = json.loads((broken / "surgery.json").read_text())
     name = next(iter(content["base_tensors"]))
-    content["plan"]["tensors"].append({**content["plan"]["tensors"][0], "name": name})
+    tensors = content["expansions"]["default"]["plan"]["tensors"]
+    tensors.append({**tensors[0], "name": name})
     (broken / "surgery.json").write_text(json.dumps(content))
     assert refusal(lambda: verify(broken)) == (
         f"{broken / 'surgery.json'}: {name} is said to be a base tensor and a new one. Do not use this checkpoint "
@@ -391,7 +392,7 @@ def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
 SPOILED = [
     ("base_tensors", None),
     ("base_files.config.json.bytes", None),
-    ("expansion_tensors", "x"),
+    ("expansions.default.tensors", "x"),
     ("code", []),
     ("replaced.config.json", "no JSON"),
     ("replaced.config.json", "[]"),
@@ -399,7 +400,7 @@ SPOILED = [
     ("fused.shards", {}),
     ("fused.drift", {}),
     ("fused.texts", None),
-    ("plan.specs", None),
+    ("expansions.default.plan.specs", None),
 ]
 
 

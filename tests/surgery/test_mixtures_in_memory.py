@@ -189,8 +189,8 @@ def test_names_that_transformers_reads_and_does_not_write(made_of, tmp_path):
         file.unlink()
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     made = expand_it(base, tmp_path)
-    assert "model.layers.0.mlp.w21" in open_checkpoint(made.expanded).tensors
+    assert "model.layers.0.mlp.expansions.default.w21" in open_checkpoint(made.expanded).tensors
     assert_same(load_expansion(load(base), made.extracted), load(made.expanded))
     with_usual_names = open_checkpoint(made_of("mixtral").expanded).tensors
-    assert "model.layers.0.block_sparse_moe.w21" in with_usual_names
+    assert "model.layers.0.block_sparse_moe.expansions.default.w21" in with_usual_names
     assert digests(apply(made.extracted, tmp_path / "applied", base).path) == digests(made.expanded)

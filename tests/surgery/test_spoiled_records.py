@@ -37,7 +37,7 @@ def edit(path: Path, change: Change) -> Path:
 
 
 def tensor(content: dict[str, Any], ending: str = ".w12", beginning: str = "") -> dict[str, Any]:
-    tensors = content["plan"]["tensors"]
+    tensors = content["expansions"]["default"]["plan"]["tensors"]
     return next(own for own in tensors if own["name"].endswith(ending) and own["name"].startswith(beginning))
 
 
@@ -69,16 +69,37 @@ SPOILED: dict[str, tuple[Change, str]] = {
     "block": (lambda content: tensor(content).update(block=7), ".block is 7, expected a text"),
     "shape": (lambda content: tensor(content).update(shape="44"), ".shape is '44', expected a list"),
     "shard": (lambda content: tensor(content).update(shard="x.safetensors"), "shard 'x.safetensors'"),
-    "no specs": (lambda content: content["plan"].update(specs={}), "plan.specs.expanded_layers is missing"),
-    "other layers": (lambda content: content["plan"].update(layers=[0]), "layer 1"),
-    "method": (lambda content: content["plan"]["request"].update(method="grow"), "which is none of grow"),
-    "a list as method": (lambda content: content["plan"]["request"].update(method=["scale"]), "method is ['scale']"),
-    "variant": (lambda content: content["plan"]["request"].update(variant="depth"), "which is none of scale"),
-    "family": (lambda content: content["plan"].update(family="foo"), "plan.family is 'foo', expected 'llama'"),
-    "sizes": (lambda content: content["plan"]["sizes"].update(hidden=17), "plan.sizes.hidden is 17, expected 40"),
-    "heads": (lambda content: content["plan"]["sizes"].update(key_value_heads=4), "key_value_heads is 4, expected 2"),
+    "no specs": (
+        lambda content: content["expansions"]["default"]["plan"].update(specs={}),
+        "plan.specs.expanded_layers is missing",
+    ),
+    "other layers": (lambda content: content["expansions"]["default"]["plan"].update(layers=[0]), "layer 1"),
+    "method": (
+        lambda content: content["expansions"]["default"]["plan"]["request"].update(method="grow"),
+        "which is none of grow",
+    ),
+    "a list as method": (
+        lambda content: content["expansions"]["default"]["plan"]["request"].update(method=["scale"]),
+        "method is ['scale']",
+    ),
+    "variant": (
+        lambda content: content["expansions"]["default"]["plan"]["request"].update(variant="depth"),
+        "which is none of scale",
+    ),
+    "family": (
+        lambda content: content["expansions"]["default"]["plan"].update(family="foo"),
+        "plan.family is 'foo', expected 'llama'",
+    ),
+    "sizes": (
+        lambda content: content["expansions"]["default"]["plan"]["sizes"].update(hidden=17),
+        "plan.sizes.hidden is 17, expected 40",
+    ),
+    "heads": (
+        lambda content: content["expansions"]["default"]["plan"]["sizes"].update(key_value_heads=4),
+        "key_value_heads is 4, expected 2",
+    ),
     "width": (
-        lambda content: content["plan"]["widths"].update(up_width="4"),
+        lambda content: content["expansions"]["default"]["plan"]["widths"].update(up_width="4"),
         "plan.widths.up_width is '4'",
     ),
     "base_name": (lambda content: content.update(base_name=["x"]), "base_name is ['x'], expected a text"),
@@ -94,7 +115,7 @@ def test_it_is_refused_when_it_is_read(adapt: Path, name: str) -> None:
 
 def test_a_grown_model_cannot_pass_for_another(grown: Path) -> None:
     def as_scale(content: dict[str, Any]) -> None:
-        content["plan"]["request"].update(method="scale", variant="adapt", copies=None)
+        content["expansions"]["default"]["plan"]["request"].update(method="scale", variant="adapt", copies=None)
 
     refuse(edit(grown, as_scale), "init 'copy', expected 'zero'")
 
@@ -117,8 +138,9 @@ def test_trained_tensors_do_not_pass_for_untrained_ones(adapt: Path) -> None:
     checkpoint = open_checkpoint(adapt)
 
     def hash_again(content: dict[str, Any]) -> None:
-        content["expansion_tensors"] = hash_tensors(checkpoint, list(content["expansion_tensors"]))
-        for own in content["plan"]["tensors"]:
+        record = content["expansions"]["default"]
+        record["tensors"] = hash_tensors(checkpoint, list(record["tensors"]))
+        for own in content["expansions"]["default"]["plan"]["tensors"]:
             own["block"] = "w21"
 
     found = verify(edit(adapt, hash_again), probes=None)

@@ -199,8 +199,8 @@ def test_a_model_without_a_router_is_refused(place: Path, tmp_path: Path) -> Non
     with pytest.raises(TrainingError) as found:
         trained(place, "adapt", tmp_path / "out", routed=True)
     assert str(found.value) == (
-        f"{place / 'adapt'}: has no router, expected a routed model for --routed. Write one first: scale-surgery "
-        "route-export."
+        f"{place / 'adapt'}: has no router between the base and default alone, expected one for --routed. Write it "
+        "first, for a folder of that expansion alone: scale-surgery route-export."
     )
     assert not (tmp_path / "out").exists()
 
