@@ -7,7 +7,7 @@ the card, by which a card that nobody has edited is known again: only such a one
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, HubError
-from scale_surgery.evidence.several import summarise_expansions
-from scale_surgery.hub.card_composed import COMPOSED_TAGS, composed_body
 from scale_surgery.hub.card_sections import CardFacts, body
 from scale_surgery.hub.client import Remote, read_text
 from scale_surgery.hub.repository import CARD_FILE, _marked, is_written_card, read_card
@@ -72,11 +70,10 @@ def make_card(
     """
     try:
         facts = card_facts(contents, repo, base_file, certificate)
-        held = summarise_expansions(contents.path) if contents.form == "composed" else None
-        text = body(facts) if held is None else composed_body(facts, held)
+        text = body(facts)
         known = read_licence(base_text) or contents.licence
         licence = {"license": license} if license else known
-        metadata = _metadata(facts, licence, COMPOSED_TAGS if held is not None else _own_tags(facts))
+        metadata = _metadata(facts, licence)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{contents.path / contents.record_file}: is incomplete ({error}). Restore it from where you got it."
@@ -98,8 +95,6 @@ def card_facts(
 ) -> CardFacts:
     """Take the facts of a card from the records of a folder."""
     record, manifest = contents.record, contents.manifest
-    expansions = () if manifest is None else tuple(manifest.expansions.values())
-    own = expansions[0] if len(expansions) == 1 else None
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
     routing = None if manifest is None else manifest.routing
@@ -110,12 +105,10 @@ def card_facts(
         base_revision=revision if is_on_hub else None,
         base_fingerprint=str(record.get("base_fingerprint")),
         record=record,
-        plan=None if own is None else own.plan,
+        expansions={} if manifest is None else manifest.expansions,
         routing=routing,
         is_fused=record.get("fused") is not None,
-        forced=None if own is None else own.forced_base,
         drift=(record.get("fused") or record).get("drift"),
-        training=tuple(record.get("training", ()) if own is None else own.training),
         certificate=certificate,
         code=contents.code if contents.form == "stock" or (manifest is not None and not manifest.code) else (),
         base_file=base_file,
@@ -153,12 +146,10 @@ def metadata_problem(text: str) -> str | None:
     return None
 
 
-def _own_tags(facts: CardFacts) -> list[str]:
-    return [str(facts.request.variant), *(["routed"] if facts.routing is not None else [])]
-
-
-def _metadata(facts: CardFacts, licence: Mapping[str, Any], own_tags: Sequence[str]) -> dict[str, Any]:
-    tags = ["scale-surgery", "continual-learning", "model-expansion", *own_tags]
+def _metadata(facts: CardFacts, licence: Mapping[str, Any]) -> dict[str, Any]:
+    variants = dict.fromkeys(str(request.variant) for request in facts.requests)
+    tags = ["scale-surgery", "continual-learning", "model-expansion", *variants]
+    tags += ["composed"] * facts.are_several + ["routed"] * (facts.routing is not None)
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
     if facts.base_id is not None:
         # an extract is added to the base; anything else holds it and has learned more

@@ -15,6 +15,8 @@ from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.planning.selection import format_layers
+from scale_surgery.surgery.record import ExpansionRecord
 
 FORMS = {
     "expanded": "A language model with new blocks beside its pretrained tensors, made with `scale-surgery`.",
@@ -29,17 +31,15 @@ class CardFacts:
 
     Attributes:
         repo: Hub id of the model.
-        form: "expanded", "composed", "extract" or "stock".
+        form: "expanded", "extract" or "stock".
         base_id: Hub id of the base; None where it is not on a Hub.
         base_revision: Commit of the base; None likewise.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
         record: surgery.json, or merge.json of a stock export.
-        plan: What was planned; None for a stock export and where there are several.
+        expansions: What surgery.json says of each expansion, by its name; none for a stock export.
         routing: How it routes, or None.
         is_fused: Whether blocks and base tensors are joined for serving.
-        forced: What differs from the base that it was made on, where it was put on another by force; else None.
         drift: How far a merged model's logits are from those of the model it was made from, or None.
-        training: Records of training runs.
         certificate: What verification found, or None.
         code: Files of a stock checkpoint that are Python, or that name some.
         base_file: File of the repository that holds the base's own card, or None.
@@ -53,12 +53,10 @@ class CardFacts:
     base_revision: str | None
     base_fingerprint: str
     record: Mapping[str, Any]
-    plan: Plan | None
+    expansions: Mapping[str, ExpansionRecord]
     routing: Routing | None
     is_fused: bool
-    forced: Mapping[str, Any] | None
     drift: Mapping[str, Any] | None
-    training: tuple[Mapping[str, Any], ...]
     certificate: Mapping[str, Any] | None
     code: tuple[str, ...]
     base_file: str | None
@@ -66,14 +64,42 @@ class CardFacts:
     tool: Mapping[str, str]
 
     @property
-    def method(self) -> Method:
-        """How the model grew."""
-        return get_method(self.request.method)
+    def are_several(self) -> bool:
+        """Whether it has more than one expansion."""
+        return len(self.expansions) > 1
 
     @property
-    def request(self) -> Request:
+    def plan(self) -> Plan | None:
+        """What was planned, of the first expansion; None for a stock export."""
+        return next((own.plan for own in self.expansions.values()), None)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
         """What was asked for; a stock export records its request alone."""
-        return Request(**self.record["request"]) if self.plan is None else self.plan.request
+        asked = tuple(own.plan.request for own in self.expansions.values())
+        return asked or (Request(**self.record["request"]),)
+
+    @property
+    def method(self) -> Method:
+        """How the model grew; of several expansions how it did with the first."""
+        return get_method(self.requests[0].method)
+
+    @property
+    def runs(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """Each training run, with the name of its expansion."""
+        if not self.expansions:
+            return tuple(("", run) for run in self.record.get("training", ()))
+        return tuple((name, run) for name, own in self.expansions.items() for run in own.training)
+
+    @property
+    def training(self) -> tuple[Mapping[str, Any], ...]:
+        """Records of training runs."""
+        return tuple(run for _, run in self.runs)
+
+    @property
+    def forced(self) -> Mapping[str, Any] | None:
+        """What differs from the base that it was made on, where an expansion was put on another by force; else None."""
+        return next((own.forced_base for own in self.expansions.values() if own.forced_base is not None), None)
 
     @property
     def base(self) -> str:
@@ -85,23 +111,35 @@ class CardFacts:
 
 def body(facts: CardFacts) -> str:
     """The text of a card below its metadata."""
-    parts = (_opening, _widened, _trained, _evaluated, promised, _loaded, _taken_back, _cited)
+    parts = (_opening, _widened, _trained, _evaluated, _promised, _loaded, _taken_back, _cited)
     return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
 def _opening(facts: CardFacts) -> str:
     own_card = f"; its own card is [{facts.base_file}]({facts.base_file})" if facts.base_file else ""
-    opening = {**FORMS, **facts.method.opening}[facts.form]
+    opening = _several(facts) if facts.are_several else {**FORMS, **facts.method.opening}[facts.form]
     return f"# {facts.repo.rpartition('/')[2]}\n\n{opening} Base: {facts.base}{own_card}."
+
+
+def _several(facts: CardFacts) -> str:
+    return (
+        f"A language model and {counted(len(facts.expansions), 'expansion')} of it, made with `scale-surgery`: each "
+        f"learned by itself, and a router weighs {len(facts.expansions) + 1} paths, the base and every expansion, by "
+        "how well each has predicted the text so far."
+    )
 
 
 def _widened(facts: CardFacts) -> str:
     commit = [Markdown(" at commit "), code(facts.base_revision)] if facts.base_revision else []
     rows: list[tuple[str, str]] = [("base", joined([facts.base, *commit], ""))]
     rows += [("fingerprint of the base", code(facts.base_fingerprint))]
-    rows += _stock_rows(facts.record) if facts.plan is None else _plan_rows(facts.method, facts.plan)
+    if facts.are_several:
+        rows += [("paths", joined(["base", *map(code, facts.expansions)]))]
+    else:
+        rows += _stock_rows(facts.record) if facts.plan is None else _plan_rows(facts.method, facts.plan)
     if facts.routing is not None:
-        rows += [("router", f"{facts.routing.description}; one forward pass, two paths, a choice for each token")]
+        says = "" if facts.are_several else "; one forward pass, two paths, a choice for each token"
+        rows += [("router", f"{facts.routing.description}{says}")]
     if facts.is_fused:
         rows += [("form", "fused for serving: each linear of an expanded layer is one matrix")]
     if facts.forced is not None:
@@ -112,12 +150,24 @@ def _widened(facts: CardFacts) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", versions)] if versions else []
     head = "| | |\n|---|---|"
+    if facts.are_several:
+        return f"## What is in it\n\n{table(head, rows)}\n\n{_members(facts)}"
     description = facts.method.description(
-        facts.request,
+        facts.requests[0],
         is_stock=facts.form == "stock",
         has_up_stream=facts.plan is None or facts.plan.widths.up_width > 0,
     )
     return f"## {facts.method.title}\n\n{description}\n\n{table(head, rows)}"
+
+
+def _members(facts: CardFacts) -> str:
+    """A row for each expansion."""
+    plans = {name: own.plan for name, own in facts.expansions.items()}
+    rows = [
+        (code(name), plan.variant, format_layers(plan.layers), f"{plan.costs.parameters_added:,}")
+        for name, plan in plans.items()
+    ]
+    return table("| expansion | variant | layers | parameters |\n|---|---|---|--:|", rows)
 
 
 def _plan_rows(method: Method, plan: Plan) -> list[tuple[str, str]]:
@@ -146,14 +196,16 @@ def _trained(facts: CardFacts) -> str:
     rows = [
         (
             number,
+            *([code(name)] if facts.are_several else []),
             run.get("steps", "–"),
             f"{run['trained_parameters']:,}",
             _learning_rate(run),
             (run.get("begun") or run["adopted"])[:10],
         )
-        for number, run in enumerate(facts.training, 1)
+        for number, (name, run) in enumerate(facts.runs, 1)
     ]
-    head = "| run | steps | parameters trained | learning rate | begun |\n|---|--:|--:|--:|---|"
+    which = ("expansion | ", "---|") if facts.are_several else ("", "")
+    head = f"| run | {which[0]}steps | parameters trained | learning rate | begun |\n|---|{which[1]}--:|--:|--:|---|"
     adopted = [str(number) for number, run in enumerate(facts.training, 1) if "adopted" in run]
     others = f" Another trainer made run {', '.join(adopted)}, adopted on that date." if adopted else ""
     unseen = [str(number) for number, run in enumerate(facts.training, 1) if run.get("base_compared") == 0]
@@ -181,17 +233,7 @@ def _learning_rate(run: Mapping[str, Any]) -> str:
 
 
 def _evaluated(facts: CardFacts) -> str:
-    measured = facts.training[-1].get("measured", {}) if facts.training else {}
-    rows = [
-        (
-            f"{text} text",
-            f"{measured[f'{side}_nats_per_token']:.4f}",
-            _share(measured.get(f"{side}_accuracy")),
-            f"{change} {measured[change]:+z.4f}",
-        )
-        for side, text, change in (("old", "old", "forgetting"), ("new", "new", "learning"))
-        if f"{side}_nats_per_token" in measured and change in measured
-    ]
+    rows = [row for name, run in dict(facts.runs).items() for row in _measured_rows(facts, name, run)]
     if not rows:
         return ""
     record = "merge.json" if facts.form == "stock" else "surgery.json"
@@ -202,8 +244,24 @@ def _evaluated(facts: CardFacts) -> str:
     )
 
 
+def _measured_rows(facts: CardFacts, name: str, run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    measured, whose = run.get("measured", {}), f"{name}: " if facts.are_several else ""
+    return [
+        (
+            f"{whose}{text} text",
+            f"{measured[f'{side}_nats_per_token']:.4f}",
+            _share(measured.get(f"{side}_accuracy")),
+            f"{change} {measured[change]:+z.4f}",
+        )
+        for side, text, change in (("old", "old", "forgetting"), ("new", "new", "learning"))
+        if f"{side}_nats_per_token" in measured and change in measured
+    ]
+
+
 def _measured_on(facts: CardFacts) -> str:
     """What the numbers are about, where that is not the model of this card."""
+    if facts.are_several:
+        return " of each expansion, by itself"
     is_routed = bool(facts.training[-1]["settings"].get("routed"))
     text = ", on the base that the blocks were made on" if facts.forced is not None else ""
     if is_routed == (facts.routing is not None):
@@ -217,7 +275,7 @@ def _share(accuracy: float | None) -> str:
     return "–" if accuracy is None else f"{accuracy:.1%}"
 
 
-def promised(facts: CardFacts) -> str:
+def _promised(facts: CardFacts) -> str:
     """What was found of the promises."""
     if facts.form == "stock":
         return ""
@@ -276,11 +334,11 @@ def _loaded(facts: CardFacts) -> str:
         names = joined(map(code, facts.code))
         running = f"these lines do not run the code of {names}" if names else "no remote code is run"
         freezing = f"\n\n{facts.method.about_loading}" if facts.method.about_loading else ""
-        loading = python_lines(facts.repo, "")
+        loading = _python_lines(facts.repo, "")
         return f"## How to load\n\nAs any model of its architecture; {running}.\n\n{loading}{freezing}"
-    trusting = python_lines(facts.repo, ", trust_remote_code=True")
-    own = python_lines(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
-    switch = "" if facts.is_fused else _switches(facts.routing)
+    trusting = _python_lines(facts.repo, ", trust_remote_code=True")
+    own = _python_lines(facts.repo, "", "import scale_surgery\n", "\nscale_surgery.register()")
+    switch = "" if facts.is_fused else _switches(facts)
     if has_own_code:
         needs = "With the code in this repository, that of the base included, which may need more packages:"
         return f"## How to load\n\n{needs}\n\n{trusting}{switch}"
@@ -291,7 +349,7 @@ def _loaded(facts: CardFacts) -> str:
     )
 
 
-def python_lines(repo: str, option: str, imports: str = "", register: str = "") -> str:
+def _python_lines(repo: str, option: str, imports: str = "", register: str = "") -> str:
     """The lines of Python that load a model and its tokenizer."""
     return (
         f"```python\n{imports}from transformers import AutoModelForCausalLM, AutoTokenizer\n{register}\n"
@@ -300,9 +358,16 @@ def python_lines(repo: str, option: str, imports: str = "", register: str = "") 
     )
 
 
-def _switches(routing: Routing | None) -> str:
+def _switches(facts: CardFacts) -> str:
+    if facts.are_several:
+        name = next(iter(facts.expansions))
+        return (
+            "\n\nLoaded, the model mixes all paths. One of them by itself, the base, or some:\n\n```python\n"
+            f'model.set_expansion("{name}")  # this one alone; None: the base; a list: the base and these, mixed\n'
+            f'with model.use_expansion("{name}"):  # the same for a while\n    ...\n```'
+        )
     text = "\n\n`with model.expansion_disabled():` the same model is its base."
-    return text if routing is None else f"{text} `with model.routing_disabled():` it is its adapt path alone."
+    return text if facts.routing is None else f"{text} `with model.routing_disabled():` it is its adapt path alone."
 
 
 def _taken_back(facts: CardFacts) -> str:
@@ -316,10 +381,15 @@ def _taken_back(facts: CardFacts) -> str:
         where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each"
     if facts.method.adds_layers:
         where = "The bytes of every base tensor lie in this repository, and `surgery.json` has the sha256 of each file"
+    if facts.are_several:
+        lines += [f"scale-surgery extract expanded --name {name} -o {name}" for name in facts.expansions]
     commands = "\n".join(lines)
     return f"## How to get the base back\n\n{where}:\n\n```sh\n{commands}\n```"
 
 
 def _cited(facts: CardFacts) -> str:
-    cited = "\n\n".join(METHODS[name].citation for name in facts.method.cites)
-    return f"## Citation\n\n{facts.method.source}\n\n```bibtex\n{cited}\n```"
+    methods = [get_method(request.method) for request in facts.requests]
+    sources = " ".join(dict.fromkeys(method.source for method in methods))
+    cited = dict.fromkeys(METHODS[name].citation for method in methods for name in method.cites)
+    lines = "\n\n".join(cited)
+    return f"## Citation\n\n{sources}\n\n```bibtex\n{lines}\n```"

@@ -77,7 +77,7 @@ class Pushed:
 
     Attributes:
         repo: Hub id.
-        form: "expanded", "composed", "extract" or "stock".
+        form: "expanded", "extract" or "stock".
         files: What the repository gets.
         left_out: Files of the folder that stay behind.
         removed: Model files in the repository that the folder does not have; they leave it.
@@ -128,7 +128,7 @@ def push(
     announce: Callable[[Pushed], None] = say_nothing,
     track: Track = no_track,
 ) -> Pushed:
-    """Push an expanded folder, a composed one, a stock export or an extract to the Hub; the folder is only read.
+    """Push an expanded folder, a stock export or an extract to the Hub; the folder is only read.
 
     Args:
         folder: What `expand`, `train`, `route_export`, `merge`, `extract` or `compose` made.
@@ -195,8 +195,8 @@ def _extract(contents: Contents, place: Path, track: Track) -> Contents:
     """The expansion of a folder alone, in a temporary folder, without a copy where the file system allows that."""
     from scale_surgery.surgery.extract import extract
 
-    if contents.form == "composed":
-        names = tuple(contents.manifest.expansions) if contents.manifest is not None else ()
+    names = () if contents.manifest is None else tuple(contents.manifest.expansions)
+    if len(names) > 1:
         raise CheckpointError(
             f"{contents.path}: holds the expansions {', '.join(names)}, --extract-only needs a folder of one. Take one "
             f"out and push that: scale-surgery extract {contents.path} --name {names[0]} -o {names[0]}."
@@ -273,7 +273,6 @@ def _validate(api: HfApi, plan: Pushed) -> Pushed:
 def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push, track: Track) -> Pushed:
     names = {
         "expanded": "an expanded model",
-        "composed": "a composed model",
         "extract": "an expansion",
         "stock": "a widened model",
     }

@@ -43,7 +43,7 @@ from scale_surgery.surgery.record_schema import StockRecord
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
 
-Form = Literal["expanded", "composed", "extract", "stock"]
+Form = Literal["expanded", "extract", "stock"]
 Origin = Literal["base", "model", "written"]
 CARD_FILE = "README.md"
 RECORDS = frozenset({MANIFEST_FILE, EXTRACT_FILE, MERGE_FILE})
@@ -73,8 +73,7 @@ class Contents:
 
     Attributes:
         path: The folder.
-        form: "expanded" (routed, trained and fused models too), "composed" of several expansions, "extract", or "stock"
-            for a stock export.
+        form: "expanded" (routed, trained and fused models too), "extract", or "stock" for a stock export.
         files: Names of the files to be taken.
         left_out: Names of the others.
         manifest: surgery.json, or None for a stock export.
@@ -141,7 +140,6 @@ def read_contents(path: Path) -> Contents:
     manifest = None if form in RECORD_OF else read_manifest(path)
     if manifest is not None:
         refuse_linked(path, manifest)
-        form = "composed" if len(manifest.expansions) > 1 else form
     record = read_json(path / RECORD_OF.get(form, MANIFEST_FILE))
     _check_record(path, form, record)
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}

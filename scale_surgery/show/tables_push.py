@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 ORIGINS = {"base": "the base's, as it is", "model": "", "written": "written for the repository"}
 FORMS = {
     "expanded": "expanded model",
-    "composed": "base and expansions, composed",
     "extract": "expansion without its base",
     "stock": "stock checkpoint",
 }

@@ -148,13 +148,13 @@ def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expande
         assert taken.keys() == {renamed(block, name) for block in blocks}
         assert all(torch.equal(taken[renamed(block, name)], blocks[block]) for block in blocks)
         assert verify(apply(one, tmp_path / f"applied-{name}", base).path, base, probes=None, record=False).passed
-    assert done.form == "composed" and done.card_origin == "written"
+    assert done.form == "expanded" and done.card_origin == "written"
     assert {file.origin for file in done.files if file.name.startswith("expansion-")} == {"model"}
     card = (found / "README.md").read_text()
-    assert "| paths | 3: the base, law, art |" in card and "| `law` | adapt | 0,2 |" in card
+    assert "| paths | base, `law`, `art` |" in card and "| `law` | adapt | 0,2 |" in card
     assert "| router | posterior, all paths alike, switch rate 0.01 |" in card
     assert "| `recoverable` | holds |" in card and "`surgery.json` holds the hashes" in card
-    assert 'model.set_expansion("law")' in card and "extract composed --name law -o law" in card
+    assert 'model.set_expansion("law")' in card and "extract expanded --name law -o law" in card
     assert "license: mit" in card and "- composed" in card
     # once more sends nothing, and another model on the same base is not this one
     assert send(hub, folder, check=True).is_unchanged
