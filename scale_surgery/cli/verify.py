@@ -61,17 +61,15 @@ def verify_command(
     Example: scale-surgery verify EXPANDED --base MODEL -o certificate.json
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.evidence.path_promises import PATH_PROMISES
     from scale_surgery.evidence.promises import PROMISES
     from scale_surgery.evidence.verify import verify
     from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.commands import after_verification
     from scale_surgery.show.tables_verify import render_verification
 
-    known = tuple(dict.fromkeys((*PROMISES, *PATH_PROMISES)))
-    unknown = [name for name in required if name not in known]
+    unknown = [name for name in required if name not in PROMISES]
     if unknown:
-        raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(known)}.")
+        raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
     check_output_files(outputs, [expanded, *filter(None, [options["base"]])])
     probes, run = take(Probes, options), take(RunOptions, options)
     prompted = None if files_only else probes

@@ -108,6 +108,11 @@ class MixtureNumbers:
     load_problems: tuple[str, ...]
     token_problems: tuple[str, ...]
 
+    @property
+    def path_problems(self) -> tuple[str, ...]:
+        """In what paths are not the models that they are alone."""
+        return tuple(line for path in self.paths for line in path.problems)
+
 
 @dataclass(frozen=True)
 class PathRun:

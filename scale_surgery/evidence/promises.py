@@ -10,14 +10,15 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import counted
 from scale_surgery.evidence.integrity import Integrity
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.running.drift import TOLERANCES
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
+    from scale_surgery.evidence.path_probes import MixtureNumbers
     from scale_surgery.running.probe import Numbers
 
-PROMISES = ("recoverable", "output_at_init", "near_output_at_init", "base_stream_always", "bounded_forgetting")
+OF_ONE, OF_SEVERAL = ("output_at_init", "near_output_at_init"), ("paths_as_alone",)
+PROMISES = ("recoverable", *OF_ONE, "base_stream_always", *OF_SEVERAL, "bounded_forgetting")
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,17 @@ class Promise:
     problems: tuple[str, ...]
 
 
+def promises_of(expansions: int) -> tuple[str, ...]:
+    """Names of the promises that can be asked of a folder of so many expansions."""
+    others = OF_SEVERAL if expansions == 1 else OF_ONE
+    return tuple(name for name in PROMISES if name not in others)
+
+
 def judge(
     checkpoint: Checkpoint,
     manifest: Manifest,
     integrity: Integrity,
-    numbers: Numbers | None,
+    numbers: Numbers | MixtureNumbers | None,
     problems: tuple[str, ...],
     required: tuple[str, ...],
 ) -> tuple[Promise, ...]:
@@ -47,8 +54,8 @@ def judge(
     Args:
         checkpoint: The expanded checkpoint.
         manifest: Its surgery.json.
-        integrity: What its files showed.
-        numbers: What the probe prompts showed, or None where no model was run.
+        integrity: What its files showed, beside a given base too.
+        numbers: What the probe prompts showed, of several expansions about each path; None where no model was run.
         problems: What speaks against every promise about outputs: structure, config, code, recorded
             facts, loading, token ids.
         required: Promises that are asked for by name.
@@ -56,18 +63,53 @@ def judge(
     Returns:
         The promises, those that are not claimed too.
     """
+    recoverable = Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base)
+    bounded = _bounded_forgetting(manifest, numbers, problems)
+    if len(manifest.expansions) > 1:
+        mixture: Any = numbers
+        return (recoverable, *_judge_paths(manifest, integrity, mixture, problems), bounded)
+    alone: Any = numbers
+    return (recoverable, *_judge_one(checkpoint, manifest, integrity, alone, problems, required, bounded))
+
+
+def _judge_paths(
+    manifest: Manifest, integrity: Integrity, numbers: MixtureNumbers | None, problems: tuple[str, ...]
+) -> tuple[Promise, ...]:
+    """What is promised of each path of a folder with several expansions."""
+    paths = () if numbers is None else numbers.paths
+    general = () if numbers is None else problems
+    base = tuple(line for path in paths[:1] for line in path.problems)
+    others = tuple(line for path in paths[1:] for line in path.problems)
+    count = counted(len(manifest.expansions), "expansion")
+    on_base, beside = (*integrity.base, *general, *base), (*integrity.structure, *general, *others)
+    return (
+        _about_paths("base_stream_always", "no block on its path", "", numbers, on_base, slice(1)),
+        _about_paths("paths_as_alone", count, "each ", numbers, beside, slice(1, None)),
+    )
+
+
+def _judge_one(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    integrity: Integrity,
+    numbers: Numbers | None,
+    problems: tuple[str, ...],
+    required: tuple[str, ...],
+    bounded: Promise,
+) -> tuple[Promise, ...]:
+    """What is promised of the outputs and the base stream of a model with one expansion."""
     plan, routing = manifest.plan, manifest.routing
     is_exact, is_initial = plan.method.is_exact_at_init(plan), not integrity.trained
     is_always = plan.variant in plan.method.preserving or routing is not None
-    promises: tuple[Promise, ...] = (
-        Promise("recoverable", True, not integrity.base, recoverable_evidence(integrity), integrity.base),
-        _output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and is_exact),
-        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
-        _bounded_forgetting(routing, numbers, problems),
-    )
+    near: tuple[Promise, ...] = ()
     if not is_exact or "near_output_at_init" in required:
-        near = _near_output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and not is_exact)
-        promises = (*promises[:2], near, *promises[2:])
+        near = (_near_output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and not is_exact),)
+    promises: tuple[Promise, ...] = (
+        _output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and is_exact),
+        *near,
+        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
+        bounded,
+    )
     if manifest.fused is not None:
         promises = tuple(_fused(promise, manifest.fused["drift"]) for promise in promises)
     if manifest.forced_base is not None:
@@ -77,23 +119,19 @@ def judge(
 
 def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
     """Of a fused model, whose sums run in another order, no promise about logits is made."""
-    if promise.name == "recoverable":
-        return promise
     found = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
     return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {found}")
 
 
 def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
     """Of an expansion that was put on another base by force, no promise about outputs is made."""
-    if promise.name == "recoverable":
-        return promise
     count, expected = len(forced["differing"]), forced["expected_name"]
     differing = "1 tensor is not that" if count == 1 else f"{count} tensors are not those"
     found = f"put by --force on a base of which {differing} of {expected}"
     return replace(promise, claimed=False, evidence=f"{found}; {promise.evidence}")
 
 
-def recoverable_evidence(integrity: Integrity) -> str:
+def _recoverable_evidence(integrity: Integrity) -> str:
     """What was compared of the base, and how much of it is not as it was."""
     evidence = f"{counted(integrity.base_tensors, 'base tensor')}, {integrity.base_bytes:,} bytes, sha256 compared"
     count = len(integrity.base)
@@ -164,30 +202,48 @@ def _base_stream_always(
     return Promise("base_stream_always", claimed, _holds(problems, numbers), evidence, tuple(problems))
 
 
-def _bounded_forgetting(routing: Routing | None, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
+def _about_paths(
+    name: str, evidence: str, each: str, numbers: MixtureNumbers | None, problems: tuple[str, ...], which: slice
+) -> Promise:
+    """A promise that paths are models, bit for bit."""
+    if numbers is None:
+        return Promise(name, True, False if problems else None, f"{evidence}; no model was run", problems)
+    others = [path for path in numbers.paths[which] if not path.is_bit_equal]
+    equality = f"{each}bit-equal" if not others else f"differ on {', '.join(path.name for path in others)}"
+    how = f"{counted(numbers.tokens, 'token')} ({numbers.dtype}, {numbers.attention}, {numbers.device})"
+    return Promise(name, True, not problems, f"{evidence}; logits {equality} on {how}", problems)
+
+
+def _bounded_forgetting(
+    manifest: Manifest, numbers: Numbers | MixtureNumbers | None, general: tuple[str, ...]
+) -> Promise:
     """Claimed without switching; with it, what a text can lose grows with its length."""
-    name = "bounded_forgetting"
+    name, routing, count = "bounded_forgetting", manifest.routing, len(manifest.expansions)
     if routing is None or routing.router != "posterior":
         reason = "this model does not route" if routing is None else "the cosine router promises no bound"
         return Promise(name, False, False, reason, (f"{reason}.",))
-    bound, each = routing.bound or 0.0, routing.bound_per_token or 0.0
-    evidence = f"at most {bound:.3g} nats a text"
+    bound, each = routing.largest_loss(count) or 0.0, routing.bound_per_token or 0.0
+    how = f"ln {count + 1} = {bound:.3g} nats" if routing.is_even else f"{bound:.3g} nats by the prior"
+    evidence, problems = f"at most {how} a text", list[str]()
     if each:
-        evidence = f"no bound for all lengths: {bound:.3g} nats a text and {each:.2g} more a token, by switching"
-    problems = [] if not each else [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
+        evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
+        problems = [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
     if numbers is not None:
         problems += general
-        lose = "loses" if numbers.prompts == 1 else "lose"
-        evidence += f"; {counted(numbers.prompts, 'prompt')} {lose} at most {max(0.0, numbers.excess):.3g}"
+        lose, best = ("lose", "their best path") if numbers.texts > 1 else ("loses", "its best path")
+        best = "the base" if count == 1 else best
+        evidence += f"; {counted(numbers.texts, 'text')} {lose} at most {max(0.0, numbers.excess):.3g} against {best}"
+        evidence += f", of which rounding explains {numbers.rounding:.2g}" if numbers.excess > bound else ""
         most = bound + each * numbers.longest + numbers.rounding
         if not numbers.excess <= most:
-            problems.append(f"a prompt loses {numbers.excess:.3g} nats, expected at most {most:.3g}.")
-        if not numbers.base_logits_bit_equal:
-            problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
+            problems.append(
+                f"a text ({numbers.worst}) loses {numbers.excess:.3g} nats against {best}, expected at most {most:.3g}."
+            )
+        problems += numbers.path_problems
     return Promise(name, not each, _holds(problems, numbers), evidence, tuple(problems))
 
 
-def _holds(problems: list[str], numbers: Numbers | None) -> bool | None:
+def _holds(problems: list[str], numbers: object) -> bool | None:
     return None if numbers is None and not problems else not problems
 
 

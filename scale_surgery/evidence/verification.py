@@ -38,7 +38,7 @@ class Verification:
         problems: Problems that no promise covers: code, structure, tokenizer, recorded facts, loading, token ids.
         warnings: What a user should know before running the folder's own code or asking the model; does not decide
             `passed`.
-        numbers: What the probe prompts showed, or None where they were not run.
+        numbers: What the probe prompts showed, of several expansions about each path; None where they were not run.
         passed: Whether all is as required.
         fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
         date: When, in UTC.
@@ -48,7 +48,6 @@ class Verification:
         recorded: Whether it stands in the folder's record, surgery.json: this result, or one of the
             same bytes that says more.
         expansions: Names of the expansions, in the order of the paths.
-        mixture: What the probe prompts showed of several expansions, or None.
     """
 
     path: Path
@@ -61,7 +60,7 @@ class Verification:
     required: tuple[str, ...]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
-    numbers: Numbers | None
+    numbers: Numbers | MixtureNumbers | None
     passed: bool
     fingerprint: str
     date: str
@@ -70,7 +69,6 @@ class Verification:
     not_run: str | None = None
     recorded: bool = False
     expansions: tuple[str, ...] = ()
-    mixture: MixtureNumbers | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The certificate as plain JSON values; the folder's name stands for its path."""
@@ -91,8 +89,7 @@ def says_more(recorded: Mapping[str, Any] | None, found: Verification) -> bool:
     # of a folder that was given another base than its own nothing is said
     if recorded is None or found.not_run is None or not (found.passed or found.not_run == OTHER_BASE):
         return False
-    has_run = recorded.get("numbers") is not None or recorded.get("mixture") is not None
-    return has_run and recorded.get("fingerprint") == found.fingerprint
+    return recorded.get("numbers") is not None and recorded.get("fingerprint") == found.fingerprint
 
 
 def changed_since(

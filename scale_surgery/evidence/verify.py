@@ -6,8 +6,11 @@
     near_output_at_init the same up to rounding: of a grown model whose copies do not count a half each, or in float16
     base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
                         the preserve path of a routed model, which has none
-    bounded_forgetting  a model routed by posterior without switching loses at most -ln(prior) nats on a text that it
-                        reads in one context, ln 2 by default: it is a Bayes mixture, one part of which is the base
+    paths_as_alone      of several expansions: the path of each gives the logits of the model that it is alone, bit for
+                        bit
+    bounded_forgetting  a model routed by posterior without switching loses at most ln(K + 1) nats on a text that it
+                        reads in one context, against any of its K + 1 paths, or -ln of a path's prior where these are
+                        not even: it is a Bayes mixture of them
 
 A promise is *claimed* when the variant in its present state makes it; by default every claimed promise must
 hold. A trained model no longer claims `output_at_init`.
@@ -19,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
@@ -28,8 +31,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
-from scale_surgery.evidence.path_promises import PATH_PROMISES, judge_paths
-from scale_surgery.evidence.promises import PROMISES, judge
+from scale_surgery.evidence.promises import PROMISES, judge, promises_of
 from scale_surgery.evidence.recorded_facts import fact_problems
 from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
 from scale_surgery.progress import Track, no_track
@@ -121,20 +123,16 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
 
 def _check_promises(manifest: Manifest, required: tuple[str, ...]) -> None:
     """Refuse promises that no folder of this kind makes."""
-    is_one = len(manifest.expansions) == 1
-    known, kind = (PROMISES, "one expansion") if is_one else (PATH_PROMISES, "several")
+    known = promises_of(len(manifest.expansions))
+    kind = "one expansion" if len(manifest.expansions) == 1 else "several"
+    said = {name: f"is none that a folder of {kind} makes" if name in PROMISES else "is unknown" for name in required}
     problems = [
-        f"--promise {name} {_what_it_is(name, kind)}, expected one of: {', '.join(known)}."
-        for name in required
+        f"--promise {name} {text}, expected one of: {', '.join(known)}."
+        for name, text in said.items()
         if name not in known
     ]
     if problems:
         raise PlanError.from_problems(problems)
-
-
-def _what_it_is(name: str, kind: str) -> str:
-    """Why a promise cannot be asked for."""
-    return f"is none that a folder of {kind} makes" if name in (*PROMISES, *PATH_PROMISES) else "is unknown"
 
 
 def _why_not(integrity: Integrity, run: RunOptions) -> str | None:
@@ -205,19 +203,12 @@ def _judge(
     problems = integrity.structure + integrity.config + integrity.code + facts
     if found is not None:
         problems += found.load_problems + found.token_problems
-    numbers: Any = None
-    mixture: Any = None
-    if len(manifest.expansions) == 1:
-        numbers, variant = found, manifest.plan.variant
-        promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
-    else:
-        mixture, variant = found, SEVERAL
-        promises = judge_paths(manifest, integrity, mixture, problems)
+    promises = judge(checkpoint, manifest, integrity, found, problems, required)
     decisive, passed = decide(promises, required, problems)
     return Verification(
         path=checkpoint.path,
         base_name=manifest.base_name,
-        variant=variant,
+        variant=SEVERAL if len(manifest.expansions) > 1 else manifest.plan.variant,
         routing=manifest.routing,
         state="trained" if integrity.trained else "initial",
         trained_tensors=len(integrity.trained),
@@ -225,12 +216,11 @@ def _judge(
         required=decisive,
         problems=problems,
         warnings=(*_code_warnings(manifest, integrity), *asking_warnings(checkpoint, manifest)),
-        numbers=numbers,
+        numbers=found,
         passed=passed,
         fingerprint=integrity.fingerprint,
         **circumstances(),
         expansions=tuple(manifest.expansions),
-        mixture=mixture,
     )
 
 

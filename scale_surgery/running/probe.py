@@ -42,6 +42,7 @@ class Numbers(LogitDrift):
             what its preserve path gives out.
         base_logits_drift: Largest absolute difference of those.
         excess: Loss of a prompt above that of the base, for the prompt where it is largest, in nats.
+        worst: Which prompt that is.
         rounding: What of the excess the rounding of logits in their dtype can explain, in nats.
         layers: The base stream layer by layer; layer -1 is the embedding.
         generation_equal: Whether greedy continuation with KV cache gives the base's tokens; None if not run.
@@ -57,6 +58,7 @@ class Numbers(LogitDrift):
     base_logits_bit_equal: bool
     base_logits_drift: float
     excess: float
+    worst: str
     rounding: float
     layers: tuple[Layer, ...]
     generation_equal: bool | None
@@ -64,6 +66,17 @@ class Numbers(LogitDrift):
     new_tokens: int
     load_problems: tuple[str, ...]
     token_problems: tuple[str, ...]
+
+    @property
+    def texts(self) -> int:
+        """Number of texts whose loss was compared."""
+        return self.prompts
+
+    @property
+    def path_problems(self) -> tuple[str, ...]:
+        """In what the base's path is not the base."""
+        line = f"base logits: drift {self.base_logits_drift:.3g} in {self.dtype}."
+        return (line,) * (not self.base_logits_bit_equal)
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,7 @@ def compare(
     found = compare_logits(base.logits, expanded.logits, batch, base.device)
     known = set(base.load_problems)
     largest = found.largest_logit * torch.finfo(base.logits.dtype).eps
+    lost = _prompt_losses(expanded, batch) - _prompt_losses(base, batch)
     return Numbers(
         **vars(found),
         longest=batch.ids.shape[1],
@@ -171,7 +185,8 @@ def compare(
         attention=base.attention,
         base_logits_bit_equal=torch.equal(base.base_logits[real], expanded.base_logits[real]),
         base_logits_drift=largest_difference(base.base_logits[real], expanded.base_logits[real]),
-        excess=float((_prompt_losses(expanded, batch) - _prompt_losses(base, batch)).max()),
+        excess=float(lost.max()),
+        worst=f"prompt {int(lost.argmax()) + 1}",
         # errors of rounding are as often up as down
         rounding=4 * largest * math.sqrt(batch.ids.shape[1]),
         layers=tuple(

@@ -77,11 +77,14 @@ def _problems(result: Verification) -> list[str]:
 
 
 def _render_numbers(result: Verification) -> RenderableType:
-    numbers = result.numbers
-    if result.mixture is not None:
-        return _render_mixture(result.mixture)
-    if numbers is None:
+    if result.numbers is None:
         return sentence(f"no model was run: {result.not_run}", "dim")
+    found: Any = result.numbers
+    return _render_mixture(found) if len(result.expansions) > 1 else _render_one(found)
+
+
+def _render_one(numbers: Numbers) -> RenderableType:
+    """Logits and base stream beside the base model's."""
     # a drift that is no number is the worst
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)

@@ -82,13 +82,13 @@ def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verific
 
 def test_the_bound_in_numbers(verified: Callable[[str], Verification]) -> None:
     held = promise(verified("mixture"), "bounded_forgetting")
-    assert held.holds and held.evidence.startswith("at most 0.693 nats a text; ")
+    assert held.holds and held.evidence.startswith("at most ln 2 = 0.693 nats a text; ")
     switching = promise(verified("switching"), "bounded_forgetting")
     assert not switching.claimed and switching.problems == (
         "switch rate 0.01: the bound grows with the text, expected 0.",
     )
     assert switching.evidence.startswith(
-        "no bound for all lengths: 0.693 nats a text and 0.01 more a token, by switching; "
+        "no bound for all lengths: ln 2 = 0.693 nats a text and 0.01 more a token, by switching; "
     )
     cosine = promise(verified("cosine"), "bounded_forgetting")
     assert not cosine.claimed and cosine.problems == ("the cosine router promises no bound.",)

@@ -32,7 +32,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.integrity import check_files
 from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers, compare, run_alone
-from scale_surgery.evidence.path_promises import PATH_PROMISES, judge_paths
+from scale_surgery.evidence.promises import judge, promises_of
 from scale_surgery.running.prompts import Batch
 from scale_surgery.show.tables_verify import render_verification
 from scale_surgery.surgery.intact import find_damage
@@ -74,8 +74,8 @@ def broken(result: Verification) -> set[str]:
 def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     before = digests(folder)
     result = verify(folder, llama.base)
-    assert result.passed and result.required == PATH_PROMISES and result.recorded
-    found = result.mixture
+    assert result.passed and result.required == promises_of(3) and result.recorded
+    found = result.numbers
     assert found is not None and [path.name for path in found.paths] == ["base", *NAMES]
     assert all(path.is_bit_equal and path.generation_equal and path.uncached_equal for path in found.paths)
     # four prompts, two texts of each of four paths, and two halves of each of three pairs in both orders
@@ -95,7 +95,7 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
 def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
     numbers = PathNumbers("base", True, 0.0, 0.0, True, True)
     mixture = MixtureNumbers(1, 1, True, "cpu", "float32", "sdpa", 1, (numbers,), 1, 1, -0.0, "prompt 1", 0.0, (), ())
-    result = replace(verify(folder, probes=None, record=False), mixture=mixture, trained_tensors=1)
+    result = replace(verify(folder, probes=None, record=False), numbers=mixture, trained_tensors=1)
     console = Console(width=80)
     with console.capture() as shown:
         console.print(render_verification(result))
@@ -104,7 +104,7 @@ def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
     assert "mixture     1 text of up to 1 token" in text and "1 greedy token\n" in text
     assert "worst loss  0 nats against the best path" in text and "trained (1 tensor changed)" in " ".join(text.split())
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    promises = judge_paths(record, check_files(checkpoint, record, None), mixture, ())
+    promises = judge(checkpoint, record, check_files(checkpoint, record, None), mixture, (), ())
     assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")
 
 
@@ -133,7 +133,7 @@ def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path:
         "no bound for all lengths: ln 3 = 1.1 nats a text and 0.01 more a token, by switching; 4 texts lose at most "
     )
     assert switching.problems == ("switch rate 0.01: the bound grows with the text, expected 0.",)
-    assert result.mixture is not None and result.mixture.paths[0].generation_equal is None
+    assert result.numbers is not None and result.numbers.paths[0].generation_equal is None
     asked = verify(tmp_path / "out", probes=None, required=("bounded_forgetting",))
     assert not asked.passed
 
@@ -143,8 +143,8 @@ def test_who_begins_with_less_may_lose_more(llama: Made, tmp_path: Path) -> None
     """The bound is that of the smallest weight; with all paths alike it would be broken."""
     own = {name: llama.extracts[name] for name in NAMES}
     result = verify(compose(llama.base, own, tmp_path / "out", routing=mixed((0.333, 0.333, 0.001, 0.333), 0)).path)
-    assert result.passed and result.mixture is not None
-    assert math.log(4) + 1 < result.mixture.excess <= -math.log(0.001) + result.mixture.rounding
+    assert result.passed and result.numbers is not None
+    assert math.log(4) + 1 < result.numbers.excess <= -math.log(0.001) + result.numbers.rounding
     assert promise(result, "bounded_forgetting").evidence.startswith("at most 6.91 nats by the prior a text; ")
 
 
@@ -222,8 +222,8 @@ def test_another_plan_in_the_config_makes_a_path_another_model(copy: Path) -> No
     assert verify(copy).not_run == "code or config.json is not what was written"
     result = verify(copy, run=RunOptions(trust_remote_code=True))
     assert result.problems == ("config.json: scale_surgery is not what the expansion wrote.",)
-    assert result.mixture is not None
-    assert [path.name for path in result.mixture.paths if not path.is_bit_equal] == ["chess"]
+    assert result.numbers is not None
+    assert [path.name for path in result.numbers.paths if not path.is_bit_equal] == ["chess"]
     assert "paths_as_alone" in broken(result)
 
 
@@ -244,7 +244,7 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     model.save_pretrained(other)
     result = verify(folder, other, record=False)
-    assert broken(result) == {"recoverable", "base_stream_always"} and result.mixture is None
+    assert broken(result) == {"recoverable", "base_stream_always"} and result.numbers is None
     assert result.not_run == "the given base is another one"
     lines = promise(result, "recoverable").problems
     assert lines[0].startswith(f"{other}: is not the base of {folder}, 1 of ") and len(lines) == 2
@@ -259,7 +259,7 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
 def test_it_is_streamed_where_memory_is_small(folder: Path) -> None:
     """Every model by itself and the composed one: the same bits, in as much memory as is given."""
     result = verify(folder, record=False, run=RunOptions("cpu", memory_bytes=60_000))
-    assert result.passed and result.mixture == verify(folder, record=False).mixture
+    assert result.passed and result.numbers == verify(folder, record=False).numbers
 
 
 def test_each_byte_is_read_once(folder: Path) -> None:
@@ -309,7 +309,7 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     assert max(len(line) for line in shown.output.splitlines() if "/" not in line) <= 80
     content = json.loads(file.read_text())
     assert content["passed"] and content["routing"]["switch_rate"] == 0
-    assert [own["name"] for own in content["mixture"]["paths"]] == ["base", *NAMES]
+    assert [own["name"] for own in content["numbers"]["paths"]] == ["base", *NAMES]
     refused = run("--promise", "output_at_init")
     assert refused.exit_code and (
         "--promise output_at_init is none that a folder of several makes, expected one of: recoverable, "
@@ -336,6 +336,6 @@ def test_other_architectures(
 ) -> None:
     made = made_of(family, names, dtype)
     result = verify(compose(made.base, made.extracts, tmp_path / "out", routing=mixed(switch_rate=0)).path)
-    assert result.passed and result.required == PATH_PROMISES
-    assert result.mixture is not None and result.mixture.dtype == dtype
-    assert all(path.is_bit_equal and path.generation_equal for path in result.mixture.paths)
+    assert result.passed and result.required == promises_of(3)
+    assert result.numbers is not None and result.numbers.dtype == dtype
+    assert all(path.is_bit_equal and path.generation_equal for path in result.numbers.paths)
