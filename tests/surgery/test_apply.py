@@ -247,14 +247,14 @@ def test_a_pinned_tokenizer_is_pinned_again(tmp_path):
 
 
 def test_a_base_with_a_file_that_the_expansion_needs(extracted, llama_base, tmp_path):
-    for name in ("expanded_model.py", "composed.json"):
+    for name in ("expanded_model.py", "expanded.index.json"):
         (llama_base / name).write_text("of the base")
     with pytest.raises(CheckpointError) as error:
         apply(extracted, tmp_path / "again", llama_base)
     assert str(error.value).splitlines() == [
         f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
         "rename it."
-        for name in ("composed.json", "expanded_model.py")
+        for name in ("expanded.index.json", "expanded_model.py")
     ]
     assert_nothing(tmp_path / "again")
 
