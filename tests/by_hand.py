@@ -18,8 +18,8 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of
 from scale_surgery.checkpoint.names import INDEX_FILE
 from scale_surgery.modeling.expanded_modules import KINDS, expand_module
+from scale_surgery.modeling.expanded_paths import Call, Paths, Running
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
-from scale_surgery.modeling.expanded_paths import Paths, Running
 from scale_surgery.planning.architecture import CODE_FILES
 
 UP = 6
@@ -203,7 +203,7 @@ def expand_alone(module: Any, kind: str, fork: int | None = 0, **sizes: Any) -> 
         sizes: What the blocks of that kind are made of.
     """
     paths = Paths((ModelPath(DEFAULT_NAME),), {DEFAULT_NAME: fork}, 1)
-    expand_module(module, kind, Running(paths), 0)
+    expand_module(module, kind, Running(Call(paths)), 0)
     module.expansions[DEFAULT_NAME] = KINDS[kind][1](module, **sizes)
     sections = [base for base, _ in sizes.get("out_features", ())]
     module.sections = tuple(sections) if len(sections) > 1 else ()

@@ -122,11 +122,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
         self.known_paths: dict[tuple[Path, ...], Paths] = {}
         self.known_partings: dict[Paths, list[Parting | None]] = {}
-        self.default_choice = Choice()
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
-        self.running = Running(self.find_paths((BASE,)))
+        self.running = Running(self._call(Choice()))
         separate(layers)
         for index, layer in enumerate(layers):
             kind = facts["kinds"][facts["kind_of_layer"][index]]
@@ -228,7 +227,8 @@ class ExpandedPreTrainedModel(LoadedModel):
     @property
     def choice(self) -> Choice:
         """What the model is now, in this thread."""
-        return self.running.own.choice or self.default_choice
+        chosen: Choice = self.running.now().choice
+        return chosen
 
     @property
     def active_expansion(self) -> str | list[str] | None:
@@ -271,7 +271,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         self._set_choice(self.make_choice(names, **router))
 
     def _set_choice(self, choice: Choice) -> None:
-        self.default_choice, self.running.chosen = choice, Call(self.find_paths(choice.paths))
+        self.running.chosen = self._call(choice)
+
+    def _call(self, choice: Choice) -> Call:
+        return Call(self.find_paths(choice.paths), choice)
 
     def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
         """What `set_expansion` chooses."""
@@ -288,13 +291,8 @@ class ExpandedPreTrainedModel(LoadedModel):
     @contextmanager
     def use_choice(self, choice: Choice) -> Iterator[None]:
         """Let the model be something else in this thread inside a `with` block."""
-        own = self.running.own
-        before, own.choice = own.choice, choice
-        try:
-            with self.running.within(Call(self.find_paths(choice.paths))):
-                yield
-        finally:
-            own.choice = before
+        with self.running.within(self._call(choice)):
+            yield
 
     def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
         """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
@@ -366,7 +364,8 @@ class ExpandedPreTrainedModel(LoadedModel):
         said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
         said.pop("router", None)
         self._forget()
-        self._set_choice(Choice() if name in self.default_choice.names else self.default_choice)
+        before: Choice = self.running.chosen.choice
+        self._set_choice(Choice() if name in before.names else before)
 
     def _known(self, names: Sequence[str]) -> tuple[str, ...]:
         """Names of a request, refused where one is unknown or stands twice."""
@@ -408,7 +407,12 @@ class ExpandedPreTrainedModel(LoadedModel):
         if rows is not None:
             check_rows(rows, inputs)
             with self.use_choice(self.rows(rows)):
-                return self.run(**inputs)
+                return self._run(inputs)
+        # whatever another thread chooses for the model meanwhile, this forward ends as it began
+        with self.running.within(self.running.now()):
+            return self._run(inputs)
+
+    def _run(self, inputs: dict[str, Any]) -> Any:
         choice, cache = self.choice, inputs.get("past_key_values")
         check_cache(cache, choice)
         output = self._run_stock(inputs) if choice.router is None and not choice.rows else self._run_beside(inputs)
@@ -459,7 +463,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))
 
-        with self.running.within(Call(paths, answer_features)):
+        with self.running.within(Call(paths, self.choice, answer_features)):
             yield
 
     def _find_router(self) -> Router:

@@ -349,7 +349,7 @@ class Layout(NamedTuple):
 
 
 class ExpandedModule:
-    """A stock module through which all chosen paths pass; the second base class of every such module.
+    """What comes before the stock class of a module through which all chosen paths pass.
 
     Attributes:
         running: What the model runs.
@@ -405,6 +405,7 @@ class ExpandedModule:
             is_copied = group.writes and blocks[0] is not None and blocks[0].replaces_base
             y = None if is_copied else run(base)
             ups = []
+            # as many up streams as there are blocks; what is left belongs to the next group
             for own, up in zip(blocks, streams, strict=False):
                 if own is None:
                     ups.append(None)

@@ -146,10 +146,12 @@ class Call(NamedTuple):
 
     Attributes:
         paths: The paths.
+        choice: What they were chosen by.
         answer: What the head gives for the features of all of them; None for the logits of the only one.
     """
 
     paths: Paths
+    choice: Any = None
     answer: Callable[[Tensor], Tensor] | None = None
 
 
@@ -160,13 +162,11 @@ class ThisThread(local):
 
     Attributes:
         call: What is running.
-        choice: What was chosen for the thread.
         is_replaced: Whether a forward runs that others put in place of the model's own.
     """
 
     def __init__(self) -> None:
         self.call: Call | None = None
-        self.choice: Any = None
         self.is_replaced = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThisThread:
@@ -184,8 +184,8 @@ class Running:
         own: What this thread runs instead.
     """
 
-    def __init__(self, chosen: Paths) -> None:
-        self.chosen, self.own = Call(chosen), ThisThread()
+    def __init__(self, chosen: Call) -> None:
+        self.chosen, self.own = chosen, ThisThread()
 
     def now(self) -> Call:
         """What this thread runs."""

@@ -19,6 +19,9 @@ What happens to a token
 4. x stays what it is in the base model, bit for bit: no block writes into it. The stock module sees the same numbers in
    the same shape at the same place in memory, and that W12 is zero for the base is not a zero in a matrix but a product
    that nobody computes.
+   So until something is learned the logits are the base's: what an expansion adds to a base stream and to the logits
+   is W12 x_up and head_up x_up, which begin as zeros, and y + 0 is y. Two forms keep that up to rounding alone: the
+   fused one, whose sums run in another order, and grown MLPs whose copies do not count a half each (W11 there).
 5. An expansion with W12 writes into a base stream of its own. Before the first layer in which it does, a hook copies x
    for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
    x, once on x'; W12 x_up is added to what it gives for x' and to nothing else. Where law runs alone, x' is all there

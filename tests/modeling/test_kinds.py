@@ -399,7 +399,7 @@ def test_a_module_that_this_release_does_not_have_is_named(made, tmp_path):
 def test_attention_that_is_computed_inside_its_module_is_refused():
     """As older releases of transformers compute that of some models."""
     with pytest.raises(ValueError, match=r"adds heads to Linear, which in transformers 5\..* does not hand queries"):
-        expand_attention(nn.Linear(2, 2), {"heads": 2, "kv_heads": 2}, Running(Paths((BASE,), {}, 1)), 0)
+        expand_attention(nn.Linear(2, 2), {"heads": 2, "kv_heads": 2}, Running(Call(Paths((BASE,), {}, 1))), 0)
 
 
 def test_a_module_is_expanded_once():
@@ -533,7 +533,7 @@ def test_copies_are_computed_as_the_stock_class_computes(stock):
 def widened(entering: int, *expansions: str) -> dict[int, Any]:
     """What becomes of features that stock code adds before layers, where `writer` writes from the first layer on."""
     paths = Paths((BASE, *map(ModelPath, expansions)), {"writer": 0, "reader": None}, 2)
-    model = SimpleNamespace(running=Running(paths), stream_widths={"": 4, "writer": 2, "reader": 3})
+    model = SimpleNamespace(running=Running(Call(paths)), stream_widths={"": 4, "writer": 2, "reader": 3})
     model.entering_widths = {
         name: width if not name else entering * width for name, width in model.stream_widths.items()
     }
@@ -560,5 +560,5 @@ def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(entering):
 
 
 def test_nothing_is_widened_where_the_base_runs():
-    model = SimpleNamespace(running=Running(Paths((BASE,), {}, 2)))
+    model = SimpleNamespace(running=Running(Call(Paths((BASE,), {}, 2))))
     assert _Widening(model)(nn.Module(), (), {"deepstack_features": {0: FEATURES}}) is None

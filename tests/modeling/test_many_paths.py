@@ -63,7 +63,28 @@ def test_threads_run_their_own_choices(made_of: Callable[..., Any]) -> None:
         for number, found in enumerate(pool.map(run, range(8))):
             assert all(map(torch.equal, found, wanted[number % 4])), choices[number % 4]
     assert model.active_expansion == "chess"
-    assert model.running.own.call is model.running.own.choice is None, "nothing is left behind"
+    assert model.running.own.call is None, "nothing is left behind"
+
+
+@torch.no_grad()
+def test_a_forward_ends_as_it_began(made_of: Callable[..., Any]) -> None:
+    """Another thread that chooses for the whole model meanwhile is heard by the next forward."""
+    model, prompt = made_of("llama", LLAMA).composed(), list(prompts())[-1]
+    for name, other in (("medicine", "music"), (["medicine", "music"], "medicine"), (None, "medicine")):
+        model.set_expansion(other)
+        afterwards = model(**prompt).logits
+        model.set_expansion(name)
+        wanted = model(**prompt).logits
+
+        def choose(*_: Any, other: Any = other) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(model.set_expansion, other).result()
+
+        hook = model.model.layers[1].register_forward_pre_hook(choose)
+        found = model(**prompt).logits
+        hook.remove()
+        assert torch.equal(found, wanted)
+        assert torch.equal(model(**prompt).logits, afterwards) and not torch.equal(wanted, afterwards)
 
 
 @torch.no_grad()
