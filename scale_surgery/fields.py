@@ -75,6 +75,7 @@ class Field:
         name: Its name.
         option: Its name on the command line: the same with dashes, or that in the field's metadata.
         kind: Type of its values; for choices that of a choice.
+        part: Type of the values in a tuple.
         list_choices: Lists the values that it may take, or that those in a tuple may take; none where any may be.
         range: The numbers that it may take, or None.
         default: Its default; `dataclasses.MISSING` where it has none.
@@ -85,6 +86,7 @@ class Field:
     name: str
     option: str
     kind: type
+    part: type
     list_choices: Callable[[], Iterable[str]]
     range: Range | None
     default: Any
@@ -101,9 +103,11 @@ class Field:
         if value is None and self.is_optional:
             return None
         if self.kind is tuple:
+            parts = list(value) if isinstance(value, tuple | list) else [None]
+            if self.part is float:
+                return None if all(map(_is_number, parts)) else "numbers"
             # which texts they may be is said where they are used
-            are_texts = isinstance(value, tuple | list) and all(isinstance(own, str) for own in value)
-            return None if are_texts else f"some of: {', '.join(self.choices)}"
+            return None if all(isinstance(own, str) for own in parts) else f"some of: {', '.join(self.choices)}"
         if self.kind not in KIND_NAMES:
             return None
         if self.choices:
@@ -160,13 +164,19 @@ def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
     return Field(
         name=field.name,
         option=field.metadata.get("option", field.name.replace("_", "-")),
-        kind=str if kind is Literal else own if listed is float else kind,
+        kind=str if kind is Literal else kind,
+        part=float if listed is float else str,
         list_choices=field.metadata.get("choices", lambda: get_args(listed)),
         range=allowed,
         default=field.default,
         is_optional=is_optional,
         help=line,
     )
+
+
+def _is_number(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -math.inf < value < math.inf  # type: ignore[operator]
 
 
 def _attribute_lines(owner: type) -> dict[str, str]:

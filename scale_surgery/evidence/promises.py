@@ -230,9 +230,10 @@ def _bounded_forgetting(
         problems = [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
     if numbers is not None:
         problems += general
-        lose, best = ("lose", "their best path") if numbers.texts > 1 else ("loses", "its best path")
-        best = "the base" if count == 1 else best
-        evidence += f"; {counted(numbers.texts, 'text')} {lose} at most {max(0.0, numbers.excess):.3g} against {best}"
+        best = "the base" if count == 1 else "its best path"
+        lose = "lose" if numbers.texts > 1 else "loses"
+        bests = best.replace("its", "their") if numbers.texts > 1 else best
+        evidence += f"; {counted(numbers.texts, 'text')} {lose} at most {max(0.0, numbers.excess):.3g} against {bests}"
         evidence += f", of which rounding explains {numbers.rounding:.2g}" if numbers.excess > bound else ""
         most = bound + each * numbers.longest + numbers.rounding
         if not numbers.excess <= most:

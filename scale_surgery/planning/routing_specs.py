@@ -15,7 +15,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.schema import in_one_line, misfits
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import Range, problems_of
+from scale_surgery.fields import Range, fields_of, problems_of
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
 from scale_surgery.planning.specs import Spec, attention_values
 
@@ -110,7 +110,8 @@ class Routing:
         """What is wrong with its numbers for so many expansions."""
         found = problems_of(self, "{option}: {value}")
         shares = self.shares
-        if shares is not None and not (_are_weights(shares) and len(shares) == expansions):
+        are_numbers = fields_of(Routing)["shares"].expects(shares) is None
+        if shares is not None and are_numbers and not (_are_weights(shares) and len(shares) == expansions):
             found.append(f"shares: {shares}, expected {expansions} positive numbers of sum 1, one for each expansion.")
         if self.router == "cosine" and expansions > 1:
             found.append(f"router: cosine is for one expansion, and there are {expansions}; expected posterior.")
