@@ -243,8 +243,11 @@ def _plan_here(extract: Extract, name: str, source: Source, before: Manifest | N
 def _record(extract: Extract, plan: Plan) -> ExpansionRecord:
     """What surgery.json says of it, by the name that it gets."""
     known = extract.manifest.expansions[extract.manifest.name]
-    name = plan.request.name
-    return replace(known, plan=plan, tensors={renamed(own, name): digest for own, digest in known.tensors.items()})
+    tensors, trained = (
+        None if sums is None else {renamed(own, plan.request.name): digest for own, digest in sums.items()}
+        for sums in (known.tensors, known.trained)
+    )
+    return replace(known, plan=plan, tensors=tensors or {}, trained=trained)
 
 
 def _check_base(

@@ -239,13 +239,14 @@ def test_one_bit_of_a_trained_block_is_noticed(pair: Pair, trained: Path, base_o
     """What a run left is known by its sums, in a folder of several as well; what no run has ended on is not."""
     done = adopt(trained, pair.path, tmp_path / "out").path
     beside = expand(pair.base_path, Request("1", name="law"), tmp_path / "beside").path
-    both = compose(done, extract(beside, tmp_path / "law").path, tmp_path / "both").path
-    for folder, file in ((done, EXPANSION), (both, EXPANSION)):
+    taken = {"art": extract(done, tmp_path / "art").path, "law": extract(beside, tmp_path / "law").path}
+    both = compose(pair.base_path, taken, tmp_path / "both").path
+    for folder, name in ((done, "default"), (both, "art")):
         assert verify(folder, probes=None, record=False).passed
-        flip(folder / file)
+        flip(folder / EXPANSION.replace("default", name))
         found = verify(folder, probes=None, record=False)
         assert not found.passed
-        (problem,) = [line for line in found.problems if "expansions.default." in line]
+        (problem,) = [line for line in found.problems if f"expansions.{name}." in line]
         assert re.fullmatch(r"model\.\S+: sha256 \w{16}\.\.\., expected \w{16}\.\.\. from surgery\.json\.", problem)
     flip(beside / "expansion-law-00001-of-00001.safetensors")
     found = verify(beside, probes=None, record=False)
