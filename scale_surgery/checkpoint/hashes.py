@@ -40,10 +40,10 @@ def hash_files(path: Path, names: list[str], advance: Progress = no_progress) ->
     return _in_threads(lambda name: hash_file(path / name, advance), names)
 
 
-def changed_tensors(checkpoint: Checkpoint, before: Mapping[str, str]) -> dict[str, str]:
+def changed_tensors(checkpoint: Checkpoint, names: list[str], before: Mapping[str, str]) -> dict[str, str]:
     """sha256 of those of several tensors whose bytes are not what they were, by name."""
-    hashes = hash_tensors(checkpoint, list(before))
-    return {name: digest for name, digest in hashes.items() if digest != before[name]}
+    hashes = hash_tensors(checkpoint, names)
+    return {name: digest for name, digest in hashes.items() if digest != before.get(name)}
 
 
 def hash_tensors(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> dict[str, str]:

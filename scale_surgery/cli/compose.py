@@ -77,7 +77,8 @@ def compose_command(
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    routing = make_routing(base, len(given) - len(options["remove"]), options.pop("prior"), options.pop("switch_rate"))
+    more = len(given) - len(set(options["remove"]))
+    routing = make_routing(base, more, options.pop("prior"), options.pop("switch_rate"))
     done = compose(base, named, output, routing=routing, track=out.track, **options)
     out.show(done, render_composed(done))
 
@@ -92,6 +93,7 @@ def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rat
         switch_rate: Share of its weight that each path gives to the others at every token.
     """
     from scale_surgery.checkpoint.names import MANIFEST_FILE
+    from scale_surgery.checkpoint.sources import find_source
     from scale_surgery.planning.routing_specs import Routing, routing_of_weights
     from scale_surgery.surgery.record import read_manifest
 
@@ -103,7 +105,8 @@ def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rat
         raise click.UsageError(
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
-    before = read_manifest(Path(base)) if (Path(base) / MANIFEST_FILE).is_file() else None
+    path = find_source(base).path
+    before = read_manifest(path) if (path / MANIFEST_FILE).is_file() else None
     paths = 1 + more + (0 if before is None else len(before.expansions))
     routing = (None if before is None else before.routing) or Routing()
     routing = routing if switch_rate is None else replace(routing, switch_rate=switch_rate)

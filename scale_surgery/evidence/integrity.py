@@ -11,14 +11,14 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import counted
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.tokenizer import ASKING_FILES
-from scale_surgery.surgery.intact import added_files, base_bytes_to_check, find_damage
+from scale_surgery.surgery.intact import added_files, base_bytes_to_check, find_damage, other_sum
 from scale_surgery.surgery.parts import described_parts, hash_parts, part_readers
 from scale_surgery.surgery.record import Manifest
 
@@ -77,14 +77,13 @@ def check_files(
     damage = find_damage(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
     began = {name: digest for own in manifest.expansions.values() for name, digest in own.tensors.items()}
-    spoiled = [*_spoiled(manifest, expansion)]
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
     other = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
         base=(*damage.base, *other, *differing),
         is_other_base=bool(other),
-        structure=(*damage.structure, *spoiled),
+        structure=(*damage.structure, *_spoiled(manifest, expansion)),
         config=(*damage.config, *other_keys),
         code=damage.code,
         foreign_code=manifest.foreign_code,
@@ -104,7 +103,7 @@ def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[str]:
         known = {} if own.trained is None else {**own.tensors, **own.trained}
         for name, digest in known.items():
             if hashes.get(name, digest) != digest:
-                yield f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from {MANIFEST_FILE}."
+                yield other_sum(name, hashes[name], digest)
 
 
 def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:

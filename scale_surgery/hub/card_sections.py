@@ -142,10 +142,12 @@ def _widened(facts: CardFacts) -> str:
         rows += [("router", f"{facts.routing.description}{says}")]
     if facts.is_fused:
         rows += [("form", "fused for serving: each linear of an expanded layer is one matrix")]
-    if facts.forced is not None:
-        count = len(facts.forced["differing"])
-        differing = "1 tensor differs" if count == 1 else f"{count} tensors differ"
-        rows += [("put on it by force", f"{differing} from the base it was made on")]
+    for name, own in facts.expansions.items():
+        if own.forced_base is not None:
+            count = len(own.forced_base["differing"])
+            differing = "1 tensor differs" if count == 1 else f"{count} tensors differ"
+            which = joined([code(name), "put on it by force"], " ") if facts.are_several else "put on it by force"
+            rows += [(which, f"{differing} from the base it was made on")]
     rows += _drift_rows(facts.drift)
     versions = ", ".join(f"{name} {version}" for name, version in facts.tool.items())
     rows += [("made with", versions)] if versions else []

@@ -288,11 +288,9 @@ class ExpandedPreTrainedModel(LoadedModel):
         self._check_beside(known)
         return Choice(known, make_router(router, len(known)))
 
-    @contextmanager
-    def use_choice(self, choice: Choice) -> Iterator[None]:
+    def use_choice(self, choice: Choice) -> AbstractContextManager[None]:
         """Let the model be something else in this thread inside a `with` block."""
-        with self.running.within(self._call(choice)):
-            yield
+        return self.running.within(self._call(choice))
 
     def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
         """Choose as `set_expansion` does inside a `with` block, for this thread alone."""

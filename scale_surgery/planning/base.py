@@ -142,7 +142,7 @@ def base_alone(checkpoint: Checkpoint) -> Checkpoint:
     if record is None:
         raise CheckpointError(f"{path}: this model is expanded already. Expand its base model.")
     try:
-        set(record["expansions"])
+        set(record["expansions"])  # `base_in` looks for a name among them
         files = record["base_files"].values()
         config, names = parse_json(record["replaced"][CONFIG_FILE]), record["base_tensors"]
         stored = {file["stored_as"] for file in files} - {None}

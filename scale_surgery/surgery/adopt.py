@@ -332,7 +332,10 @@ def _write_records(saved: Saved, wide: _Wide | None, compared: Compared, partial
         "not_read": list(left.not_read),
         "tool": tool_versions(),
     }
-    now = {name: changed_tensors(written, own.tensors) for name, own in manifest.expansions.items()}
+    now = {
+        name: changed_tensors(written, [tensor.name for tensor in own.plan.tensors], own.tensors)
+        for name, own in manifest.expansions.items()
+    }
     before = {} if wide is None else {name: own.trained or {} for name, own in wide.manifest.expansions.items()}
     # where nothing differs it may have been any
     ran = [name for name, trained in now.items() if trained != before.get(name, {})] or list(now)

@@ -151,8 +151,13 @@ def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[str]:
         if name not in hashes:
             problems.append(f"{name}: base tensor is missing.")
         elif hashes[name] != digest:
-            problems.append(f"{name}: sha256 {hashes[name][:16]}..., expected {digest[:16]}... from {MANIFEST_FILE}.")
+            problems.append(other_sum(name, hashes[name], digest))
     return problems
+
+
+def other_sum(name: str, found: str, expected: str) -> str:
+    """What to say of a tensor whose bytes are not those that surgery.json knows."""
+    return f"{name}: sha256 {found[:16]}..., expected {expected[:16]}... from {MANIFEST_FILE}."
 
 
 def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[str]:

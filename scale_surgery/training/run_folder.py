@@ -175,8 +175,8 @@ class TrainingRun:
 
     def _sums(self) -> dict[str, str]:
         """sha256 of the tensors that the run left otherwise than they began."""
-        began = read_manifest(self.target).expansions[self.name].tensors
-        return changed_tensors(open_checkpoint(self.target), began)
+        own = read_manifest(self.target).expansions[self.name]
+        return changed_tensors(open_checkpoint(self.target), [tensor.name for tensor in own.plan.tensors], own.tensors)
 
     def draw(self, log: Log) -> None:
         """Draw the curves, once: a figure takes as long as many steps of a small model."""

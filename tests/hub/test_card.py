@@ -18,6 +18,7 @@ from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.card import current_certificate, make_card, metadata_problem
 from scale_surgery.hub.repository import is_written_card, read_contents
 from scale_surgery.planning.request import Request
+from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
@@ -285,6 +286,24 @@ def test_a_base_that_was_forced_on_it_is_told(own: Path) -> None:
     text = card(own, certificate=verify(own, probes=None, record=False).to_json())
     assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
     assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
+
+
+def test_of_several_expansions_each_has_its_runs_and_its_base(base_of: Any, expanded: Path, tmp_path: Path) -> None:
+    taken = extract(expanded, tmp_path / "taken").path
+    folder = compose(base_of("llama"), {"law": taken, "art": taken}, tmp_path / "both").path
+    text = make_card(read_contents(folder), REPO, None, None, None).text
+    assert "have not been trained" in text and "put on it by force" not in text
+    held = json.loads((folder / "surgery.json").read_text())["expansions"]
+    forced = {"expected_name": "secret-base", "expected_revision": None, "differing": ["a"]}
+    held["law"] |= {"training": [{**RUN, "measured": {}}, RUN], "forced_base": forced}
+    held["art"] |= {"training": [{**RUN, "steps": 7, "measured": {}}]}
+    record(folder, expansions=held)
+    text = make_card(read_contents(folder), REPO, None, None, None).text
+    assert "| run | expansion | steps | parameters trained | learning rate | begun |" in text
+    assert "| 2 | `law` | 40 | 1,234 | 0.01 | 2026-01-02 |" in text and "| 3 | `art` | 7 |" in text
+    assert "| law: old text | 0.0732 |" in text and "art: old text" not in text
+    assert "| `law` put on it by force | 1 tensor differs from the base it was made on |" in text
+    assert "secret" not in text and text.count("put on it by force") == 1
 
 
 def test_the_code_of_a_card_runs(expanded: Path, shipped_copy: Path) -> None:

@@ -253,6 +253,19 @@ def test_one_bit_of_a_trained_block_is_noticed(pair: Pair, trained: Path, base_o
     assert found.passed and found.state == "trained"
 
 
+def test_a_tensor_whose_start_no_record_knows_counts_as_trained(pair: Pair, trained: Path, tmp_path: Path) -> None:
+    wide = Path(shutil.copytree(pair.path, tmp_path / "wide"))
+    content = json.loads((wide / "surgery.json").read_text())
+    sums = content["expansions"]["default"]["tensors"]
+    unknown = own_new(pair)[0]
+    sums["model.nothing"] = sums.pop(unknown)
+    (wide / "surgery.json").write_text(json.dumps(content))
+    done = adopt(trained, wide, tmp_path / "out")
+    known = read_manifest(done.path).expansions["default"].trained
+    assert known is not None and unknown in known and "model.nothing" not in known
+    assert done.trained_tensors == done.expansion_tensors
+
+
 def flip(file: Path) -> None:
     """Change the last bit of a file."""
     content = bytearray(file.read_bytes())

@@ -386,6 +386,12 @@ def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None
     router = {"router": "posterior", "prior": [0.6, 0.2, 0.2], "switch_rate": 0.0}
     assert load(first).config.scale_surgery["router"] == router
     assert load(first).choice.router.settings == router
+    wrong = run(llama.base, *two, "--names", "medicine,law", "--prior", "0.5,0.5", "-o", tmp_path / "wrong")
+    assert wrong.exit_code == 2 and "--prior 0.5,0.5: expected 3 positive weights of sum 1" in wrong.output
+    assert not (tmp_path / "wrong").exists()
+    # what is named twice is removed once
+    removed = ("--remove", "law", "--remove", "law", "--prior", "0.7,0.3")
+    assert run(first, *removed, "-o", tmp_path / "removed").exit_code == 0
     assert run(first, "--switch-rate", "0.5", "-o", tmp_path / "rate").exit_code == 0
     assert read_manifest(tmp_path / "rate").routing == mixed((0.6, 0.2, 0.2), 0.5)
     assert run(first, "--remove", "law", "--prior", "0.7,0.3", "-o", tmp_path / "prior").exit_code == 0

@@ -393,6 +393,7 @@ SPOILED = [
     ("base_tensors", None),
     ("base_files.config.json.bytes", None),
     ("expansions.default.tensors", "x"),
+    ("expansions.default.trained", ["x"]),
     ("code", []),
     ("replaced.config.json", "no JSON"),
     ("replaced.config.json", "[]"),
