@@ -24,6 +24,7 @@ import errno
 import functools
 import hashlib
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from accelerate.utils import other
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import Expansion, expand
 from tests.tiny import save_tiny
@@ -83,6 +85,16 @@ def shake(path: Path, seed: int = 1) -> Path:
         tensors = {name: (own.float() + 0.1 * noise[name]).to(own.dtype) for name, own in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
     return path
+
+
+def name_base(path: Path, name: str, revision: str) -> None:
+    """Let an expanded folder say that its base is on the Hub: in its record, and where its config keeps its origin."""
+    record, config = (json.loads((path / file).read_text()) for file in ("surgery.json", "config.json"))
+    for expansion in config["scale_surgery"]["expansions"]:
+        expansion["origin"].update(base_name=name, base_revision=revision)
+    record.update(base_name=name, base_revision=revision)
+    write_json(path / "surgery.json", record)
+    write_json(path / "config.json", config)
 
 
 def load(path: Path, **options: Any) -> Any:

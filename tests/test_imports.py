@@ -13,9 +13,8 @@ import pytest
 import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
-from scale_surgery import Request, extract, modeling, plan
+from scale_surgery import extract, modeling
 from scale_surgery.planning.architecture import CODE_FILES
-from scale_surgery.planning.saved import save_plan
 from tests.conftest import REQUESTS
 from tests.families import FAMILIES
 from tests.tiny import save_tiny
@@ -33,7 +32,7 @@ import importlib, json, sys
 from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
-expanded, base, saved, mistaken, output, stubs = sys.argv[1:]
+expanded, base, mistaken, output, stubs = sys.argv[1:]
 found = {{}}
 def note(step):
     slow = ("torch", "transformers", "transformers.models.llama.modeling_llama")
@@ -56,9 +55,9 @@ for line in json.loads(Path(mistaken).read_text()):
 note("what is no request")
 from scale_surgery.surgery import blocks
 note("blocks")
-from scale_surgery.planning.saved import read_plan
 from scale_surgery.surgery.expand import expand
-expand(base, read_plan(json.loads(Path(saved).read_text())), output)
+from scale_surgery.surgery.record import read_manifest
+expand(base, read_manifest(Path(expanded)).plan, output)
 note("an expansion that was planned before")
 plan(base, Request("last:2"))
 note("a plan")
@@ -126,9 +125,8 @@ def said(base_of, pair_of, mistaken, tmp_path_factory) -> tuple[dict[str, list[s
     """What a process has imported after each step, whose class it loads, what it refused, and its stderr."""
     place = tmp_path_factory.mktemp("steps")
     base, expanded = base_of("llama"), pair_of("llama", "adapt").path
-    save_plan(plan(base, Request("0")), place / "plan.json")
     (place / "mistaken.json").write_text(json.dumps([line.split() for line in mistaken]))
-    files = [expanded, base, place / "plan.json", place / "mistaken.json", place / "out", place]
+    files = [expanded, base, place / "mistaken.json", place / "out", place]
     (place / "peft.py").write_text(PEFT)
     done = subprocess.run([sys.executable, "-c", STEPS, *map(str, files)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling import stock_type
 from scale_surgery.planning.architecture import Architecture
-from scale_surgery.planning.base import Base, make_base
+from scale_surgery.planning.base import Base, Facts, check_layers
 from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
 
@@ -50,7 +50,8 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
         checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code_folder(checkpoint, run)
     )
     architecture, in_memory = _with_names(found, checkpoint.tensors)
-    return make_base(checkpoint, architecture, found.sizes, found.proof, in_memory)
+    check_layers(architecture, found.sizes.layers, checkpoint.tensors)
+    return Base(checkpoint, Facts(architecture, found.sizes, found.proof, in_memory))
 
 
 def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:

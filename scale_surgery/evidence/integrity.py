@@ -190,7 +190,7 @@ def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:
 
 def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
     """Code files that no release of this program wrote, whatever surgery.json says of them."""
-    facts = manifest.facts.architecture
+    facts = manifest.first_plan.architecture
     for file in checkpoint.side_files:
         if file.endswith(".py") and not modeling.is_ours(file, hash_file(checkpoint.path / file), facts):
             yield file

@@ -43,7 +43,7 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = 
     except (CheckpointError, PlanError) as error:
         return tuple(f"{MANIFEST_FILE}: its facts of the base model cannot be checked: {line}" for line in error.lines)
     return tuple(
-        f"{MANIFEST_FILE}: expansions.{name}.plan.{key} is not what the base's {CONFIG_FILE} gives. Restore it from "
+        f"{MANIFEST_FILE}: expansions.{name}.facts.{key} is not what the base's {CONFIG_FILE} gives. Restore it from "
         "where you got it."
         for name, plan in manifest.plans.items()
         for key in _differing(plan, found)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,7 +152,7 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
     if says_more(manifest.verification, result):
         return True
     try:
-        write_json(path / MANIFEST_FILE, asdict(replace(manifest, verification=result.to_json())))
+        write_json(path / MANIFEST_FILE, replace(manifest, verification=result.to_json()).to_json())
     except OSError:
         # a model that is read-only can be verified too
         return False
@@ -226,7 +226,7 @@ def _judge(
 
 def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
     """What a user should know before running the folder's own code."""
-    without = "no model of this base" if manifest.facts.architecture.own_code else "the code of this program"
+    without = "no model of this base" if manifest.first_plan.architecture.own_code else "the code of this program"
     for file in integrity.unreleased_code:
         origin = _origin(file, manifest)
         yield f"{file}: {origin}. Read it before you let it run with trust_remote_code; without, {without} runs."
@@ -234,6 +234,6 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
 
 def _origin(file: str, manifest: Manifest) -> str:
     """Where a code file comes from that no release of this program wrote."""
-    if file in manifest.facts.code_files:
+    if file in manifest.first_plan.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"

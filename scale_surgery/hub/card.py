@@ -103,7 +103,7 @@ def card_facts(
         form=contents.form,
         base_id=name if is_on_hub else None,
         base_revision=revision if is_on_hub else None,
-        base_fingerprint=str(record.get("base_fingerprint")),
+        base_fingerprint=str(record["base_fingerprint"] if manifest is None else manifest.first_plan.base_fingerprint),
         record=record,
         expansions={} if manifest is None else manifest.expansions,
         routing=routing,

@@ -33,9 +33,9 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
-from scale_surgery.checkpoint.schema import in_one_line, known_misfits
+from scale_surgery.checkpoint.schema import in_one_line, known_misfits, misfits
 from scale_surgery.errors import CheckpointError
-from scale_surgery.surgery.extract_folder import record_problems
+from scale_surgery.surgery.extract_folder import ExtractRecord
 from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.record_schema import StockRecord
@@ -160,7 +160,7 @@ def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
     if form == "stock":
         problems += known_misfits(record, StockRecord)
     elif form == "extract":
-        problems += record_problems(read_json(path / EXTRACT_FILE))
+        problems += misfits(read_json(path / EXTRACT_FILE), ExtractRecord)
     if problems:
         raise CheckpointError(
             f"{path / file}: is incomplete ({in_one_line(problems)}). Restore it from where you got it."
@@ -224,7 +224,7 @@ def is_same_base(record: Mapping[str, Any], there: str) -> bool:
     return mine == theirs
 
 
-def _tensors(record: Mapping[str, Any]) -> dict[str, str]:
+def _tensors(record: Mapping[str, Any]) -> dict[str, Any]:
     return dict(record.get("base_tensors", {}))
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
@@ -14,24 +15,50 @@ from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError
+from scale_surgery.checkpoint.schema import in_one_line
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
 
 
 @dataclass(frozen=True)
-class Base:
-    """A base model as planning sees it: facts and their proof, sizes, what stands before its names, and its headers.
+class Facts:
+    """What planning knows of a base model beside its config and headers; with the request, a plan follows from them.
 
-    `in_memory` is what transformers calls tensors when it has loaded them, where that is not their name on disk.
+    Attributes:
+        architecture: Facts of its architecture, as they were derived, names on disk included.
+        sizes: Its sizes, by its config.
+        proof: What was proved of the facts on a tiny twin: checks, sizes of twins, versions.
+        in_memory: What transformers calls tensors when it has loaded them, where that is not their name on disk.
     """
 
     architecture: Architecture
     sizes: Sizes
-    prefix: str
-    checkpoint: Checkpoint
     proof: Mapping[str, Any] = field(default_factory=dict)
     in_memory: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model as planning sees it: its config and headers, and the facts."""
+
+    checkpoint: Checkpoint
+    facts: Facts
+
+    @property
+    def architecture(self) -> Architecture:
+        """Facts of its architecture."""
+        return self.facts.architecture
+
+    @property
+    def sizes(self) -> Sizes:
+        """Its sizes."""
+        return self.facts.sizes
+
+    @cached_property
+    def prefix(self) -> str:
+        """What stands before its names on disk."""
+        return find_prefix(self.architecture, self.checkpoint.tensors)
 
     @property
     def head(self) -> str:
@@ -49,6 +76,28 @@ class Base:
         return min(found, key=len)
 
 
+def check_facts(facts: Facts) -> None:
+    """Check that facts which were read from a file fit together.
+
+    Raises:
+        PlanError: If they do not; every problem is listed.
+    """
+    kinds, numbers = facts.architecture.kinds, facts.architecture.kind_of_layer
+    if len(numbers) != facts.sizes.layers or not kinds:
+        raise PlanError(f"facts.architecture.kind_of_layer names {len(numbers)} layers, expected {facts.sizes.layers}")
+    if not set(numbers) <= set(range(len(kinds))):
+        raise PlanError("facts.architecture.kind_of_layer names kinds that there are none of")
+    linears = (linear for kind in kinds for linear in kind.linears)
+    hidden = [("hidden", linear.inputs) for linear in linears if linear.reads == "residual"]
+    problems = [
+        f"facts.sizes.{name} is {getattr(facts.sizes, name)}, expected {size} from facts.architecture"
+        for name, size in dict.fromkeys([*hidden, *sizes_of_blocks(facts.architecture).items()])
+        if getattr(facts.sizes, name) != size
+    ]
+    if problems:
+        raise PlanError(in_one_line(problems))
+
+
 def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:
     """Heads and inner features of a model: those of its first block that has any, 0 where none has."""
     blocks = [block for number in architecture.kind_of_layer for block in architecture.kinds[number].blocks]
@@ -59,29 +108,6 @@ def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:
         "head_size": attention.head_size if attention else 0,
         "inner": next((block.inner for block in blocks if block.inner), 0),
     }
-
-
-def make_base(
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    sizes: Sizes,
-    proof: Mapping[str, Any],
-    in_memory: Mapping[str, str],
-) -> Base:
-    """Put together what planning has to know of a base model.
-
-    Args:
-        checkpoint: Its config and headers.
-        architecture: Facts of its architecture, names on disk included.
-        sizes: Its sizes, by its config.
-        proof: What was proved of these facts.
-        in_memory: What transformers calls tensors, where it renames them.
-
-    Raises:
-        CheckpointError: If config.json promises more layers than there are.
-    """
-    check_layers(architecture, sizes.layers, checkpoint.tensors)
-    return Base(architecture, sizes, find_prefix(architecture, checkpoint.tensors), checkpoint, proof, in_memory)
 
 
 def check_layers(architecture: Architecture, layers: int, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.selection import format_layers
 
 # the same model may lie elsewhere and be called otherwise; costs are estimates; facts show in what is planned
-UNDECISIVE = {"costs", "base_name", "architecture", "proof"}
+UNDECISIVE = {"costs", "base_name", "facts"}
 # its sizes are those of its config, but that heads and inner features are counted where they are split
 OF_THE_BASE = {"base_fingerprint", "base_revision", "family"}
 
@@ -39,7 +39,7 @@ def check_same(plan: Plan, file: Path) -> None:
         )
     if not differing:
         return
-    treatments = list(_other_treatments(saved.get("architecture"), plan.architecture))
+    treatments = list(_other_treatments(_facts(saved).get("architecture"), plan.architecture))
     why = (
         "What passes its proof may depend on releases and on the processor. Expand where the plan was made, or make it "
         "again with plan -o, and review it."
@@ -90,8 +90,13 @@ def _tensors(plain: Any) -> dict[str, Any]:
 
 def _made_with(saved: Mapping[str, Any], made: Mapping[str, Any]) -> str:
     """What both plans were proved with."""
-    before, now = (_versions(own.get("proof")) for own in (saved, made))
+    before, now = (_versions(_facts(own).get("proof")) for own in (saved, made))
     return f"Both were proved with {now}." if before == now else f"It was proved with {before}, here with {now}."
+
+
+def _facts(plain: Mapping[str, Any]) -> Mapping[str, Any]:
+    facts = plain.get("facts")
+    return facts if isinstance(facts, Mapping) else {}
 
 
 def _versions(proof: Any) -> str:

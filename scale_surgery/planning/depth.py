@@ -202,7 +202,7 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
         ):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")
-            _, _, in_memory = base.in_memory.get(source.name, source.name).partition(place)
+            _, _, in_memory = base.facts.in_memory.get(source.name, source.name).partition(place)
             is_copy = numberless(in_memory) not in mute
             sort = "norm" if module in norms else "linear"
             yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)

@@ -98,17 +98,6 @@ class Grow(Method):
                 if spec["kind"] == "grown":
                     yield from _grown_tensors(spec, path, specs["name"], layer, base.checkpoint.tensors)
 
-    def plan_problems(self, plan: Plan) -> list[str]:
-        """Every new tensor is a copy, and the number of copies has to give the widths."""
-        copies = plan.request.copies
-        others = [tensor for tensor in plan.tensors if tensor.init != "copy"]
-        if others:
-            return [f"plan.tensors, {tensor.name}: init {tensor.init!r}, expected 'copy'" for tensor in others]
-        inner = copied_inner(plan.architecture, plan.layers)
-        if type(copies) is int and copies >= 2 and plan.widths.up_inner_width == (copies - 1) * inner:
-            return []
-        return [f"plan.request.copies is {copies!r}, which does not fit its widths"]
-
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """Every new tensor: a copy that is none any more adds something else."""
         return plan.tensors

@@ -99,10 +99,6 @@ class Method(ABC):
         """Add up what a plan costs."""
         return estimate(base, specs, tensors, request.svd)
 
-    def plan_problems(self, plan: Plan) -> list[str]:
-        """What does not fit together in a plan that was read from a file."""
-        return []
-
     @abstractmethod
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """New tensors that keep the output the base's as long as they are as they began."""

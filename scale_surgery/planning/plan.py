@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
@@ -23,7 +22,7 @@ from scale_surgery.errors import PlanError
 from scale_surgery.planning import costs
 from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture, Sizes
-from scale_surgery.planning.base import Base, check_base, fingerprint
+from scale_surgery.planning.base import Base, Facts, check_base, fingerprint
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request, complete
@@ -59,9 +58,8 @@ class Plan:
         base_revision: Commit of the Hub repository, where known.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
         family: `model_type` of the base model.
-        architecture: Facts of its architecture, as they were derived.
+        facts: What is known of it: its architecture, sizes, and what was proved.
         request: What was asked for.
-        sizes: Sizes of the base model.
         widths: What is added.
         layers: Expanded layers.
         collaboration: Where W12 exists.
@@ -70,16 +68,14 @@ class Plan:
         tensors: Every new tensor.
         shards: Names of the new shards.
         costs: Parameters, bytes, forward cost, training depth, and an estimate of memory.
-        proof: What was proved of the facts on a tiny twin: checks, sizes of twins, versions.
     """
 
     base_name: str
     base_revision: str | None
     base_fingerprint: str
     family: str
-    architecture: Architecture
+    facts: Facts
     request: Request
-    sizes: Sizes
     widths: Widths
     layers: tuple[int, ...]
     collaboration: Collaboration
@@ -88,8 +84,16 @@ class Plan:
     tensors: tuple[TensorPlan, ...]
     shards: tuple[str, ...]
     costs: costs.Costs
-    # the first plans relied on facts written by hand
-    proof: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def architecture(self) -> Architecture:
+        """Facts of the base's architecture."""
+        return self.facts.architecture
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the base model."""
+        return self.facts.sizes
 
     @property
     def variant(self) -> str:
@@ -165,9 +169,8 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
         base_revision=revision,
         base_fingerprint=fingerprint(base.checkpoint),
         family=base.architecture.model_type,
-        architecture=base.architecture,
+        facts=base.facts,
         request=request,
-        sizes=base.sizes,
         widths=resolved.widths,
         layers=resolved.layers,
         collaboration=resolved.collaboration,
@@ -176,7 +179,6 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
         tensors=tensors,
         shards=shards,
         costs=method.costs(base, request, specs, tensors),
-        proof=base.proof,
     )
 
 
@@ -242,21 +244,6 @@ def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
     if tensor.block == "up_weight" and tensor.kind == "embedding":
         return request.init_embedding
     return "zero"
-
-
-def renamed_plan(plan: Plan, name: str) -> Plan:
-    """The same plan for an expansion that is called otherwise."""
-    before, after = (f"{SHARD_STEM}{own}-" for own in (plan.request.name, name))
-    shards = {shard: shard.replace(before, after, 1) for shard in plan.shards}
-    return replace(
-        plan,
-        request=replace(plan.request, name=name),
-        specs={**plan.specs, "name": name},
-        tensors=tuple(
-            replace(tensor, name=renamed(tensor.name, name), shard=shards[tensor.shard]) for tensor in plan.tensors
-        ),
-        shards=tuple(shards.values()),
-    )
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:

@@ -99,17 +99,6 @@ class Scale(Method):
         heads = {tensor.name for tensor in plan.head_parts}
         return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
 
-    def plan_problems(self, plan: Plan) -> list[str]:
-        """What writes into the base stream and into the logits begins as zero, or it would not be checked for zeros."""
-        parts = plan.specs.get("kinds") or [plan.specs]
-        modules = {name: spec for part in parts for name, spec in part.get("expanded", {}).items()}
-        grown = [name for name, spec in modules.items() if spec.get("kind") == "grown"]
-        return [f"plan.specs, {name}: kind 'grown' is none of method scale" for name in grown] + [
-            f"plan.tensors, {tensor.name}: init {tensor.init!r}, expected 'zero'"
-            for tensor in self.guards(plan)
-            if tensor.init != "zero"
-        ]
-
     def start(self, changed: int) -> str:
         """Whether what writes into the base stream and into the logits is still zero."""
         if not changed:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -154,7 +154,7 @@ def adopt(
     check_target(target, [found.checkpoint.path, trained.checkpoint.path], overwrite=overwrite)
     check_specs(found, trained)
     match = fit(found, trained)
-    base_hashes = hash_base(trained.checkpoint, track) if wide is None else wide.manifest.base_tensors
+    base_hashes = hash_base(trained.checkpoint, track) if wide is None else wide.manifest.base_hashes
     compared = compare_base(found, trained, match, base_hashes, track)
     settings, computation = tuple(other_settings(found, trained)), tuple(other_computation(found, trained))
     if wide is not None:
@@ -347,5 +347,5 @@ def _write_records(saved: Saved, wide: _Wide | None, compared: Compared, partial
         expansions[name] = replace(own, trained=now[name], training=(*own.training, entry))
     # what was verified is what was expanded
     manifest = replace(manifest, expansions=expansions, verification=None)
-    write_json(partial / MANIFEST_FILE, asdict(manifest))
+    write_json(partial / MANIFEST_FILE, manifest.to_json())
     return manifest

@@ -153,7 +153,7 @@ def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track)
     recorded = {name: file.sha256 for name, file in extract.manifest.base_files.items()}
     others = tuple(sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)))
     has_other_shards = any(name.endswith(".safetensors") for name in others)
-    tensors = hash_base(base, track) if has_other_shards else extract.manifest.base_tensors
+    tensors = hash_base(base, track) if has_other_shards else extract.manifest.base_hashes
     return ComparedBase(source, base, hashes, tensors, find_differing(extract, base, tensors), others)
 
 

@@ -9,7 +9,7 @@ everything else --as files-->  everything else
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from scale_surgery.surgery.config import (
     stored_shard,
     written_config,
 )
-from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest
+from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest, base_tensors
 from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
 
 
@@ -80,7 +80,7 @@ def write_around(
     write_json(partial / INDEX_FILE, planned_index(plans, checkpoint))
     expanded = open_checkpoint(partial)
     manifest = _make_manifest(_hashed(expansions, partial), checkpoint, expanded, tool_on(run), routing)
-    write_json(partial / MANIFEST_FILE, asdict(_with_base_hashes(manifest, checkpoint, expanded, sums, track)))
+    write_json(partial / MANIFEST_FILE, _with_base_hashes(manifest, checkpoint, expanded, sums, track).to_json())
     return written, pinned
 
 
@@ -185,7 +185,6 @@ def _make_manifest(
     return Manifest(
         base_name=facts.base_name,
         base_revision=facts.base_revision,
-        base_fingerprint=facts.base_fingerprint,
         base_files={},
         base_tensors={},
         left_out=checkpoint.left_out,
@@ -228,7 +227,7 @@ def _with_base_hashes(
     hashes = {file: stored[place] for file, place in taken.items()}
     hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
     files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}
-    return replace(manifest, base_files=files, base_tensors={name: tensors[name] for name in checkpoint.tensors})
+    return replace(manifest, base_files=files, base_tensors=base_tensors(checkpoint, tensors))
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
@@ -272,8 +271,8 @@ def write_anew(
     )
     base = parse_json(manifest.replaced[CONFIG_FILE])
     write_json(partial / CONFIG_FILE, written_config(manifest, base, checkpoint.config.get("torch_dtype", "")))
-    write_json(partial / INDEX_FILE, make_index(index, manifest.facts.specs, total))
-    write_json(partial / MANIFEST_FILE, asdict(replace(manifest, expansions=_hashed(manifest.expansions, partial))))
+    write_json(partial / INDEX_FILE, make_index(index, manifest.first_plan.specs, total))
+    write_json(partial / MANIFEST_FILE, replace(manifest, expansions=_hashed(manifest.expansions, partial)).to_json())
     return 0 if how == "link" else sum(sizes[shard] for shard in base_shards(checkpoint, manifest))
 
 

@@ -22,8 +22,8 @@ from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.base import base_alone
-from scale_surgery.planning.plan import SHARD_STEM, Plan, renamed_plan
+from scale_surgery.planning.base import Base, base_alone
+from scale_surgery.planning.plan import SHARD_STEM, Plan, plan_expansion
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Progress, Track, no_track
@@ -102,11 +102,12 @@ def compose(
     opened = _named(extracts)
     kept = {} if before is None else dict(before.expansions)
     check_target(target, [source.path, *(own.path for own in opened.values())], overwrite=overwrite)
+    alone = base_alone(given)
     for extract in opened.values():
-        check_fit(extract, base_alone(given), source.name)
+        check_fit(extract, alone, source.name)
     # whether torch has a name for itself is known seconds later
     _check_names(opened, kept)
-    plans = {name: _plan_here(extract, name, source, before) for name, extract in opened.items()}
+    plans = {name: _plan_here(extract, name, alone, source, before) for name, extract in opened.items()}
     check_beside([*(own.plan for own in kept.values()), *plans.values()])
     added = {name: _record(extract, plans[name]) for name, extract in opened.items()}
     _check_routing(routing, [*kept, *added])
@@ -119,7 +120,7 @@ def compose(
         hashes: Mapping[str, str] = hash_base(given, track)
     else:
         refuse_damaged(_without_router(given, before), replace(before, routing=None), track)
-        hashes = before.base_tensors
+        hashes = before.base_hashes
     for name, extract in opened.items():
         _check_base(name, extract, given, source.name, hashes, track)
     state = {
@@ -233,11 +234,11 @@ def _check_routing(routing: Routing | None, names: Sequence[str]) -> None:
         raise PlanError.from_problems(f"{problem} The expansions are {', '.join(names)}." for problem in problems)
 
 
-def _plan_here(extract: Extract, name: str, source: Source, before: Manifest | None) -> Plan:
+def _plan_here(extract: Extract, name: str, base: Checkpoint, source: Source, before: Manifest | None) -> Plan:
     """Its plan, by the name that it gets, on the base that it comes to stand beside."""
     called = (source.name, source.revision) if before is None else (before.base_name, before.base_revision)
-    base_name, base_revision = called
-    return replace(renamed_plan(extract.manifest.plan, name), base_name=base_name, base_revision=base_revision)
+    made = extract.manifest.plan
+    return plan_expansion(Base(base, made.facts), replace(made.request, name=name), name=called[0], revision=called[1])
 
 
 def _record(extract: Extract, plan: Plan) -> ExpansionRecord:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -126,15 +126,10 @@ def extract(
         "format": EXTRACT_FORMAT,
         "base_name": manifest.base_name,
         "base_revision": manifest.base_revision,
-        "base_fingerprint": manifest.base_fingerprint,
         "files": {name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in files.items()},
         "from_base": list(from_base),
         "licence": _named_licence(path, manifest, from_base),
         "licences": list(licences),
-        "base_tensors": {
-            name: [checkpoint.tensors[name].dtype, list(checkpoint.tensors[name].shape)]
-            for name in manifest.base_tensors
-        },
         "tool": tool_versions(),
     }
     state = {"extract": content, "base_weights": base_weights}
@@ -188,7 +183,7 @@ def _texts(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
     return {
         CONFIG_FILE: as_json(checkpoint.config),
         INDEX_FILE: as_json(make_index(places, manifest.plan.specs, total)),
-        MANIFEST_FILE: as_json(asdict(manifest)),
+        MANIFEST_FILE: as_json(manifest.to_json()),
     }
 
 

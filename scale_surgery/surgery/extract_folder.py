@@ -49,34 +49,16 @@ class OwnFile:
 
 @dataclass(frozen=True)
 class ExtractRecord:
-    """What extract.json holds; dtype and shape of a tensor are a list of two."""
+    """What extract.json holds."""
 
     format: int
     base_name: str
     base_revision: str | None
-    base_fingerprint: str
     files: Mapping[str, OwnFile]
     from_base: tuple[str, ...]
     licence: Mapping[str, Any]
     licences: tuple[str, ...]
-    base_tensors: Mapping[str, tuple[Any, ...]]
     tool: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class TensorForm:
-    """Dtype (safetensors' name) and shape of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, info: TensorInfo) -> TensorForm:
-        """That of a stored tensor."""
-        return cls(info.dtype, tuple(info.shape))
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -90,7 +72,6 @@ class Extract:
         files: Files of the expanded folder that lie in the extract, by their names there.
         from_base: Files of the expanded folder that are the base's, by their names there.
         licences: Those of them that lie in the extract all the same.
-        base_tensors: Dtype and shape of each base tensor.
         tensors: The expansion tensors: where each lies in the extract.
         stamps: What the system said of its files before the first of them was read.
     """
@@ -101,7 +82,6 @@ class Extract:
     files: Mapping[str, OwnFile]
     from_base: tuple[str, ...]
     licences: tuple[str, ...]
-    base_tensors: Mapping[str, TensorForm]
     tensors: Mapping[str, TensorInfo]
     stamps: Stamps
 
@@ -153,19 +133,10 @@ def read_record(file: Path) -> ExtractRecord:
         raise CheckpointError(
             f"{file}: format {content.get('format')!r}, expected {EXTRACT_FORMAT}. Use the release that made it."
         )
-    if wrong := record_problems(content):
+    if wrong := list(misfits(content, ExtractRecord)):
         raise CheckpointError(f"{file}: is incomplete ({in_one_line(wrong)}). Restore it from where you got it.")
     record: ExtractRecord = build(content, ExtractRecord)
     return record
-
-
-def record_problems(content: Mapping[str, Any]) -> list[str]:
-    """Say which values of a parsed extract.json are of another kind than `extract` writes, a line each."""
-    forms = content.get("base_tensors")
-    problems = list(misfits(content, ExtractRecord))
-    for name, form in forms.items() if isinstance(forms, dict) and not problems else ():
-        problems += misfits(dict(zip(("dtype", "shape"), form, strict=False)), TensorForm, f"base_tensors.{name}")
-    return problems
 
 
 def _read(source: Source, record: ExtractRecord, manifest: Manifest, stamps: Stamps) -> Extract:
@@ -178,7 +149,6 @@ def _read(source: Source, record: ExtractRecord, manifest: Manifest, stamps: Sta
         files=files,
         from_base=record.from_base,
         licences=record.licences,
-        base_tensors={name: TensorForm(dtype, tuple(shape)) for name, (dtype, shape) in record.base_tensors.items()},
         tensors=name_tensors(
             {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
             manifest.plan.numbering,
@@ -301,5 +271,3 @@ def _list_problems(extract: Extract) -> Iterator[str]:
     for name in extract.from_base:
         if name not in stored or name in extract.files:
             yield f"{EXTRACT_FILE}: {name} is said to be the base's, which {MANIFEST_FILE} does not say."
-    if set(extract.base_tensors) != set(extract.manifest.base_tensors):
-        yield f"{EXTRACT_FILE}: lists other base tensors than {MANIFEST_FILE}. Restore it from where you got it."

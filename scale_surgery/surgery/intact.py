@@ -147,7 +147,7 @@ def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple
 
 def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
-    for name, digest in record.base_tensors.items():
+    for name, digest in record.base_hashes.items():
         if name not in hashes:
             problems.append(f"{name}: base tensor is missing.")
         elif hashes[name] != digest:

@@ -130,7 +130,7 @@ def _load_base(
 def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> None:
     """Refuse a loaded model that is not the base, or that lies where it cannot be shared."""
     check_shareable(model)
-    base = InMemory(model, extract.base_tensors)
+    base = InMemory(model, extract.manifest.base_tensors)
     before = {f"{name}.weight": quantised_shape(module) for name, module in quantised_modules(model).items()}
     quantised = {name: before[place.name] for name, place in base.places.items() if place.name in before}
     if quantised:
@@ -141,7 +141,7 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
         if check:
             _refuse_dequantised(extract, unfed)
         unfed = {}
-    shapes = {name: extract.base_tensors[name].shape for name in base.places}
+    shapes = {name: extract.manifest.base_tensors[name].shape for name in base.places}
     given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()} | quantised
     check_sizes(extract, _base_config(model), shapes, given, "model")
     if check:
@@ -175,15 +175,15 @@ def _refuse_dequantised(extract: Extract, found: Collection[str]) -> None:
 def _check_dtypes(extract: Extract, base: InMemory, headers: Mapping[str, Tensor]) -> None:
     """Refuse a model that was cast; what its class keeps in float32 is compared by its value."""
     found = {name: _stored_dtype(tensor) for name, tensor in headers.items()}
-    other = {name: dtype for name, dtype in found.items() if dtype != extract.base_tensors[name].dtype}
+    other = {name: dtype for name, dtype in found.items() if dtype != extract.manifest.base_tensors[name].dtype}
     kept = kept_in_float32(base.model) if other else ()
     cast = {name: dtype for name, dtype in other.items() if dtype != "F32" or base.places[name].name not in kept}
     if cast:
         name, dtype = next(iter(cast.items()))
         raise CheckpointError(
             f"model: {len(cast)} of {len(headers)} tensors were cast, {name} is {dtype}, expected "
-            f"{extract.base_tensors[name].dtype} as it is stored. Load it without a dtype; or give its folder or Hub "
-            "id, and the dtype."
+            f"{extract.manifest.base_tensors[name].dtype} as it is stored. Load it without a dtype; or give its folder "
+            "or Hub id, and the dtype."
         )
 
 
@@ -192,10 +192,10 @@ def _check_values(extract: Extract, base: InMemory, headers: Mapping[str, Tensor
     differing = {}
     with track("base tensors", sum(tensor.nbytes for tensor in headers.values())) as advance:
         for name, tensor in base.tensors(only=headers):
-            stored = _as_stored(tensor, extract.base_tensors[name].dtype)
+            stored = _as_stored(tensor, extract.manifest.base_tensors[name].dtype)
             if (
                 stored is None
-                or hashlib.sha256(tensor_bytes(stored)).hexdigest() != extract.manifest.base_tensors[name]
+                or hashlib.sha256(tensor_bytes(stored)).hexdigest() != extract.manifest.base_tensors[name].sha256
             ):
                 differing[name] = "its bytes differ."
             advance(tensor.nbytes)

@@ -154,7 +154,7 @@ def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) ->
 
 def _state(manifest: Manifest, to: MergedForm) -> dict[str, Any]:
     """What decides whether an unfinished folder may be continued."""
-    return {"merge": to, "base": manifest.base_fingerprint, "tool": tool_versions()}
+    return {"merge": to, "base": manifest.first_plan.base_fingerprint, "tool": tool_versions()}
 
 
 def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: MergedForm, track: Track) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _fused_record(
 ) -> dict[str, Any]:
     """surgery.json of a fused model."""
     code = hash_texts(code_texts(manifest.plan))
-    return asdict(replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None))
+    return replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None).to_json()
 
 
 def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track)
         "form": "stock",
         "base_name": manifest.base_name,
         "base_revision": manifest.base_revision,
-        "base_fingerprint": manifest.base_fingerprint,
+        "base_fingerprint": manifest.first_plan.base_fingerprint,
         "request": asdict(manifest.plan.request),
         "training": list(manifest.training),
         "base_files": {

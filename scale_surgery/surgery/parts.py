@@ -122,7 +122,7 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         content = read_json(index)
         places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
         write_json(index, {**content, "weight_map": places})
-    return numbering.as_key_mapping(manifest.facts.sizes.layers)
+    return numbering.as_key_mapping(manifest.first_plan.sizes.layers)
 
 
 def link_files(expanded: Path, folder: Path, manifest: Manifest) -> None:

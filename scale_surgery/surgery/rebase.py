@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FIL
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.errors import CheckpointError
-from scale_surgery.planning.base import fingerprint
+from scale_surgery.planning.base import Base
+from scale_surgery.planning.plan import plan_expansion
 from scale_surgery.planning.reserved import name_clash, reserved_names
 from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
@@ -29,7 +30,7 @@ from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
 from scale_surgery.surgery.around import running_dtype, take_over_shards
 from scale_surgery.surgery.config import make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
-from scale_surgery.surgery.record import BaseFile, Manifest, tool_versions
+from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import renumbered_shards
 
 # written for each base, never taken over from the extract as they are
@@ -104,7 +105,7 @@ def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights,
             advance(file.stat().st_size)
     _write_config(extract, base, folder, run)
     _write_index(extract, base.checkpoint, folder)
-    write_json(folder / MANIFEST_FILE, asdict(_manifest(extract, base, folder, places)))
+    write_json(folder / MANIFEST_FILE, _manifest(extract, base, folder, places).to_json())
 
 
 def _own_names(extract: Extract, base: ComparedBase) -> list[str]:
@@ -154,7 +155,7 @@ def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mappin
     return replace(
         before,
         base_files=files,
-        base_tensors={name: base.tensors[name] for name in given.tensors},
+        base_tensors=base_tensors(given, base.tensors),
         left_out=given.left_out,
         replaced=replaced,
         tool=tool_versions(),
@@ -165,12 +166,9 @@ def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mappin
 
 def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
     """A record that names this base, in its plan too."""
-    identity: dict[str, Any] = {
-        "base_name": base.source.name,
-        "base_revision": base.source.revision,
-        "base_fingerprint": fingerprint(base.checkpoint),
-    }
-    return replace(manifest, **identity).with_expansion(plan=replace(manifest.plan, **identity))
+    name, revision, made = base.source.name, base.source.revision, manifest.plan
+    plan = plan_expansion(Base(base.checkpoint, made.facts), made.request, name=name, revision=revision)
+    return replace(manifest, base_name=name, base_revision=revision).with_expansion(plan=plan)
 
 
 def _text(file: Path) -> str:

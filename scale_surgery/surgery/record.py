@@ -1,16 +1,18 @@
 """surgery.json: what an expanded checkpoint stands on, what was done, and how to take it back.
 
-It records sha256 of every base file and tensor, the text of each base file that the expansion replaces, the
-plan, the versions, and the last verification. It is enough to verify and to strip without the base at hand.
+It records sha256 of every base file and tensor, the text of each base file that the expansion replaces, what was asked
+for and known when each expansion was planned, the versions, and the last verification. It is enough to verify and to
+strip without the base at hand. What follows from these is not stored: a plan is made again of its request and facts.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,20 @@ from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.foreign import saved_elsewhere
+from scale_surgery.checkpoint.headers import DTYPE_BYTES, TensorInfo
 from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, SurgeryError
 from scale_surgery.modeling import is_ours
-from scale_surgery.planning.base import check_layers
-from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.base import Base, Facts, check_facts, check_layers
+from scale_surgery.planning.plan import Plan, plan_expansion
+from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
-from scale_surgery.planning.saved import check_plan
 from scale_surgery.planning.tensors import TensorPlan
-from scale_surgery.surgery.record_schema import header_problems, part_problems
+from scale_surgery.surgery.record_schema import Size, header_problems, part_problems
 
 MANIFEST_FORMAT = 2
 # what a stock export holds in place of surgery.json
@@ -52,11 +55,37 @@ class BaseFile:
 
 
 @dataclass(frozen=True)
+class BaseTensor:
+    """A tensor of the base model: sha256 of its bytes, dtype (safetensors' name) and shape."""
+
+    sha256: str
+    dtype: str
+    shape: tuple[Size, ...]
+
+    @property
+    def form(self) -> str:
+        """Dtype and shape, to be read."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class StoredExpansion:
+    """What surgery.json holds of an expansion; see `ExpansionRecord`, whose plan follows from request and facts."""
+
+    request: Request
+    facts: Facts
+    tensors: Mapping[str, str]
+    trained: Mapping[str, str] | None = None
+    training: tuple[Mapping[str, Any], ...] = ()
+    forced_base: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class ExpansionRecord:
     """What surgery.json says of an expansion.
 
     Attributes:
-        plan: Everything that was planned.
+        plan: Everything that was planned, made again of its request and facts.
         tensors: sha256 of each of its tensors as it began.
         trained: sha256 of those that the last run left otherwise than they began; None where none has ended.
         training: An entry a training run: settings, data, steps, what was measured.
@@ -77,9 +106,8 @@ class Manifest:
     Attributes:
         base_name: What the base is called.
         base_revision: Commit of its Hub repository, where known.
-        base_fingerprint: sha256 over its config and the names, dtypes and shapes of its tensors.
         base_files: Its files.
-        base_tensors: sha256 of each of its tensors.
+        base_tensors: Its tensors.
         left_out: Files of its folder that were not taken along.
         replaced: Texts of its files that the folder replaces.
         code: sha256 of each code file of the folder.
@@ -93,9 +121,8 @@ class Manifest:
 
     base_name: str
     base_revision: str | None
-    base_fingerprint: str
     base_files: Mapping[str, BaseFile]
-    base_tensors: Mapping[str, str]
+    base_tensors: Mapping[str, BaseTensor]
     left_out: tuple[str, ...]
     replaced: Mapping[str, str]
     code: Mapping[str, str]
@@ -146,13 +173,18 @@ class Manifest:
         return replace(self, expansions={self.name: replace(self.expansions[self.name], **changes)})
 
     @property
+    def base_hashes(self) -> dict[str, str]:
+        """sha256 of each tensor of the base."""
+        return {name: tensor.sha256 for name, tensor in self.base_tensors.items()}
+
+    @property
     def plans(self) -> Mapping[str, Plan]:
         """The plan of each expansion, by its name."""
         return {name: expansion.plan for name, expansion in self.expansions.items()}
 
     @property
-    def facts(self) -> Plan:
-        """A plan, for what each of them knows of the base: its architecture and its sizes."""
+    def first_plan(self) -> Plan:
+        """The plan of the first expansion, for what each of them knows of the base."""
         return next(iter(self.expansions.values())).plan
 
     @property
@@ -163,7 +195,7 @@ class Manifest:
     @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the code files that the folder needs; where all expansions are left out, of those that it had."""
-        return self.facts.code_files if self.expansions else tuple(self.code)
+        return self.first_plan.code_files if self.expansions else tuple(self.code)
 
     @property
     def planned(self) -> dict[str, TensorPlan]:
@@ -173,13 +205,34 @@ class Manifest:
     @property
     def foreign_code(self) -> tuple[str, ...]:
         """Code files that this release did not write."""
-        facts = self.facts.architecture
+        facts = self.first_plan.architecture
         return tuple(file for file, digest in self.code.items() if not is_ours(file, digest, facts))
 
     @property
     def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
         """Shards that a fused model was made of, whose tensors now lie in joined ones; none where it has its blocks."""
         return {} if self.fused is None else self.fused["shards"]
+
+    def to_json(self) -> dict[str, Any]:
+        """What surgery.json holds, as plain JSON values."""
+        stored = {
+            name: StoredExpansion(
+                own.plan.request, own.plan.facts, own.tensors, own.trained, own.training, own.forced_base
+            )
+            for name, own in self.expansions.items()
+        }
+        expansions = {name: asdict(own) for name, own in stored.items()}
+        return {**asdict(replace(self, expansions={})), "expansions": expansions}
+
+
+def base_tensors(base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, BaseTensor]:
+    """What surgery.json says of the tensors of a base.
+
+    Args:
+        base: Its headers.
+        hashes: sha256 of each tensor.
+    """
+    return {name: BaseTensor(hashes[name], info.dtype, info.shape) for name, info in base.tensors.items()}
 
 
 def tool_versions() -> dict[str, str]:
@@ -217,13 +270,14 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         _check_values(content)
-        manifest: Manifest = build(content, Manifest)
-        _base_config(manifest)
-        if not manifest.expansions:
+        manifest: Manifest = build({**content, "expansions": {}}, Manifest)
+        stored: Mapping[str, StoredExpansion] = build(content["expansions"], Mapping[str, StoredExpansion])
+        if not stored:
             raise PlanError("expansions is empty")
-        for name, plan in manifest.plans.items():
-            check_plan(plan, f"expansions.{name}.")
-            _check_plan(file, name, plan, manifest.base_tensors)
+        base = _recorded_base(path, manifest)
+        manifest = replace(
+            manifest, expansions={name: _planned(file, manifest, base, name, own) for name, own in stored.items()}
+        )
         _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
         _check_renumbered(manifest)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
@@ -239,16 +293,26 @@ def is_base(path: Path) -> bool:
 
 def _check_values(content: Mapping[str, Any]) -> None:
     """Check the kinds of all values, so that a spoiled one is noticed here, before anything relies on it."""
-    wrong = list(misfits(content, Manifest)) or list(part_problems(content))
+    wrong = [
+        *misfits({**content, "expansions": {}}, Manifest),
+        *misfits(content.get("expansions"), Mapping[str, StoredExpansion], "expansions"),
+    ] or list(part_problems(content))
     if wrong:
         raise PlanError(in_one_line(wrong))
 
 
-def _base_config(manifest: Manifest) -> dict[str, Any] | None:
-    """config.json of the base; a text that is missing is named where the texts of all files are looked at."""
-    text = manifest.replaced.get(CONFIG_FILE)
-    config = None if text is None else parse_json(text)
-    if text is not None and not isinstance(config, dict):
+def _recorded_base(path: Path, manifest: Manifest) -> Checkpoint:
+    """Config and headers of the base, as surgery.json has them; a config that is missing is named with other files."""
+    tensors = {
+        name: TensorInfo(name, "", own.dtype, own.shape, 0, prod(own.shape) * DTYPE_BYTES.get(own.dtype, 1))
+        for name, own in manifest.base_tensors.items()
+    }
+    return Checkpoint(path, _base_config(manifest), tensors, (), (), ())
+
+
+def _base_config(manifest: Manifest) -> dict[str, Any]:
+    config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
+    if not isinstance(config, dict):
         raise PlanError(f"replaced.{CONFIG_FILE}")
     if problems := list(kernel_problems(config)):
         raise CheckpointError.from_problems(
@@ -287,21 +351,26 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def _check_plan(file: Path, name: str, plan: Plan, base_tensors: Mapping[str, str]) -> None:
-    if plan.request.name != name or not name.isidentifier():
-        raise PlanError(f"expansions.{name} is called {plan.request.name!r} in its plan")
-    check_layers(plan.architecture, plan.sizes.layers, base_tensors)
-    for tensor in plan.tensors:
-        # outside the layers a tied head has no tensor of its own in the base
-        if tensor.layer is not None and tensor.source not in base_tensors and tensor.init != "one":
-            raise PlanError(f"expansions.{name}.plan.tensors, {tensor.name}: init {tensor.init!r} of {tensor.source!r}")
-    both = [tensor.name for tensor in plan.tensors if tensor.name in base_tensors]
+def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, stored: StoredExpansion) -> ExpansionRecord:
+    """What is said of an expansion, its plan made again."""
+    if stored.request.name != name or not name.isidentifier():
+        raise PlanError(f"expansions.{name} is called {stored.request.name!r} in its request")
+    check_layers(stored.facts.architecture, stored.facts.sizes.layers, base.tensors)
+    try:
+        check_facts(stored.facts)
+        plan = plan_expansion(
+            Base(base, stored.facts), stored.request, name=manifest.base_name, revision=manifest.base_revision
+        )
+    except SurgeryError as error:
+        raise PlanError(f"expansions.{name}: {in_one_line([line.rstrip('.') for line in error.lines])}") from error
+    both = [tensor.name for tensor in plan.tensors if tensor.name in base.tensors]
     if both:
         raise CheckpointError.from_problems(
             f"{file}: {name} is said to be a base tensor and a new one. Do not use this checkpoint before you know who "
             "made it."
             for name in both[:10]
         )
+    return ExpansionRecord(plan, stored.tensors, stored.trained, stored.training, stored.forced_base)
 
 
 def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:

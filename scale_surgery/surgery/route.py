@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
@@ -162,7 +162,7 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
     before = read_text(checkpoint, CONFIG_FILE)
     try:
         write_json(checkpoint.path / CONFIG_FILE, with_router(checkpoint.config, routing))
-        write_json(checkpoint.path / MANIFEST_FILE, asdict(replace(manifest, routing=routing)))
+        write_json(checkpoint.path / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
     except OSError as error:
         # the two say the same, or nothing has changed
         with contextlib.suppress(OSError):
@@ -206,14 +206,14 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, routing: Routing | None, 
             take_over(checkpoint.path / file, partial / file, take.base_weights)
             advance(size)
         write_json(partial / CONFIG_FILE, config)
-        write_json(partial / MANIFEST_FILE, asdict(replace(manifest, routing=routing)))
+        write_json(partial / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
     shards = sum(sizes[file] for file in checkpoint.shards)
     return Routed(
         path=target,
         base_name=manifest.base_name,
         routing=routing,
         forks=() if routing is None else tuple(forks_of(manifest)),
-        layers=manifest.facts.sizes.layers,
+        layers=manifest.first_plan.sizes.layers,
         bytes_written=0 if take.base_weights == "link" else shards,
         left_out=checkpoint.left_out,
     )

@@ -14,8 +14,8 @@ from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import MOST_NAMES, CheckpointError
 from scale_surgery.progress import Track
-from scale_surgery.surgery.extract_folder import Extract, TensorForm
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.extract_folder import Extract
+from scale_surgery.surgery.record import BaseTensor, Manifest
 
 Shapes = Mapping[str, tuple[int, ...]]
 # keys of a config that change no number that a model gives
@@ -38,7 +38,7 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
         raise CheckpointError(
             f"{name}: is expanded already, expected a base model. Strip it first (scale-surgery strip)."
         )
-    shapes = {tensor: form.shape for tensor, form in extract.base_tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in extract.manifest.base_tensors.items()}
     given = {tensor: tuple(info.shape) for tensor, info in base.tensors.items()}
     check_sizes(extract, base.config, shapes, given, name)
 
@@ -87,10 +87,10 @@ def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]
     """
     found = {}
     for name, info in base.tensors.items():
-        given, wanted = TensorForm.of(info), extract.base_tensors[name]
-        if given != wanted:
-            found[name] = f"{given}, expected {wanted}."
-        elif hashes[name] != extract.manifest.base_tensors[name]:
+        given, wanted = BaseTensor(hashes[name], info.dtype, info.shape), extract.manifest.base_tensors[name]
+        if given.form != wanted.form:
+            found[name] = f"{given.form}, expected {wanted.form}."
+        elif given != wanted:
             found[name] = "its bytes differ."
     return found
 

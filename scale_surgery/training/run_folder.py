@@ -17,7 +17,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,7 @@ class TrainingRun:
         manifest = read_manifest(folder)
         changed = replace(manifest.expansions[self.name], **changes)
         expansions = {**manifest.expansions, self.name: changed}
-        write_json(folder / MANIFEST_FILE, asdict(replace(manifest, expansions=expansions)))
+        write_json(folder / MANIFEST_FILE, replace(manifest, expansions=expansions).to_json())
 
     def _sums(self) -> dict[str, str]:
         """sha256 of the tensors that the run left otherwise than they began."""

@@ -231,7 +231,7 @@ def _decisive(
     names = [tensor.name for tensor in manifest.plan.tensors]
     hashes = repr(sorted(hash_tensors(checkpoint, names).items()))
     return asdict(settings) | {
-        "base": hashlib.sha256(repr(sorted(manifest.base_tensors.items())).encode()).hexdigest(),
+        "base": hashlib.sha256(repr(sorted(manifest.base_hashes.items())).encode()).hexdigest(),
         "expansion": hashlib.sha256(hashes.encode()).hexdigest(),
         "earlier_runs": len(manifest.training),
         "texts": {side: sequences.fingerprint() for side, sequences in texts.items()},

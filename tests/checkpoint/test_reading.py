@@ -244,7 +244,7 @@ WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]
         lambda own: own.update(base_name=True, left_out="x", base_tensors={"a": 1}) or first(own).update(training=[3]),
         (
             "base_name is True, expected a text",
-            "base_tensors.a is 1, expected a text",
+            "base_tensors.a is 1, expected an object",
             "left_out is 'x', expected a list",
             "expansions.default.training[0] is 3, expected an object",
         ),
@@ -254,12 +254,12 @@ WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]
         ("base_files.config.json.bytes is 1.5, expected a whole number",),
     ),
     "a flag as a number": (
-        lambda own: first(own)["plan"]["sizes"].update(hidden=True),
-        ("expansions.default.plan.sizes.hidden is True, expected a whole number",),
+        lambda own: first(own)["facts"]["sizes"].update(hidden=True),
+        ("expansions.default.facts.sizes.hidden is True, expected a whole number",),
     ),
-    "a module": (
-        lambda own: first(own)["plan"]["specs"]["expanded"]["self_attn.q_proj"].update(in_features=3),
-        ("expansions.default.plan.specs.expanded.self_attn.q_proj.in_features is 3, expected a list of 2",),
+    "a block": (
+        lambda own: first(own)["facts"]["architecture"]["kinds"][0]["blocks"][0]["linears"][0].update(roles=3),
+        ("expansions.default.facts.architecture.kinds[0].blocks[0].linears[0].roles is 3, expected a list",),
     ),
     "what is missing": (lambda own: own.pop("code"), ("code is missing",)),
     "what is unknown": (lambda own: own.update(more=1), ("more is unknown",)),

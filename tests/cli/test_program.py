@@ -19,6 +19,7 @@ from scale_surgery.cli.options import output_options, parse_size
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.show.console import Output
+from scale_surgery.surgery.record import read_manifest
 from tests.conftest import digests
 from tests.tiny import save_tiny
 
@@ -212,7 +213,7 @@ def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path
     assert "e.partial: was not begun by this program, will not continue it." in " ".join(result.stderr.split())
     run("expand", base, "--layers", "0", "-o", tmp_path / "f")
     run("expand", base, "--layers", "1", "-o", tmp_path / "f", "--overwrite")
-    assert json.loads((tmp_path / "f" / "surgery.json").read_text())["expansions"]["default"]["plan"]["layers"] == [1]
+    assert read_manifest(tmp_path / "f").plan.layers == (1,)
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))

@@ -35,6 +35,7 @@ from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
 from scale_surgery.show.pages.report import render_page
 from scale_surgery.show.tables_report import format_norm, format_share, render_report
+from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, shake
 from tests.each import WAYS, mostly
 from tests.tiny import FAMILIES, save_tiny
@@ -122,8 +123,7 @@ def test_changes_are_those_from_the_files_that_expand_wrote(made_of, family: str
     written, changed = made_of(family, request_name)
     before, after = read_all(written), read_all(changed)
     found = report(changed, files_only=True)
-    record = json.loads((written / "surgery.json").read_text())["expansions"]["default"]
-    planned = [tensor["name"] for tensor in record["plan"]["tensors"]]
+    planned = [tensor.name for tensor in read_manifest(written).plan.tensors]
     assert list(parts_of(found)) == planned and found.state == "trained" and found.notes == ()
     for name, parts in parts_of(found).items():
         norms = add_norms(part.norms for part in parts)
@@ -427,10 +427,10 @@ def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
 
 
 def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
-    edit_expansion(spoiled, lambda content: content["plan"].pop("widths"))
+    edit_expansion(spoiled, lambda content: content["request"].pop("layers"))
     with pytest.raises(
         CheckpointError,
-        match=r"surgery\.json: is incomplete \(expansions\.default\.plan\.widths is missing\)\. Restore it",
+        match=r"surgery\.json: is incomplete \(expansions\.default\.request\.layers is missing\)\. Restore it",
     ):
         report(spoiled)
 
@@ -447,11 +447,7 @@ def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
             lambda content: content.update(training=[{"steps": 1, "measured": {"learning": "x"}}]),
             "expansions.default.training[0].measured.learning is 'x', expected a number",
         ),
-        (
-            lambda content: tensor_of(content).update(source="foo"),
-            f"expansions.default.plan.tensors, {W21}: init 'svd' of 'foo'",
-        ),
-        (lambda content: tensor_of(content).update(init="foo"), ".init is 'foo', expected one of svd, "),
+        (lambda content: content["request"].update(init_w21="foo"), ".init_w21 is 'foo', expected one of svd, "),
     ],
 )
 def test_spoiled_records_are_refused(spoiled: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:
@@ -459,11 +455,6 @@ def test_spoiled_records_are_refused(spoiled: Path, change: Callable[[dict[str, 
     with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(.*\)\. Restore it") as caught:
         report(spoiled)
     assert reason in str(caught.value)
-
-
-def tensor_of(content: dict[str, Any]) -> dict[str, Any]:
-    (tensor,) = (tensor for tensor in content["plan"]["tensors"] if tensor["name"] == W21)
-    return tensor
 
 
 def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:

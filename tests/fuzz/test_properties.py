@@ -26,7 +26,7 @@ from scale_surgery.cli.options import parse_size
 from scale_surgery.errors import name_some, shorten
 from scale_surgery.fields import fields_of, problems_of
 from scale_surgery.planning.request import complete
-from scale_surgery.planning.saved import read_plan, save_plan
+from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.documents import read_documents
 from scale_surgery.show.visible import visible
 
@@ -203,7 +203,6 @@ def test_a_saved_plan_is_the_plan(base_of: Callable[..., Path], tmp_path: Path, 
         return
     save_plan(made, tmp_path / "plan.json")
     assert load_plan(base, tmp_path / "plan.json") == made
-    assert read_plan(json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))) == made
     assert sum(tensor.elements for tensor in made.tensors) == made.costs.parameters_added
 
 

@@ -22,8 +22,9 @@ from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
+from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
-from tests.conftest import REQUESTS, shake
+from tests.conftest import REQUESTS, name_base, shake
 
 REPO = "lab/wide-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -144,15 +145,15 @@ def test_the_licence_is_that_of_the_base_s_card(text: str | None, expected: dict
 
 def test_what_was_widened_stands_in_the_plan(expanded: Path) -> None:
     text = card(expanded)
-    plan = json.loads((expanded / "surgery.json").read_text())["expansions"]["default"]["plan"]
+    plan = read_manifest(expanded).plan
     assert text.startswith("---\nlibrary_name: transformers\n") and "\n# wide-model\n" in text
     for row in (
         "| variant | `adapt` |",
         "| expanded layers | 0,2 of 0-2 |",
         "| layers with W12 | 0,2 (attn and ffn) |",
-        f"| parameters | {plan['costs']['parameters_before']:,} of the base, {plan['costs']['parameters_added']:,} new",
+        f"| parameters | {plan.costs.parameters_before:,} of the base, {plan.costs.parameters_added:,} new",
         "| start | W12 zero, W21 svd, W22 random, seed 0 |",
-        f"| fingerprint of the base | `{plan['base_fingerprint']}` |",
+        f"| fingerprint of the base | `{plan.base_fingerprint}` |",
     ):
         assert row in text
     assert "arXiv" in text and "2511.03270" in text and "2603.08647" in text
@@ -263,7 +264,7 @@ def test_a_stock_export(base_of: Any, tmp_path: Path) -> None:
 
 
 def test_an_extract_says_how_to_put_it_back(own: Path, tmp_path: Path) -> None:
-    record(own, base_name="org/base", base_revision=COMMIT)
+    name_base(own, "org/base", COMMIT)
     folder = extract(own, tmp_path / "blocks").path
     text = card(folder)
     assert metadata(text)["base_model_relation"] == "adapter"

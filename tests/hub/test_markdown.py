@@ -136,7 +136,7 @@ def test_names_of_files_are_no_markup(made, tmp_path):
     contents, _ = made
     names = ("a`b.py", "<i>.py", "x|y.py", "# [a](b).py")
     record = contents.record | {
-        "request": contents.record["expansions"]["default"]["plan"]["request"],
+        "request": contents.record["expansions"]["default"]["request"],
         "padding": 0,
         "parameters": 5,
     }

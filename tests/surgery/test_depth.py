@@ -616,16 +616,16 @@ def test_an_incomplete_key_in_the_config(own: Path) -> None:
     [
         (lambda record: record["renumbered"].update({"config.json": "{}"}), "renumbered"),
         (
-            lambda record: record["expansions"]["default"]["plan"]["request"].update(method="foo"),
-            "expansions.default.plan.request.method is 'foo', expected one of: scale, grow, depth",
+            lambda record: record["expansions"]["default"]["request"].update(method="foo"),
+            "expansions.default: --method is 'foo', expected one of: scale, grow, depth",
         ),
         (
-            lambda record: record["expansions"]["default"]["plan"]["request"].update(method="scale"),
-            "expansions.default.plan.request.method is not that of plan.specs",
+            lambda record: record["expansions"]["default"]["request"].update(method="scale"),
+            "expansions.default: --variant is depth, expected preserve or adapt for --method scale",
         ),
         (
-            lambda record: record["expansions"]["default"]["plan"]["sizes"].update(layers="x"),
-            "expansions.default.plan.sizes.layers is 'x', expected a whole number",
+            lambda record: record["expansions"]["default"]["facts"]["sizes"].update(layers="x"),
+            "expansions.default.facts.sizes.layers is 'x', expected a whole number",
         ),
     ],
 )

@@ -18,7 +18,6 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verify import verify
-from scale_surgery.planning.base import fingerprint
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
@@ -28,7 +27,7 @@ from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export, set_routing, unroute
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.train import train
-from tests.conftest import digests
+from tests.conftest import digests, name_base
 
 BASE_FILES = {"model-00001-of-00001.safetensors", "generation_config.json"}
 
@@ -74,17 +73,16 @@ def test_it_holds_every_file_but_the_base_s(pair_of, tmp_path):
 def test_it_names_its_base(pair_of, tmp_path):
     pair = pair_of("llama", "adapt")
     source = Path(shutil.copytree(pair.path, tmp_path / "expanded"))
-    edit_manifest(source, base_name="org/base", base_revision="0123abc")
+    name_base(source, "org/base", "0123abc")
     done = extract(source, tmp_path / "extract")
     content = read_json(tmp_path / "extract" / "extract.json")
     assert (done.base_name, done.base_revision) == ("org/base", "0123abc")
     assert (content["base_name"], content["base_revision"]) == ("org/base", "0123abc")
     base = open_checkpoint(pair.base_path)
-    assert content["base_fingerprint"] == fingerprint(base)
     assert set(content["from_base"]) == BASE_FILES
-    forms = {name: [info.dtype, list(info.shape)] for name, info in base.tensors.items()}
-    assert content["base_tensors"] == forms
     found = open_extract(tmp_path / "extract")
+    forms = {name: (info.dtype, info.shape) for name, info in base.tensors.items()}
+    assert {name: (own.dtype, own.shape) for name, own in found.manifest.base_tensors.items()} == forms
     assert found.manifest == read_manifest(source)
     assert set(found.tensors) == {tensor.name for tensor in found.manifest.plan.tensors}
 

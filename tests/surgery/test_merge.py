@@ -360,9 +360,8 @@ def test_a_hostile_record_writes_nothing_outside(fused: Path, tmp_path: Path, pa
 def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(expanded, tmp_path / "broken"))
     content = json.loads((broken / "surgery.json").read_text())
-    name = next(iter(content["base_tensors"]))
-    tensors = content["expansions"]["default"]["plan"]["tensors"]
-    tensors.append({**tensors[0], "name": name})
+    name = next(iter(content["expansions"]["default"]["tensors"]))
+    content["base_tensors"][name] = content["base_tensors"]["model.norm.weight"]
     (broken / "surgery.json").write_text(json.dumps(content))
     assert refusal(lambda: verify(broken)) == (
         f"{broken / 'surgery.json'}: {name} is said to be a base tensor and a new one. Do not use this checkpoint "
@@ -401,7 +400,7 @@ SPOILED = [
     ("fused.shards", {}),
     ("fused.drift", {}),
     ("fused.texts", None),
-    ("expansions.default.plan.specs", None),
+    ("expansions.default.facts.sizes", None),
 ]
 
 
