@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ import transformers
 
 import scale_surgery
 from scale_surgery import adopt
+from scale_surgery.surgery.record import read_manifest
 from tests.test_docs import (
     BLOCK,
     ROOT,
@@ -70,7 +70,7 @@ def check_recipe(script: dict[str, Any], adopted: Path) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert {id(parameter) for parameter in held} == {id(own) for own in model.parameters() if own.requires_grad}
     assert 0 < len(held) < len(list(model.parameters()))
-    assert json.loads((adopted / "surgery.json").read_text())["training"][-1]["trained_parameters"] > 0
+    assert read_manifest(adopted).training[-1]["trained_parameters"] > 0
     model.save_pretrained("sharded", max_shard_size="500KB")
     assert len(list(Path("sharded").glob("*.safetensors"))) > 1
     adopt("sharded", "wide", "of-shards")

@@ -101,7 +101,7 @@ def name_router(routing: Routing) -> str:
     """Say in a few words how tokens are routed."""
     if routing.router == "cosine":
         return f"cosine {routing.threshold:g}" + (", strict" if routing.strict else "")
-    return f"posterior {routing.prior:g}, {routing.switch_rate:g}"
+    return f"posterior {routing.weights()[0]:g}, {routing.switch_rate:g}"
 
 
 def examine(name: str, model: Any, examination: Examination, mixed: Mixed) -> Finding:

@@ -100,10 +100,11 @@ def _log(share: float) -> float:
 
 
 def select(logits: Sequence[Tensor], numbers: Tensor) -> Tensor:
-    """Of each row (..., v) that of the path whose number it has (..., 1)."""
+    """Of each row (..., v) that of the path whose number it has (..., 1); those of the first may be written over."""
     found = logits[0]
+    is_free = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     for number, own in enumerate(logits[1:], 1):
-        found = torch.where(numbers == number, own, found)
+        found = torch.where(numbers == number, own, found, out=found if is_free else None)
     return found
 
 
@@ -132,7 +133,7 @@ def _mix(logits: Sequence[Tensor], norms: Tensor, weights: Tensor) -> Tensor:
     shares = weights.clamp(min=LEAST_LOG_WEIGHT).exp().masked_fill(is_out, 0)
     for rows in row_chunks(flat[0]):
         parts = [own[rows].float() for own in flat]
-        anchor = select(parts, heaviest[rows])
+        anchor = select([parts[0].clone(), *parts[1:]], heaviest[rows])
         ahead = [torch.sub(part, anchor).add_(shifts[rows, k, None]) for k, part in enumerate(parts)]
         # in few passes and in place: logits are large. Any number may be taken from all, and given back afterwards
         beyond = reduce(torch.maximum, ahead).sub(LARGEST).clamp_(min=0)

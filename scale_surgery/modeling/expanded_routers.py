@@ -259,8 +259,12 @@ class CosineRouter(Router):
         if self.strict:
             return features.logits(bases), observed
         preserve, adapt = features.paths
-        mean = (bases[0] + bases[-1]) / 2
-        z_a = bases[-1].clone() if bases[-1].requires_grad else bases[-1]
+        z_p, z_a = bases[0], bases[-1]
+        if z_a.requires_grad or z_p is z_a:
+            mean, z_a = (z_p + z_a) / 2, z_a.clone()
+        else:
+            # logits are large
+            mean = z_p.add_(z_a).div_(2)
         return [features.with_up(mean, preserve), features.with_up(z_a, adapt)], observed
 
     def weights(self, evidence: Evidence) -> Tensor:
@@ -354,16 +358,24 @@ def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
     length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
     wanted = range(length)[tokens.keep] if is_slice else range(length)
     kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1
-    call, width = _Reading(router, tokens, length - kept), len(tokens.ids) * features.head.weight.shape[0]
+    call, vocabulary = _Reading(router, tokens, length - kept), features.head.weight.shape[0]
     # where a text is trained on, its logits stand in memory anyway
     is_trained = torch.is_grad_enabled() and any(
         path.up is not None and path.up.requires_grad for path in features.paths
     )
-    chunks = [slice(0, length)] if is_trained else in_chunks(length, width, AT_ONCE)
-    found = [call.read(features, rows, wanted) for rows in chunks]
+    if is_trained:
+        routed = call.read(features, slice(0, length), wanted)
+    else:
+        routed = None
+        for rows in in_chunks(length, len(tokens.ids) * vocabulary, AT_ONCE):
+            found = call.read(features, rows, wanted)
+            if found is not None:
+                # all in one place: pieces that are put together stand in memory twice
+                routed = found.new_empty(len(found), len(wanted), vocabulary) if routed is None else routed
+                first = max(rows.start - wanted.start, 0)
+                routed[:, first : first + found.shape[1]] = found
     if tokens.is_cached:
         tokens.result = torch.cat(call.evidence, 1), torch.cat(call.weights, 1)[..., None]
-    routed = torch.cat([own for own in found if own is not None], 1)
     return routed if is_slice else routed[:, tokens.keep]
 
 

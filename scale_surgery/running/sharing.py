@@ -31,7 +31,7 @@ QUANTISATION_KEY = "quantization_config"
 # by these transformers saves, counts and refuses to train a quantised model; an expansion trains, and is saved alone
 QUANTISED_MARKS = (
     *("hf_quantizer", "is_loaded_in_8bit", "is_loaded_in_4bit"),
-    *("is_8bit_serializable", "is_4bit_serializable"),
+    *("is_8bit_serializable", "is_4bit_serializable", "is_quantized", "quantization_method"),
 )
 # what accelerate puts into a module
 HOOKED = ("forward", "_old_forward", "_hf_hook")

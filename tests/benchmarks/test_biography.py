@@ -87,7 +87,7 @@ def test_trained_parameters_match(method: Method) -> None:
 
 def test_grow_train_trains_base_matrices_beside_its_copies() -> None:
     trained = {name for name, parameter in make(named("grow-train")).named_parameters() if parameter.requires_grad}
-    ends = {name.split("mlp.")[1] for name in trained}
+    ends = {name.split("mlp.")[1].replace("expansions.default.", "") for name in trained}
     assert ends == {"gate_proj.w11", "gate_proj.w21", "up_proj.w11", "up_proj.w21", "down_proj.w12"}
     assert len(trained) == 2 * len(ends)  # in two layers
 
@@ -268,7 +268,7 @@ def test_joined_texts_are_scored_by_the_path_that_knows_each_half(examination: E
         def score_tokens(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
             first = (ids == examination.tokenizer.bos_token_id).cumsum(1)[:, 1:] == 1
             base, adapt = torch.where(first, -1.0, -4.0), torch.where(first, -2.0, -3.0)
-            return type("Scores", (), {"base": base, "adapt": adapt, "routed": base})
+            return type("Scores", (), {"base": base, "sides": torch.stack((base, adapt), -1), "routed": base})
 
     lost = biography_routers._lost(Scored(), examination.tokenizer, True, ["one"], ["another"])
     assert set(lost.tolist()) == {0.0, 1.0}

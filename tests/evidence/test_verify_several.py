@@ -328,7 +328,7 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
         # tied and sharded, in half precision; experts that are put together on load; capped logits
         ("gemma3_text", ("music", "late"), "bfloat16"),
         ("qwen3_moe", ("whole", "late"), "float32"),
-        ("gemma2", ("late",), "float32"),
+        ("gemma2", ("music", "late"), "float32"),
     ],
 )
 def test_other_architectures(

@@ -30,7 +30,6 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 def test_a_run_on_four_bits_writes_the_expansion_beside_the_base_s_own_bytes(tmp_path):
     pytest.importorskip("bitsandbytes")
     from scale_surgery.biographies import SHIPPED_MODEL
