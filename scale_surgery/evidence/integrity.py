@@ -18,8 +18,8 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.tokenizer import ASKING_FILES
-from scale_surgery.surgery.intact import added_files, base_bytes_to_check, find_damage, other_sum
-from scale_surgery.surgery.parts import described_parts, hash_parts, part_readers
+from scale_surgery.surgery.intact import added_files, bytes_of_model, find_damage
+from scale_surgery.surgery.parts import described_parts, part_readers
 from scale_surgery.surgery.record import Manifest
 
 
@@ -72,10 +72,9 @@ def check_files(
     Returns:
         Every problem, each naming its tensor or file.
     """
-    planned = manifest.planned
     parts = described_parts(checkpoint, manifest)
     damage = find_damage(checkpoint, manifest, advance)
-    expansion = hash_parts(checkpoint, manifest, planned, advance)
+    expansion = damage.expansion
     began = {name: digest for own in manifest.expansions.values() for name, digest in own.tensors.items()}
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
     other = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
@@ -83,7 +82,7 @@ def check_files(
     return Integrity(
         base=(*damage.base, *other, *differing),
         is_other_base=bool(other),
-        structure=(*damage.structure, *_spoiled(manifest, expansion)),
+        structure=damage.structure,
         config=(*damage.config, *other_keys),
         code=damage.code,
         foreign_code=manifest.foreign_code,
@@ -97,15 +96,6 @@ def check_files(
     )
 
 
-def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[str]:
-    """Expansion tensors that are not what surgery.json knows of them, where it knows that."""
-    for own in manifest.expansions.values():
-        known = {} if own.trained is None else {**own.tensors, **own.trained}
-        for name, digest in known.items():
-            if hashes.get(name, digest) != digest:
-                yield other_sum(name, hashes[name], digest)
-
-
 def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
     routing = None if manifest.routing is None else asdict(manifest.routing)
     text = json.dumps([hashes, routing, manifest.fused is None, manifest.code], sort_keys=True)
@@ -114,9 +104,7 @@ def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
 
 def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> int:
     """Bytes that `check_files` reads, for a progress bar."""
-    parts = described_parts(checkpoint, manifest)
-    total = base_bytes_to_check(checkpoint, manifest)
-    total += sum(parts[name].bytes for name in manifest.planned if name in parts)
+    total = bytes_of_model(checkpoint, manifest)
     # each copy is made again to be compared
     guards = (tensor for plan in manifest.plans.values() for tensor in plan.method.guards(plan))
     total += sum(tensor.bytes for tensor in guards if tensor.init == "copy")

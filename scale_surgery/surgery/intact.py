@@ -7,7 +7,7 @@ on, with a record that says otherwise.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
@@ -31,11 +31,13 @@ class Damage:
 
     Attributes:
         base: Base tensors and files that are not what they were.
-        structure: Expansion tensors that are missing, unexpected, of a wrong shape, or where no W12 may be.
+        structure: Expansion tensors that are missing, unexpected, of a wrong shape, not what the last run left them, or
+            where no W12 may be.
         missing: Those of `structure` without which the model does not load.
         config: Keys of config.json and of the tokenizer's that are not what the expansion wrote.
         code: Code files that are missing, unknown, or not what the expansion wrote.
         hashes: sha256 of each base tensor that is there.
+        expansion: sha256 of each expansion tensor that is there.
     """
 
     base: tuple[str, ...]
@@ -44,6 +46,7 @@ class Damage:
     config: tuple[str, ...]
     code: tuple[str, ...]
     hashes: Mapping[str, str]
+    expansion: Mapping[str, str]
 
     @property
     def problems(self) -> list[str]:
@@ -64,33 +67,36 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
     """
     planned = manifest.planned
     files, hashes = _hash_base(checkpoint, manifest, advance)
+    expansion = hash_parts(checkpoint, manifest, planned, advance)
     missing = _damaged(checkpoint, manifest, planned)
     return Damage(
         base=base_problems(checkpoint, manifest, Sums(files, hashes)),
-        structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned)),
+        structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned), *_spoiled(manifest, expansion)),
         missing=tuple(missing),
         config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
         code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
         hashes=hashes,
+        expansion=expansion,
     )
 
 
-def base_bytes_to_check(checkpoint: Checkpoint, manifest: Manifest) -> int:
-    """Bytes that `find_damage` reads of a whole model, for a progress bar; see `_hash_base`."""
+def bytes_of_model(checkpoint: Checkpoint, manifest: Manifest) -> int:
+    """Bytes that `find_damage` reads, for a progress bar; see `_hash_base`."""
     stored = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
     files = {name: size for name, size in stored.items() if name not in manifest.joined_shards}
     parts = described_parts(checkpoint, manifest)
     beside = [parts[name] for name in manifest.base_tensors if name in parts]
     moved = [part for part in beside if part.file not in files or part.file in manifest.renumbered]
-    return sum(files.values()) + sum(part.bytes for part in moved)
+    blocks = [parts[name] for name in manifest.planned if name in parts]
+    return sum(files.values()) + sum(part.bytes for part in (*moved, *blocks))
 
 
 def refuse_damaged(
     checkpoint: Checkpoint, manifest: Manifest, track: Track, also: Iterable[str] = (), *, is_trusted: bool = False
 ) -> None:
-    """Refuse an expanded checkpoint that is not what was written; trained expansion tensors are.
+    """Refuse an expanded checkpoint that is not what was written; expansion tensors are, as the last run left them.
 
-    Every byte of the base is read.
+    Every byte of the model is read.
 
     Args:
         checkpoint: The expanded checkpoint.
@@ -103,7 +109,7 @@ def refuse_damaged(
         CheckpointError: If it is not; every problem is named.
     """
     check_numbering(checkpoint, manifest)
-    with track("base hashes", base_bytes_to_check(checkpoint, manifest)) as advance:
+    with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
         found = find_damage(checkpoint, manifest, advance)
     # another release may have written other code files
     own = () if is_trusted else (*found.config, *_code_problems(checkpoint, manifest, manifest.code))
@@ -151,11 +157,20 @@ def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[str]:
         if name not in hashes:
             problems.append(f"{name}: base tensor is missing.")
         elif hashes[name] != digest:
-            problems.append(other_sum(name, hashes[name], digest))
+            problems.append(_other_sum(name, hashes[name], digest))
     return problems
 
 
-def other_sum(name: str, found: str, expected: str) -> str:
+def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[str]:
+    """Expansion tensors that are not what surgery.json knows of them, where it knows that."""
+    for own in manifest.expansions.values():
+        known = {} if own.trained is None else {**own.tensors, **own.trained}
+        for name, digest in known.items():
+            if hashes.get(name, digest) != digest:
+                yield _other_sum(name, hashes[name], digest)
+
+
+def _other_sum(name: str, found: str, expected: str) -> str:
     """What to say of a tensor whose bytes are not those that surgery.json knows."""
     return f"{name}: sha256 {found[:16]}..., expected {expected[:16]}... from {MANIFEST_FILE}."
 

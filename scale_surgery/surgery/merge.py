@@ -30,7 +30,7 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
-from scale_surgery.surgery.intact import base_bytes_to_check, find_damage, refuse_damaged
+from scale_surgery.surgery.intact import bytes_of_model, find_damage, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, refuse_linked, tool_versions
@@ -195,7 +195,7 @@ def _check_blocks(source: Path, partial: Path, track: Track) -> None:
     problems: Sequence[str]
     try:
         checkpoint, manifest = open_checkpoint(partial), read_manifest(partial)
-        with track("base hashes", base_bytes_to_check(checkpoint, manifest)) as advance:
+        with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
             problems = find_damage(checkpoint, manifest, advance).problems
     except CheckpointError as error:
         problems = error.lines

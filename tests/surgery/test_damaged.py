@@ -24,6 +24,7 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE
 from scale_surgery.surgery.intact import find_damage
 from scale_surgery.surgery.record import read_manifest
@@ -66,7 +67,18 @@ def rename_tensor(folder: Path) -> None:
 def forge_hash(folder: Path) -> None:
     """A record that names another hash of a base tensor."""
     tensors = read_json(folder / "surgery.json")["base_tensors"]
-    edit(folder, "surgery.json", base_tensors=tensors | {"model.norm.weight": "0" * 64})
+    tensors["model.norm.weight"]["sha256"] = "0" * 64
+    edit(folder, "surgery.json", base_tensors=tensors)
+
+
+def flip_block(folder: Path) -> None:
+    """A bit of a tensor of the expansion, after a run whose sums the record has."""
+    record = read_json(folder / "surgery.json")
+    own = record["expansions"]["default"]
+    own["trained"] = changed_tensors(open_checkpoint(folder), list(own["tensors"]), own["tensors"])
+    edit(folder, "surgery.json", expansions=record["expansions"])
+    assert verify(folder, probes=None, record=False).passed
+    flip(folder, EXPANSION_SHARD)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -93,10 +105,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "other.py: unknown code file. Read it before you trust it.",
     ),
     "a tensor of the expansion": (rename_tensor, "expansion tensor is missing."),
+    "a bit of what was learned": (flip_block, ": sha256 "),
     "the record": (forge_hash, "model.norm.weight: sha256 "),
 }
 WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "route-export": lambda path, out: route_export(path, out, Routing()),
+    "expand": lambda path, out: expand(path, Request("0", name="law"), out),
     "extract": lambda path, out: extract(path, out),
     "merge": lambda path, out: merge(path, out),
     "train": lambda path, out: train(path, [Path(__file__)], out, TrainingSettings(steps=1)),
@@ -164,7 +178,8 @@ def test_specs_that_are_not_there_are_missed(expanded: Path) -> None:
         assert "config.json: has no scale_surgery, expected what surgery.json says" in refused(call, expanded), name
 
 
-FUSED_DAMAGE = {name: DAMAGE[name] for name in DAMAGE if name not in ("a base tensor", "a tensor of the expansion")}
+IN_SHARDS = ("a base tensor", "a tensor of the expansion", "a bit of what was learned")
+FUSED_DAMAGE = {name: DAMAGE[name] for name in DAMAGE if name not in IN_SHARDS}
 
 
 @pytest.mark.parametrize("damage", FUSED_DAMAGE)
@@ -176,7 +191,7 @@ def test_what_verify_refuses_of_a_fused_model_is_not_taken_apart(expanded: Path,
     assert reason in refused(lambda path, out: merge(path, out, "blocks"), fused)
 
 
-def test_every_byte_of_the_base_is_read_once(expanded: Path) -> None:
+def test_every_byte_is_read_once(expanded: Path) -> None:
     """A changed byte of a shard is named twice, as its tensor's and as its file's, and the shard is read once."""
     flip(expanded, BASE_SHARD)
     seen: list[int] = []
@@ -185,7 +200,8 @@ def test_every_byte_of_the_base_is_read_once(expanded: Path) -> None:
     assert len(found.base) == 2 and found.base[1] == f"{BASE_SHARD}: bytes differ from the base's model.safetensors."
     assert list(found.hashes) == list(manifest.base_tensors)
     files = [file for file in manifest.base_files.values() if file.stored_as is not None]
-    assert sum(seen) == sum((expanded / str(file.stored_as)).stat().st_size for file in files)
+    blocks = sum(tensor.bytes for tensor in manifest.planned.values())
+    assert sum(seen) == sum((expanded / str(file.stored_as)).stat().st_size for file in files) + blocks
 
 
 def test_all_damage_is_named_at_once(expanded: Path) -> None:
