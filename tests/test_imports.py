@@ -112,8 +112,8 @@ def mistaken(base_of, pair_of, tmp_path_factory) -> dict[str, str]:
         f"adopt {saved} --base {base} -o OUT",
         f"adopt {saved} --base {expanded} -o {out}": f"{expanded}: is an expanded model, expected a base model as "
         f"--base. Type: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
-        f"adopt {base} --expanded {expanded} -o {out}": f"{base}: its config.json says nothing of an expansion "
-        f"(model_type 'llama'), expected {trained}. Give the folder that it wrote.",
+        f"adopt {base} --expanded {expanded} -o {out}": f"{base}: is a base model, expected {trained}. Give the "
+        "folder that it wrote.",
         f"compose {wider} {extracted} -o {out}": f"wider: does not fit, this expansion was made on {base.name}. The "
         "first of 15 differences: model.layers.0.mlp.down_proj.weight: shape [40, 60], expected [40, 52]. Give that "
         "base.",

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.foreign import refuse_foreign
+from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
-from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files, refuse_extract
+from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,

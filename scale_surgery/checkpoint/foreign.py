@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.expansions import specs_of_expansions
-from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, SINGLE_FILE
+from scale_surgery.checkpoint.names import INDEX_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.errors import CheckpointError
 
@@ -38,14 +38,6 @@ def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
     is_found = isinstance(origin, dict) and origin.get("base_revision") is not None
     words = ["scale-surgery", "adopt", str(path), *([] if is_found else ["--expanded", "EXPANDED"]), "-o", "OUT"]
     return shlex.join(words)
-
-
-def saved_elsewhere(path: Path, config: Mapping[str, Any]) -> str:
-    """What to say of a folder that a trainer saved, wherever an expanded one is needed."""
-    return (
-        f"{path}: has no {MANIFEST_FILE}, another trainer saved it. Make an expanded folder of it first: "
-        f"{adopt_line(path, config)}"
-    )
 
 
 def refuse_foreign(path: Path, files: Sequence[str]) -> None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from scale_surgery.checkpoint.files import UNFINISHED
-from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE, INDEX_FILE, MANIFEST_FILE, is_inside, is_unicode
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside, is_unicode
 from scale_surgery.checkpoint.reading import other_kind
 from scale_surgery.errors import CheckpointError, shorten
 
@@ -71,23 +70,6 @@ def unfit(path: Path, name: str) -> str | None:
         return f"{path / name}: has a backslash in its name, expected none: no record could name it. Rename the file."
     kind = other_kind((path / name).stat().st_mode)
     return kind and f"{path / name}: is {kind}, expected a regular file. Take it out of the folder."
-
-
-def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
-    """Refuse an extract where a whole model is needed.
-
-    Args:
-        path: What the user named.
-        files: Names of its files.
-
-    Raises:
-        CheckpointError: If it is one.
-    """
-    if EXTRACT_FILE in files:
-        raise CheckpointError(
-            f"{path}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
-            f"scale-surgery apply {path} --base MODEL -o EXPANDED."
-        )
 
 
 def leads_out(path: Path, name: str) -> bool:

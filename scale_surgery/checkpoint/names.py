@@ -11,6 +11,8 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
+# of a plain checkpoint that merge --to stock made
+STOCK_FILE = "merge.json"
 # of an extract, where no loader takes it for a whole model
 STORED_INDEX = "expanded.index.json"
 TRAINING_FOLDER = "training"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.checkpoint.folder import Checkpoint, boundless, name_tensors, open_checkpoint, read_config
+from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.headers import TensorInfo
-from scale_surgery.checkpoint.listing import refuse_extract
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError

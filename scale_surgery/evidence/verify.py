@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.forms import wrong_form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
@@ -115,9 +116,7 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
         )
     given = open_checkpoint(source.path)
     if given.manifest is not None:
-        raise CheckpointError(
-            f"{base}: is expanded already, expected a base model. Take its base out: scale-surgery strip {base} -o BASE"
-        )
+        raise wrong_form(base, "expanded", "base")
     return given
 
 

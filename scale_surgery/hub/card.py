@@ -97,13 +97,13 @@ def card_facts(
     record, manifest = contents.record, contents.manifest
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
-    routing = None if manifest is None else manifest.routing
+    routing, plan = (None, None) if manifest is None else (manifest.routing, manifest.first_plan)
     return CardFacts(
         repo=repo,
         form=contents.form,
         base_id=name if is_on_hub else None,
         base_revision=revision if is_on_hub else None,
-        base_fingerprint=str(record["base_fingerprint"] if manifest is None else manifest.first_plan.base_fingerprint),
+        base_fingerprint=str(record.get("base_fingerprint")) if plan is None else plan.base_fingerprint,
         record=record,
         expansions={} if manifest is None else manifest.expansions,
         routing=routing,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.names import STOCK_FILE
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import check_own_files, open_extract
-from scale_surgery.surgery.record import STOCK_RECORD_FILE
 
 
 def check_contents(contents: Contents, track: Track) -> Verification | None:
@@ -43,7 +43,7 @@ def check_contents(contents: Contents, track: Track) -> Verification | None:
 
 
 def _check_stock(contents: Contents, track: Track) -> None:
-    file = contents.path / STOCK_RECORD_FILE
+    file = contents.path / STOCK_FILE
     written = contents.record.get("files")
     if not isinstance(written, dict):
         raise CheckpointError(
@@ -67,7 +67,7 @@ def _stock_problems(contents: Contents, written: dict[str, str], track: Track) -
         hashes = hash_files(contents.path, present, advance)
     for name, digest in hashes.items():
         if digest != written[name]:
-            yield f"{name}: sha256 {digest[:16]}..., expected {written[name][:16]}... from {STOCK_RECORD_FILE}."
+            yield f"{name}: sha256 {digest[:16]}..., expected {written[name][:16]}... from {STOCK_FILE}."
     for name in contents.files:
         if name not in written and names_code(contents.path, name):
             yield f"{name}: is code, or names some, and merge did not write it. Read it before you let it run."

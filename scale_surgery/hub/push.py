@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.forms import Form
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
 from scale_surgery.errors import CheckpointError, HubError, name_some
 from scale_surgery.hub.card import CardOrigin, ChosenCard, WishedCard, choose_card, metadata_problem
 from scale_surgery.hub.check import check_contents
@@ -19,7 +20,6 @@ from scale_surgery.hub.client import Remote, check_repo_id, look_at, make_api, r
 from scale_surgery.hub.repository import (
     CARD_FILE,
     Contents,
-    Form,
     RepositoryFile,
     assemble,
     describe_files,
@@ -30,7 +30,6 @@ from scale_surgery.hub.repository import (
 )
 from scale_surgery.hub.upload import check_arrived, upload
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.record import STOCK_RECORD_FILE
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -240,7 +239,7 @@ def _refusal(api: HfApi, plan: Pushed, how: Push, remote: Remote, contents: Cont
         "Push to another repository or --revision, or give --replace, which makes this model of it; its history keeps "
         "the other."
     )
-    records = [name for name in (MANIFEST_FILE, STOCK_RECORD_FILE) if name in remote.files]
+    records = [name for name in (MANIFEST_FILE, STOCK_FILE) if name in remote.files]
     if CONFIG_FILE in remote.files and not records:
         return f"{plan.repo}: holds a model that scale-surgery did not make. {advice}"
     if records and not is_same_base(contents.record, read_text(api, remote, records[0])):

@@ -21,33 +21,29 @@ from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
-from scale_surgery.checkpoint.foreign import saved_elsewhere
+from scale_surgery.checkpoint.forms import RECORDS, Form, form_of, wrong_form
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.licence import LICENCE_KEYS
 from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
 from scale_surgery.checkpoint.names import (
-    CONFIG_FILE,
     EXTRACT_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
+    STOCK_FILE,
 )
-from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits, misfits
 from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.extract_folder import ExtractRecord
-from scale_surgery.surgery.record import STOCK_RECORD_FILE as MERGE_FILE
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.record_schema import StockRecord
 
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
 
-Form = Literal["expanded", "extract", "stock"]
 Origin = Literal["base", "model", "written"]
 CARD_FILE = "README.md"
-RECORDS = frozenset({MANIFEST_FILE, EXTRACT_FILE, MERGE_FILE})
-RECORD_OF: dict[Form, str] = {"stock": MERGE_FILE}
+RECORD_OF: dict[Form, str] = {"stock": STOCK_FILE}
 UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
 
 
@@ -135,7 +131,7 @@ def read_contents(path: Path) -> Contents:
         CheckpointError: If the folder is none of them, or it is incomplete.
     """
     names = list_files(path)
-    form = _find_form(path, names)
+    form = _find_form(path)
     checkpoint = None if form == "extract" else open_checkpoint(path)
     manifest = None if form in RECORD_OF else read_manifest(path)
     if manifest is not None:
@@ -239,19 +235,14 @@ def git_hash(file: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def _find_form(path: Path, names: list[str]) -> Form:
-    forms: dict[str, Form] = {
-        EXTRACT_FILE: "extract",
-        MANIFEST_FILE: "expanded",
-        MERGE_FILE: "stock",
-    }
-    for file, form in forms.items():
-        if file in names:
-            return form
-    if CONFIG_FILE in names and CONFIG_KEY in (config := read_json(path / CONFIG_FILE)):
-        raise CheckpointError(saved_elsewhere(path, config))
+def _find_form(path: Path) -> Form:
+    form = form_of(path)
+    if form in RECORDS.values():
+        return form
+    if form == "saved":
+        raise wrong_form(path, form, "expanded")
     raise CheckpointError(
-        f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {MERGE_FILE}, expected a folder "
+        f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {STOCK_FILE}, expected a folder "
         "that scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
         "upload."
     )
@@ -260,7 +251,7 @@ def _find_form(path: Path, names: list[str]) -> Form:
 def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:
     """Names of files that the folder's own record knows by their hashes, hidden as they may be."""
     files = read_json(path / EXTRACT_FILE)["files"] if form == "extract" else record.get("base_files", {})
-    names = {str(entry.get("stored_as") or name) for name, entry in files.items()} | RECORDS
+    names = {str(entry.get("stored_as") or name) for name, entry in files.items()} | {*RECORDS}
     return {name for name in names if not is_left_link(path, name)}
 
 

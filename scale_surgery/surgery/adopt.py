@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
 
 from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.forms import Form, form_of
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -45,7 +45,6 @@ from scale_surgery.surgery.record import (
     ExpansionRecord,
     Manifest,
     check_numbering,
-    is_base,
     read_manifest,
     refuse_fused,
     refuse_linked,
@@ -63,10 +62,12 @@ from scale_surgery.surgery.saved import (
 )
 from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
 
-# what a folder can be that is given to `adopt`
-EXPANDED: Final = "an expanded model"
-BASE: Final = "a base model"
-SAVED: Final = "what a trainer saved of an expanded model"
+# what folders are called that stand in each other's place
+TITLES: Mapping[Form, str] = {
+    "expanded": "an expanded model",
+    "base": "a base model",
+    "saved": "what a trainer saved of an expanded model",
+}
 
 
 @dataclass(frozen=True)
@@ -196,23 +197,18 @@ def _check_places(saved: str | Path, expanded: str | Path | None, base: str | Pa
     if given is None:
         return
     option = "--base" if expanded is None else "--expanded"
-    wanted = BASE if expanded is None else EXPANDED
-    found = _kind(given)
-    if found == SAVED and _kind(saved) == wanted:
+    wanted: Form = "base" if expanded is None else "expanded"
+    found, other = (form_of(find_source(own).path) for own in (given, saved))
+    if found == "saved" and other == wanted:
         raise CheckpointError(
-            f"{saved}: is {wanted}, and {given}, given as {option}, is {SAVED}. Exchange them: "
+            f"{saved}: is {TITLES[wanted]}, and {given}, given as {option}, is {TITLES[found]}. Exchange them: "
             f"{_line(given, option, saved)}"
         )
-    if found not in (wanted, SAVED):
-        other = "--base" if found == BASE else "--expanded"
-        raise CheckpointError(f"{given}: is {found}, expected {wanted} as {option}. Type: {_line(saved, other, given)}")
-
-
-def _kind(model: str | Path) -> str:
-    path = find_source(model).path
-    if (path / MANIFEST_FILE).is_file():
-        return EXPANDED
-    return BASE if is_base(path) else SAVED
+    if found != wanted and found in ("base", "expanded"):
+        right = "--base" if found == "base" else "--expanded"
+        raise CheckpointError(
+            f"{given}: is {TITLES[found]}, expected {TITLES[wanted]} as {option}. Type: {_line(saved, right, given)}"
+        )
 
 
 def _line(*words: str | Path) -> str:

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import UNFINISHED, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.forms import wrong_form
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, REPORTS_FOLDER, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, REPORTS_FOLDER, STOCK_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError, shorten
 from scale_surgery.planning.methods import refuse
@@ -33,7 +34,7 @@ from scale_surgery.surgery.fused import check_fusible, fused_shards, write_block
 from scale_surgery.surgery.intact import bytes_of_model, find_damage, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
-from scale_surgery.surgery.record import STOCK_RECORD_FILE, Manifest, read_manifest, refuse_linked, tool_versions
+from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked, tool_versions
 
 MergedForm = Literal["fused", "stock", "blocks"]
 
@@ -126,16 +127,16 @@ def merge(
             if to == "fused":
                 write_json(partial / MANIFEST_FILE, _fused_record(checkpoint, manifest, remembered, drift))
             else:
-                write_json(partial / STOCK_RECORD_FILE, _stock_record(partial, manifest, drift, track))
+                write_json(partial / STOCK_FILE, _stock_record(partial, manifest, drift, track))
     return _describe(target, to, checkpoint, manifest, drift)
 
 
 def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> None:
     refuse(manifest.plan.method, "merge", source)
     if to == "blocks" and manifest.fused is None:
-        raise CheckpointError(f"{source}: has its blocks, expected a model made by scale-surgery merge --to fused.")
+        raise wrong_form(source, "expanded", "fused")
     if to != "blocks" and manifest.fused is not None:
-        raise CheckpointError(f"{source}: is fused already. Take it apart first: scale-surgery merge --to blocks.")
+        raise wrong_form(source, "fused", "expanded")
     if to != "blocks" and (problems := damaged_pieces(checkpoint, manifest)):
         raise CheckpointError.from_problems([*problems, "scale-surgery verify says what else is not as it was."])
     if to == "fused":
@@ -217,7 +218,7 @@ def _fused_record(
 
 def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track) -> dict[str, Any]:
     """merge.json: where a stock export comes from, how far its logits are from there, and what was written."""
-    sizes = {name: (partial / name).stat().st_size for name in list_files(partial) if name != STOCK_RECORD_FILE}
+    sizes = {name: (partial / name).stat().st_size for name in list_files(partial) if name != STOCK_FILE}
     with track("hashes", sum(sizes.values())) as advance:
         written = hash_files(partial, list(sizes), advance)
     return {
@@ -230,7 +231,7 @@ def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track)
         "base_files": {
             name: {"sha256": file.sha256, "bytes": file.bytes}
             for name, file in manifest.base_files.items()
-            if name != STOCK_RECORD_FILE
+            if name != STOCK_FILE
         },
         "files": {name: {"sha256": digest, "bytes": sizes[name]} for name, digest in written.items()},
         **asdict(stock_cost(manifest)),

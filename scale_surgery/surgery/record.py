@@ -19,7 +19,7 @@ from typing import Any
 from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
-from scale_surgery.checkpoint.foreign import saved_elsewhere
+from scale_surgery.checkpoint.forms import form_of, wrong_form
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, TensorInfo
 from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
@@ -36,8 +36,6 @@ from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.surgery.record_schema import Size, header_problems, part_problems
 
 MANIFEST_FORMAT = 2
-# what a stock export holds in place of surgery.json
-STOCK_RECORD_FILE = "merge.json"
 # a package's record is read once: what was imported stays what it is
 _version = cache(version)
 
@@ -251,18 +249,9 @@ def read_manifest(path: Path) -> Manifest:
     check_folder(path)
     if file.exists() and (problem := unfit(path, MANIFEST_FILE)):
         raise CheckpointError(problem)
-    if not file.is_file() and (path / STOCK_RECORD_FILE).is_file():
-        raise CheckpointError(
-            f"{path}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the "
-            "expanded model that it was made from."
-        )
-    if path.is_dir() and not file.is_file() and is_base(path):
-        raise CheckpointError(
-            f"{path}: is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery "
-            f"expand {path} --layers LAYERS -o EXPANDED."
-        )
-    if path.is_dir() and not file.is_file():
-        raise CheckpointError(saved_elsewhere(path, read_json(path / CONFIG_FILE)))
+    if not file.is_file():
+        read_json(path / CONFIG_FILE)  # a folder that has none is no model
+        raise wrong_form(path, form_of(path), "expanded")
     content = read_json(file)
     if content.get("format") != MANIFEST_FORMAT:
         raise CheckpointError(
@@ -283,12 +272,6 @@ def read_manifest(path: Path) -> Manifest:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
         raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
     return manifest
-
-
-def is_base(path: Path) -> bool:
-    """Whether a folder without a record never had one: a trainer that drops it keeps what config.json says."""
-    config = path / CONFIG_FILE
-    return config.is_file() and CONFIG_KEY not in read_json(config)
 
 
 def _check_values(content: Mapping[str, Any]) -> None:
@@ -328,10 +311,7 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         CheckpointError: If it is one.
     """
     if manifest.fused is not None:
-        raise CheckpointError(
-            f"{path}: is fused, its blocks are joined with the base's tensors; expected blocks of their own. Take them "
-            "apart first: scale-surgery merge --to blocks."
-        )
+        raise wrong_form(path, "fused", "expanded")
 
 
 def refuse_linked(path: Path, manifest: Manifest) -> None:

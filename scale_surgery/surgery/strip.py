@@ -8,8 +8,8 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.listing import refuse_extract
 from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError

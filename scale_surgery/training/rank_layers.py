@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.forms import wrong_form
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request, complete
@@ -196,10 +197,8 @@ def _check_request(settings: PilotSettings, request: Request, score: str, *, has
 
 def _refuse_expanded(checkpoint: Checkpoint, name: str) -> None:
     if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
-        raise CheckpointError(
-            f"{name}: is expanded already, expected the base model: layers are chosen before an expansion. Rank its "
-            "base, or give that back first (scale-surgery strip)."
-        )
+        # layers are chosen before an expansion
+        raise wrong_form(name, "expanded", "base")
 
 
 def _find_device(name: str) -> torch.device:

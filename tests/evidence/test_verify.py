@@ -235,7 +235,7 @@ def test_a_base_that_is_none_is_refused(made: Path) -> None:
         f"--base: is {made / 'preserve'}, the folder that is verified, expected its base model. Leave it out: the base "
         "inside is compared with the hashes that were recorded."
     )
-    with pytest.raises(CheckpointError, match=r"adapt: is expanded already, expected a base model\."):
+    with pytest.raises(CheckpointError, match=r"adapt: is an expanded model, expected a base model\."):
         verify(made / "preserve", made / "adapt")
 
 

@@ -252,7 +252,7 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
     assert promise(result, "bounded_forgetting").holds is None
     with pytest.raises(CheckpointError, match="the folder that is verified, expected its base model"):
         verify(folder, folder)
-    with pytest.raises(CheckpointError, match=r"all: is expanded already, expected a base model\."):
+    with pytest.raises(CheckpointError, match=r"all: is an expanded model, expected a base model\."):
         verify(llama.folders["law"], folder)
 
 

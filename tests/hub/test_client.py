@@ -153,7 +153,7 @@ def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) ->
 def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path) -> None:
     with served(save_pine(tmp_path / "pine")) as own, asked(own, tmp_path / "own"):
         result = run("plan", REPO, "--layers", "last:1", "--json", "--trust-remote-code")
-    classes = json.loads(result.stdout)["architecture"]["own_code"]
+    classes = json.loads(result.stdout)["facts"]["architecture"]["own_code"]
     assert classes["AutoModelForCausalLM"] == "modeling_pine.PineForCausalLM"
     assert list(tmp_path.rglob("own/**/*.safetensors")) == []
 

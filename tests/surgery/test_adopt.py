@@ -652,11 +652,11 @@ def test_nothing_says_where_it_is_from(pair: Pair, saved: Path, tmp_path: Path) 
     config["scale_surgery"]["expansions"].clear()
     write_json(saved / "config.json", config)
     message = refusal(saved, None, tmp_path / "other", pair.base_path)
-    assert message.startswith(f"{saved}: its config.json says nothing of an expansion (model_type 'scale_llama')")
+    assert message.startswith(f"{saved}: is a base model, expected what a trainer saved of an expanded model.")
     (saved / "config.json").unlink()
     assert f"{saved}: has no config.json" in refusal(saved, None, tmp_path / "other", pair.base_path)
     message = refusal(pair.base_path, pair.path, tmp_path / "other")
-    assert message.startswith(f"{pair.base_path}: its config.json says nothing of an expansion (model_type 'llama')")
+    assert message.startswith(f"{pair.base_path}: is a base model, expected what a trainer saved of an expanded model.")
 
 
 FOREIGN = {

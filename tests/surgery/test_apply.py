@@ -285,7 +285,7 @@ def test_a_base_that_is_not_named_or_is_none(extracted, pair_of, tmp_path):
         f"extract: was made on a folder called {pair.base_path.name}, which cannot be looked up, expected a Hub "
         "repository. Give the base: --base MODEL."
     )
-    with pytest.raises(CheckpointError, match=r"is expanded already, expected a base model\. Strip it first"):
+    with pytest.raises(CheckpointError, match=r"is an expanded model, expected a base model\. Take its base out"):
         apply(extracted, tmp_path / "again", pair.path)
     with pytest.raises(CheckpointError, match=r"has no extract\.json, expected a folder made by scale-surgery extract"):
         apply(pair.path, tmp_path / "again", pair.base_path)

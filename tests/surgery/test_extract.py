@@ -181,7 +181,7 @@ def test_a_fused_model_is_refused(expanded, tmp_path):
     shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
     edit_manifest(expanded, fused={"shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}})
     with pytest.raises(
-        CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge --to blocks\.$"
+        CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge \S+ --to blocks -o EXPANDED\.$"
     ):
         extract(expanded, tmp_path / "extract")
 

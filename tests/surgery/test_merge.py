@@ -315,19 +315,18 @@ def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[...
     base, out = base_of("qwen3", "float32", True), tmp_path / "out"
     assert refusal(lambda: merge(base, out)).startswith(f"{base}: is a base model, expected one made by")
     assert refusal(lambda: merge(expanded, out, "blocks")) == (
-        f"{expanded}: has its blocks, expected a model made by scale-surgery merge --to fused."
-    )
-    assert refusal(lambda: merge(fused, out)) == (
-        f"{fused}: is fused already. Take it apart first: scale-surgery merge --to blocks."
+        f"{expanded}: is an expanded model, expected a fused one. Fuse it: scale-surgery merge {expanded} --to fused "
+        "-o FUSED."
     )
     assert refusal(lambda: merge(expanded, fused)) == (
         f"{fused}: exists already. Choose another output folder, or give --overwrite."
     )
     assert "Choose another output folder." in refusal(lambda: merge(expanded, expanded / "inside"))
     apart = (
-        f"{fused}: is fused, its blocks are joined with the base's tensors; expected blocks of their own. Take them "
-        "apart first: scale-surgery merge --to blocks."
+        f"{fused}: is fused, its blocks are joined with the base's tensors, expected blocks of their own. Take them "
+        f"apart first: scale-surgery merge {fused} --to blocks -o EXPANDED."
     )
+    assert refusal(lambda: merge(fused, out)) == apart
     assert refusal(lambda: train(fused, [base / "config.json"], out, TrainingSettings(steps=1))) == apart
     assert refusal(lambda: route_export(fused, out)) == apart
     assert not out.exists()
@@ -439,8 +438,8 @@ def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], t
     request = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
     stock = merge(expand(base_of("llama"), request, tmp_path / "grown").path, tmp_path / "stock", "stock").path
     assert refusal(lambda: verify(stock)) == (
-        f"{stock}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks. Give the expanded "
-        "model that it was made from."
+        f"{stock}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks, expected one that "
+        "has. Give the expanded model that it was made from."
     )
     again = expand(stock, request, tmp_path / "again").path
     assert verify(again, probes=Probes(new_tokens=0)).passed
@@ -528,7 +527,7 @@ def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path, monkeypatc
     assert "passes for rounding" in run.output and max(map(len, lines)) <= 80
     assert " ".join(last.split()) == "next scale-surgery verify again"
     run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "again"), "--to", "blocks"])
-    assert run.exit_code == 1 and "has its blocks" in run.output
+    assert run.exit_code == 1 and "is an expanded model, expected a fused one" in " ".join(run.output.split())
 
 
 @pytest.mark.parametrize("model_type", ["olmo", "nanochat"])

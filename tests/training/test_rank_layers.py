@@ -276,8 +276,7 @@ def test_an_expanded_model(base, texts, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         rank_layers(tmp_path / "wide", texts[0], PILOT)
     assert str(caught.value) == (
-        "wide: is expanded already, expected the base model: layers are chosen before an expansion. Rank its base, or "
-        "give that back first (scale-surgery strip)."
+        "wide: is an expanded model, expected a base model. Take its base out: scale-surgery strip wide -o BASE."
     )
 
 
