@@ -256,6 +256,7 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
         verify(llama.folders["law"], folder)
 
 
+@pytest.mark.slow
 def test_it_is_streamed_where_memory_is_small(folder: Path) -> None:
     """Every model by itself and the composed one: the same bits, in as much memory as is given."""
     result = verify(folder, record=False, run=RunOptions("cpu", memory_bytes=60_000))

@@ -177,6 +177,7 @@ def stepped(done: Callable[..., Path], model: str, wrapper: str) -> Any:
     return torch.load(done(job) / f"{model}-{wrapper}.pt")
 
 
+@pytest.mark.slow
 @each_case
 def test_gradients_and_step_are_those_of_one_process(
     done: Callable[..., Path], paths: Any, alone: Any, model: str, wrapper: str
@@ -197,6 +198,7 @@ def test_gradients_and_step_are_those_of_one_process(
         torch.testing.assert_close(found["parameters"][name], parameter, rtol=0, atol=ALLOWED[one.dtype], msg=name)
 
 
+@pytest.mark.slow
 @each_case
 def test_the_base_is_unchanged_and_still_there(done: Callable[..., Path], paths: Any, model: str, wrapper: str) -> None:
     """Also as what runs: with the expansion disabled a wrapped model gives the base's logits."""
@@ -208,6 +210,7 @@ def test_the_base_is_unchanged_and_still_there(done: Callable[..., Path], paths:
         assert torch.equal(found["base_logits"], base(batch()).logits)
 
 
+@pytest.mark.slow
 def test_one_process_makes_tokens(done: Callable[..., Path], place: Path) -> None:
     """That both learn from them, see test_training_in_two_processes_learns_what_one_learns."""
     done("kept")
@@ -222,6 +225,7 @@ def test_from_kept_tokens_both_learn_the_same_bits(done: Callable[..., Path], pl
     assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
 
 
+@pytest.mark.slow
 def test_both_processes_learn_that_there_are_no_tokens(done: Callable[..., Path], place: Path) -> None:
     said = (done("refused", wanted=1) / "log.txt").read_text()
     assert said.count(f"{place}/none.jsonl: there is no such file") == 2 and not any((place / "none").glob("*"))
@@ -268,6 +272,7 @@ def trained_alone(place: Path) -> dict[str, torch.Tensor]:
     return train_alone(place, "expanded", "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", mostly(["ddp", "kept", "fsdp2"], "kept".__eq__))
 def test_training_in_two_processes_learns_what_one_learns(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], way: str

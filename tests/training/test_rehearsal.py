@@ -321,6 +321,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, trained, tmp_path):
         train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", other, start=start)
 
 
+@pytest.mark.slow
 def test_accumulated_steps_rehearse_the_same_text(place, tmp_path):
     """Two passes of one row, or one of two: the same rows, so nearly the same step; texts of equal length."""
     given = replace(SETTINGS, rehearse=(str(place / "new.jsonl"),), steps=5, rehearsal_share=0.5, rehearsal_weight=5.0)
