@@ -298,6 +298,7 @@ def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     def run(*words: object) -> Any:
         return CliRunner(env={"COLUMNS": "80"}).invoke(main, [str(word) for word in ("verify", copy, *words)])

@@ -104,7 +104,7 @@ def test_paths_side_by_side_on_two_devices(made_of: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "request_name"),
-    mostly((("llama", "adapt"), ("gemma2", "preserve"), ("gpt2", "deep")), lambda own: own[0] != "gemma2"),
+    mostly((("llama", "adapt"), ("gemma2", "preserve"), ("gpt2", "deep")), lambda own: own[0] == "llama"),
 )
 @torch.no_grad()
 def test_a_model_is_streamed_from_its_files(

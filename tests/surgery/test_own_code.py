@@ -135,6 +135,7 @@ def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attenti
         assert all(map(torch.equal, answers(stock), answers(expanded)))
 
 
+@pytest.mark.slow
 def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> None:
     """From the expanded folder none of its code has to run; names in memory are only known by running it."""
     base, wide = made()

@@ -64,6 +64,7 @@ def test_the_kinds_differ(place: Path) -> None:
     assert len(answers) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly(("base", "posterior"), "posterior".__eq__))
 def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kind: str) -> None:
     settings = GenerationSettings(
