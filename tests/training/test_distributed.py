@@ -24,7 +24,6 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
 from tests.distributed_steps import WRAPPERS, batch, load_moved, step
-from tests.each import mostly
 from tests.modeling.test_training_modes import NO_DROPOUT, REQUESTS, autocast, check_noise, errors
 from tests.tiny import save_tiny
 
@@ -43,13 +42,12 @@ MODELS = {
     "bfloat16_base": (("llama", "adapt", "bfloat16", False), ("ddp", "fsdp2", "fsdp2_bfloat16", "accelerate")),
 }
 CASES = [(model, wrapper) for model, (_, wrappers) in MODELS.items() for wrapper in wrappers]
-# each model and each wrapper once; the others in the run of slow tests
+# each model and each wrapper once: done in one go, all others in another
 KEPT = {
     ("preserve", "ddp"), ("adapt", "fsdp2_checkpointed"), ("conv1d_tied", "accelerate"), ("without_up_stream", "ddp"),
     ("bfloat16_base", "fsdp2"), ("bfloat16_base", "fsdp2_bfloat16"),
 }  # fmt: skip
-each_case = pytest.mark.parametrize(("model", "wrapper"), mostly(CASES, KEPT.__contains__))
-# what the default run asks for
+each_case = pytest.mark.parametrize(("model", "wrapper"), CASES)
 QUICK_JOBS = ("steps", "kept", "refused")
 
 
@@ -135,9 +133,9 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
     """The folder of a job, whose processes ended as they have to; all jobs of a run are done in one go."""
 
     @functools.cache
-    def run(is_slow: bool) -> Path:
+    def run(is_rest: bool) -> Path:
         out = tmp_path_factory.mktemp("distributed")
-        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name not in QUICK_JOBS) == is_slow}
+        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name not in QUICK_JOBS) == is_rest}
         (out / "jobs.json").write_text(json.dumps(jobs))
         words = [sys.executable, "-m", "tests.distributed_steps", str(out / "jobs.json")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -273,7 +271,7 @@ def trained_alone(place: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", mostly(["ddp", "kept", "fsdp2"], "kept".__eq__))
+@pytest.mark.parametrize("way", ["ddp", "kept", "fsdp2"])
 def test_training_in_two_processes_learns_what_one_learns(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], way: str
 ) -> None:

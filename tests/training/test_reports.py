@@ -87,9 +87,9 @@ def test_tensorboard_shows_what_the_log_says(reported: Training) -> None:
     assert len(shown["train/loss"]) == 7 and [step for step, _ in shown["train/forgetting"]] == [0, 3, 6, 7]
 
 
-@pytest.mark.parametrize("asked", mostly(((), ("none",)), ().__eq__), ids=str)
-def test_nothing_is_reported_unless_asked(place: Path, tmp_path: Path, asked: tuple[str, ...]) -> None:
-    done = run(place, tmp_path / "out", TrainingStart(report_to=asked))
+@pytest.mark.parametrize("asked", mostly(([], ["none"]), [].__eq__), ids=str)
+def test_nothing_is_reported_unless_asked(place: Path, tmp_path: Path, asked: list[str]) -> None:
+    done = run(place, tmp_path / "out", TrainingStart(report_to=tuple(asked)))
     assert {path.name for path in (done.path / "training").iterdir()} == {"settings.json", "log.jsonl", "curves.png"}
 
 
