@@ -9,22 +9,45 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 # images for containers set it; then each process that tests start would compile the package again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo lint types test pytest test-fast test-slow test-all torture fuzz test-gpu bench-gpu \
-	test-families test-compat test-recipes test-serve docs demo-model clean
+.PHONY: help install unpack-large unpack-others add-the-rest compile demo lint types test pytest test-fast test-slow \
+	test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 install: $(VENV)/.installed  ## make the virtual environment and install the package with its test tools
 
+# what takes pip longest to unpack is unpacked by two processes at a time, and compiled while pip finds out what else is
+# needed; these names save time and decide nothing
+LARGE := torch bitsandbytes lxml hypothesis grpcio
+OTHERS := transformers pyarrow pandas sympy numpy matplotlib fonttools pillow tensorboard mypy ruff networkx tokenizers \
+	hf-xet pygments peft huggingface-hub datasets pydantic accelerate
+
 # pip would compile one file after the other; some files of packages are for other releases of Python, and of their
-# tests and of the models of transformers hardly any is imported
+# tests, of the models of transformers and of some packages hardly any is imported. What pip has half written is passed
+# over in silence, and compiled by the second pass
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib \
+	-x '/tests/|/transformers/models/|/torch/testing/_internal/|/(pip|setuptools|mypy|mypyc|fontTools)/'
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
-	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
+	@$(MAKE) --jobs 2 --no-print-directory unpack-large unpack-others
+	@$(MAKE) --jobs 2 --no-print-directory add-the-rest compile
+	@$(COMPILE) || true
 	@touch $@
+
+unpack-large:
+	$(BIN)/pip install --quiet --no-compile --no-deps $(LARGE)
+
+unpack-others:
+	$(BIN)/pip install --quiet --no-compile --no-deps $(OTHERS)
+
+add-the-rest:
+	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
+
+compile:
+	@$(COMPILE) || true
 
 demo: install  ## run the whole job on the shipped model
 	$(BIN)/scale-surgery demo
@@ -40,9 +63,10 @@ types: install  ## mypy on the package
 test: lint  ## lint, types and tests
 	$(MAKE) --jobs 2 --keep-going types pytest
 
-# two processes: each test file runs in one of them, so that what its tests share is made once
+# two processes: each test file runs in one of them, so that what its tests share is made once. In the two folders that
+# are left out no test is of the default run, and each process would read them
 pytest: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/benchmarks --ignore tests/gpu
 
 # what says soonest that a change broke something; in files that go through the families, the first of them alone
 FAST := tests/test_rooms.py tests/test_imports.py tests/test_errors.py tests/test_public_names.py \

@@ -126,6 +126,14 @@ def nobody_installs_deepspeed_meanwhile() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nobody_reads_what_is_not_logged() -> Iterator[None]:
+    """transformers writes out each config that it reads, for a line that is not shown."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.PreTrainedConfig, "__repr__", object.__repr__)
+        yield
+
+
 @pytest.fixture
 def refuse_to_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Let the system refuse that a file gets its name, as a disk that fails does, also for a user who may all."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,6 +37,7 @@ def test_a_person_depends_on_seed_and_index_alone(index: int, seed: int) -> None
     assert people(1, start=index, seed=seed) == (everyone[index],)
 
 
+@settings(max_examples=20)  # each makes as many people as there are names for
 @given(seeds)
 def test_no_two_people_of_a_seed_share_a_name(seed: int) -> None:
     assert len({person.name for person in people(CAPACITY, seed=seed)}) == CAPACITY

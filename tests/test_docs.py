@@ -173,6 +173,7 @@ def test_what_differs_more_than_by_rounding_is_seen():
         assert settled(found, "gain +2.7724") != without_chance("gain +2.7724")
 
 
+@pytest.mark.slow
 def test_readme_quick_start(tmp_path, monkeypatch):
     """The commands of the quick start, on a tiny model of the same family in place of the Hub's."""
     start = sections(README)["Quick start"]

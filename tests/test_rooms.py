@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -44,23 +45,34 @@ ROOMS = [
 
 def imports(file: Path, root: Path) -> Iterator[str]:
     """Modules of this package that a file imports when it runs, in functions too; not for type checkers alone."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in _that_run(file.read_text(encoding="utf-8")):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise AssertionError(f"{file}: a relative import, {ast.unparse(node)}")
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "scale_surgery")
+        else:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [name for name in names if _is_module(name, root)]
+            found = modules + ([str(node.module)] if len(modules) < len(names) else [])
+            yield from (name for name in found if name.split(".")[0] == "scale_surgery")
+
+
+@functools.cache
+def _that_run(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Imports of a file's text that are not for type checkers alone; relative ones always."""
+    tree = ast.parse(text)
     guarded = {
         id(inside)
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inside in ast.walk(node)
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            raise AssertionError(f"{file}: a relative import, {ast.unparse(node)}")
-        if isinstance(node, ast.Import) and id(node) not in guarded:
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "scale_surgery")
-        if isinstance(node, ast.ImportFrom) and id(node) not in guarded:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            modules = [name for name in names if _is_module(name, root)]
-            found = modules + ([str(node.module)] if len(modules) < len(names) else [])
-            yield from (name for name in found if name.split(".")[0] == "scale_surgery")
+    return tuple(
+        node
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Import) and id(node) not in guarded)
+        or (isinstance(node, ast.ImportFrom) and (node.level or id(node) not in guarded))
+    )
 
 
 def _is_module(name: str, root: Path) -> bool:

@@ -22,9 +22,9 @@ def place(tmp_path_factory) -> Torture:
 
 
 def test_commands_that_are_killed_or_meet_errors(place):
-    counts, problems = torture(place, 12, 3, CHEAP)
+    counts, problems = torture(place, 6, 3, CHEAP)
     assert not problems
-    assert sum(counts.values()) == 12
+    assert sum(counts.values()) == 6
     assert {outcome for _, _, outcome in counts} >= {"killed", "stopped with an error"}
 
 

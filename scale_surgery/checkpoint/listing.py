@@ -74,6 +74,11 @@ def unfit(path: Path, name: str) -> str | None:
 
 def leads_out(path: Path, name: str) -> bool:
     """Whether a file of a folder lies outside of it; the Hub's cache alone is made of links, into its own blobs."""
+    inside = PurePosixPath(name)
+    own = (inside, *inside.parents[:-1])
+    # what no link leads to lies where it seems to
+    if ".." not in inside.parts and not inside.is_absolute() and not any((path / part).is_symlink() for part in own):
+        return False
     root, target = path.resolve(), (path / name).resolve()
     places = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     return not any(target.is_relative_to(place) for place in places)

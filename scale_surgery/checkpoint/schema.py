@@ -35,6 +35,52 @@ def misfits(value: Any, hint: Any, place: str = "") -> Iterator[str]:
     Yields:
         A line for each place, such as `plan.layers[2] is 'x', expected a whole number`.
     """
+    if not _check_of(hint)(value):
+        yield from _all_misfits(value, hint, place)
+
+
+@functools.cache
+def _check_of(hint: Any) -> Callable[[Any], bool]:
+    """What says whether a value has no misfit: records hold thousands of values, hardly any of another kind."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        is_null_allowed = NoneType in inner
+        check = _check_of(next(own for own in inner if own is not NoneType))
+        return lambda value: (value is None and is_null_allowed) or check(value)
+    if kind is Annotated:
+        check, allowed = _check_of(inner[0]), inner[1]
+        return lambda value: check(value) and value in allowed
+    if dataclasses.is_dataclass(hint):
+        return _check_of_fields(hint)
+    if kind is tuple and inner[-1] is ...:
+        check = _check_of(inner[0])
+        return lambda value: isinstance(value, list) and all(map(check, value))
+    if kind is tuple:
+        checks = [_check_of(own) for own in inner]
+        return lambda value: (
+            isinstance(value, list)
+            and len(value) == len(checks)
+            and all(check(own) for check, own in zip(checks, value, strict=True))
+        )
+    if inner and _is_mapping(hint):
+        check = _check_of(inner[1])
+        return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+    return lambda value: _expected(value, hint) is None
+
+
+def _check_of_fields(owner: Any) -> Callable[[Any], bool]:
+    checks = {name: _check_of(hint) for name, hint in _hints(owner).items()}
+    fields = dataclasses.fields(owner)
+    needed = {own.name for own in fields if own.default is own.default_factory is dataclasses.MISSING}
+    known = {own.name: checks[own.name] for own in fields}
+    return lambda value: (
+        isinstance(value, dict)
+        and needed <= value.keys() <= known.keys()
+        and all(known[name](own) for name, own in value.items())
+    )
+
+
+def _all_misfits(value: Any, hint: Any, place: str) -> Iterator[str]:
     kind, inner = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         if value is not None or NoneType not in inner:
@@ -68,19 +114,25 @@ def in_one_line(problems: list[str]) -> str:
 
 def build(value: Any, hint: Any) -> Any:
     """Make of plain JSON values what a type hint asks for; values that misfit are not noticed."""
+    return None if value is None else _maker_of(hint)(value)
+
+
+@functools.cache
+def _maker_of(hint: Any) -> Callable[[Any], Any]:
+    """What makes of a value that is not null what a hint asks for."""
     kind, inner = get_origin(hint), get_args(hint)
-    if value is None or hint is Any:
-        return value
     if kind in (Union, UnionType):
-        return build(value, next(own for own in inner if own is not NoneType))
+        return _maker_of(next(own for own in inner if own is not NoneType))
     if kind is Annotated:
-        return build(value, inner[0])
+        return _maker_of(inner[0])
     if dataclasses.is_dataclass(hint):
         hints, make = _hints(cast("Hashable", hint)), cast("Callable[..., Any]", hint)
-        return make(**{name: build(own, hints[name]) for name, own in value.items()})
+        return lambda value: make(**{name: build(own, hints[name]) for name, own in value.items()})
     if kind is tuple:
-        return tuple(build(own, inner[0]) for own in value)
-    return {name: build(own, inner[1]) for name, own in value.items()} if inner and _is_mapping(hint) else value
+        return lambda value: tuple(build(own, inner[0]) for own in value)
+    if inner and _is_mapping(hint):
+        return lambda value: {name: build(own, inner[1]) for name, own in value.items()}
+    return lambda value: value
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from scale_surgery.deriving.derive import Derived, derive
-from tests.each import each_shape
+from tests.each import WAYS, each_shape, mostly
 from tests.families import FAMILIES, Family, read_sizes
 from tests.tiny import tiny_config
 
@@ -16,7 +16,7 @@ from tests.tiny import tiny_config
 UNREAD = {"gpt2": {"num_heads"}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=mostly(FAMILIES, WAYS.__contains__))
 def oracle(request) -> tuple[Family, PreTrainedConfig, Derived]:
     config = tiny_config(request.param)
     return FAMILIES[request.param], config, derive(config)

@@ -45,7 +45,7 @@ def architecture(model_type: str) -> Architecture:
 
 
 # state spaces beside attention, and images: the rarest are proved by test-slow
-COMMON = ("llama", "gemma3_text", "dbrx", "nemotron_h")
+COMMON = ("llama", "gemma3_text", "dbrx")
 each_type = pytest.mark.parametrize("model_type", mostly(EXPECTED, COMMON.__contains__))
 
 
@@ -75,7 +75,7 @@ def test_streams_fit(model_type):
         assert (linear.outputs == (found.sizes.hidden,)) or writes != "residual"
 
 
-@pytest.mark.parametrize("model_type", mostly(REFUSED, ("bert", "beam", "minimax", "jamba").__contains__))
+@pytest.mark.parametrize("model_type", mostly(REFUSED, ("bert", "beam", "minimax").__contains__))
 def test_what_cannot_be_expanded_is_named(model_type):
     with pytest.raises(UnsupportedFamilyError) as error:
         architecture(model_type)
@@ -96,9 +96,7 @@ def test_layers_of_other_widths_are_other_kinds():
     assert sizes == [256, 512]
 
 
-@pytest.mark.parametrize(
-    ("heads", "groups"), mostly([(32, 8), (32, 1), (32, 32), (28, 4)], lambda own: own in ((32, 1), (28, 4)))
-)
+@pytest.mark.parametrize(("heads", "groups"), mostly([(32, 8), (32, 1), (32, 32), (28, 4)], lambda own: own == (28, 4)))
 def test_groups_of_heads_are_those_of_the_model(heads, groups):
     config = CONFIG_MAPPING["llama"](hidden_size=heads * 64, num_attention_heads=heads, num_key_value_heads=groups)
     found = derive(config)
@@ -108,6 +106,7 @@ def test_groups_of_heads_are_those_of_the_model(heads, groups):
     assert (twin["num_key_value_heads"] == 1) == (groups == 1)
 
 
+@pytest.mark.slow
 def test_vision_language_models_begin_by_a_hook():
     about = architecture("gemma3")
     assert about.enters == "hook" and about.base_model == "model.language_model"
@@ -121,6 +120,7 @@ def test_layer_types_are_told_where_they_differ():
     assert architecture("llama").layer_types == ()
 
 
+@pytest.mark.slow
 def test_what_binds_a_model_to_its_form_is_told():
     """Logits that are scaled after the head have no router; layers that compute with their number cannot move up."""
     assert architecture("cohere").alters_logits and architecture("diffllama").is_numbered

@@ -326,6 +326,7 @@ def test_bases_of_one_name_are_told_apart(place: Path, tmp_path: Path) -> None:
     assert found.scores[4].base == f"base (base of {wide})" and found.scores[4].forgetting == 0.0
 
 
+@pytest.mark.slow
 def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path) -> None:
     model = load(place / "wide")
     model.save_pretrained(tmp_path / "saved")
@@ -375,6 +376,7 @@ def test_dtype(place: Path) -> None:
     assert found.scores[0].old == found.scores[2].old and found.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_remote_code(place: Path) -> None:
     found = evaluate(place / "wide", [place / "old.txt"], run=RunOptions(trust_remote_code=True))
     assert row(found, "wide").old == row(evaluate(place / "wide", [place / "old.txt"]), "wide").old

@@ -256,6 +256,7 @@ def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> Non
         verify(llama.folders["law"], folder)
 
 
+@pytest.mark.slow
 def test_it_is_streamed_where_memory_is_small(folder: Path) -> None:
     """Every model by itself and the composed one: the same bits, in as much memory as is given."""
     result = verify(folder, record=False, run=RunOptions("cpu", memory_bytes=60_000))
@@ -297,6 +298,7 @@ def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     def run(*words: object) -> Any:
         return CliRunner(env={"COLUMNS": "80"}).invoke(main, [str(word) for word in ("verify", copy, *words)])

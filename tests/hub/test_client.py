@@ -158,6 +158,7 @@ def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("own/**/*.safetensors")) == []
 
 
+@pytest.mark.slow
 def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path, tmp_path: Path) -> None:
     """In a process of its own, which finds the Hub and its cache by the variables of the environment."""
     own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
@@ -174,6 +175,8 @@ def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path
 
 def test_what_was_downloaded_is_not_asked_for_again(here: Hub, tmp_path: Path) -> None:
     expanded = expand(REPO, Request("last:1"), tmp_path / "e")
+    manifest = json.loads((tmp_path / "e" / "surgery.json").read_text())
+    assert (manifest["base_name"], manifest["base_revision"]) == (REPO, COMMIT)
     sent = dict(here.sent)
     assert plan(REPO, Request("last:1")).tensors == expanded.plan.tensors
     assert here.sent == sent != {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -143,6 +144,7 @@ def test_a_job_learns_and_keeps_its_base(done, recipe):
     assert resolve_recipe({"preset": "default"} | _read(learned.path / RECIPE_FILE)) == recipe
 
 
+@pytest.mark.slow
 def test_a_job_adds_to_a_model_that_has_learned_before(done, said, tmp_path):
     """What stands beside the first expansion learns alone: the first one's file keeps its bytes."""
     before = done.learned.result
@@ -183,6 +185,17 @@ def test_the_page_says_it(done):
     assert page.count("scale-surgery ") >= len(lines) and "not verified" not in page.lower()
 
 
+def test_each_line_is_one_of_our_commands_with_options_that_it_has(done):
+    """That they make the same, see below."""
+    for line in done.lines.values():
+        program, name, *words = shlex.split(line)
+        assert program == "scale-surgery"
+        main.commands[name].make_context(name, words)
+        with pytest.raises(click.NoSuchOption):
+            main.commands[name].make_context(name, [*words, "--no-such-option"])
+
+
+@pytest.mark.slow
 def test_the_lines_typed_by_hand_make_the_same(done, tmp_path, monkeypatch):
     """Each stage is one of our commands; a job that was interrupted in each of them made what they make."""
     learned, lines = done.learned, done.lines

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from scale_surgery.planning.architecture import CODE_FILES
 from tests import routed
 from tests.conftest import Pair, load
-from tests.each import WAYS
+from tests.each import FEW, WAYS, mostly
 from tests.modeling import test_generic_classes
 from tests.routed import Trio, train
 
@@ -100,11 +100,22 @@ class Alone:
 def alone(pair_of: Any, trio_of: Any, made: Any, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     place = tmp_path_factory.mktemp("alone")
     trained = saved_routed(trio_of, place)
-    folders = [pair.path for pair in map(pair_with(pair_of), WAYS)]
+    folders = [pair.path for pair in map(pair_with(pair_of), FEW)]
     folders += [Path(shutil.copytree(pair_of("llama", "adapt").path, place / "tiny-llama.v1.0-scale"))]
     folders += [place / name for name in trained]
     asked = [(str(folder), CAUSAL) for folder in folders]
     asked += [(str(made(name)[1]), auto) for name, auto in GENERIC.items()]
+    return asked_alone(place, asked, trained)
+
+
+@pytest.fixture(scope="module")
+def others_alone(pair_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    place = tmp_path_factory.mktemp("others")
+    others = [family for family in WAYS if family not in FEW]
+    return asked_alone(place, [(str(pair.path), CAUSAL) for pair in map(pair_with(pair_of), others)], {})
+
+
+def asked_alone(place: Path, asked: list[tuple[str, str]], trained: dict[str, tuple[Trio, Any]]) -> Alone:
     done = run_fresh(ALONE, place, json.dumps(IDS.tolist()), json.dumps(asked), cwd=place)
     assert done.returncode == 0, done.stderr
     return Alone(place, json.loads((place / "report.json").read_text()), trained)
@@ -125,10 +136,11 @@ def pair_with(pair_of: Callable[..., Pair]) -> Callable[[str], Pair]:
     return lambda family: pair_of(family, "preserve" if family != "llama" else "adapt")
 
 
-@pytest.mark.parametrize("family", WAYS)
+@pytest.mark.parametrize("family", mostly(WAYS, FEW.__contains__))
 def test_it_computes_what_the_base_does_and_is_saved_and_loaded_again(
-    alone: Alone, pair_of: Callable[..., Pair], family: str
+    request: pytest.FixtureRequest, pair_of: Callable[..., Pair], family: str
 ) -> None:
+    alone: Alone = request.getfixturevalue("alone" if family in FEW else "others_alone")
     pair = pair_with(pair_of)(family)
     report, found = alone.report[pair.path.name], alone.tensors(pair.path.name)
     assert report["config"][0] == f"scale_{family}"

@@ -14,6 +14,7 @@ from scale_surgery.modeling.expanded_routers import ROUTERS, Evidence, Router
 from scale_surgery.modeling.expanded_state import state_of
 from tests.composed import LLAMA
 from tests.conftest import load
+from tests.each import mostly
 from tests.routed import padded, random_ids
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -74,6 +75,8 @@ TOYS: dict[str, tuple[type, dict[str, Any]]] = {
     "best_of_last_token": (BestOfLastToken, {}),
 }
 each_toy = pytest.mark.parametrize("name", TOYS)
+# one that reads tokens and one that reads none
+of_each_kind = pytest.mark.parametrize("name", mostly(TOYS, ("last_token", "shares").__contains__))
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +154,7 @@ def test_the_newest_is_that_expansion_bit_for_bit(made_of: Callable[..., Any]) -
     assert not torch.equal(model(IDS).logits, made.alone(LLAMA[0])(IDS).logits), "the control"
 
 
-@each_toy
+@of_each_kind
 @torch.no_grad()
 def test_generation_with_and_without_a_cache(made_of: Callable[..., Any], name: str) -> None:
     model = choose(made_of("llama", LLAMA).composed(), name)
@@ -166,7 +169,7 @@ def test_generation_with_and_without_a_cache(made_of: Callable[..., Any], name: 
     assert torch.equal(model.generate(**one, prompt_lookup_num_tokens=3), model.generate(**one))
 
 
-@each_toy
+@of_each_kind
 @torch.no_grad()
 def test_it_is_saved_and_loaded(
     made_of: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, name: str

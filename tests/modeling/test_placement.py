@@ -23,7 +23,7 @@ from scale_surgery.surgery.expand import expand
 from tests import routed
 from tests.composed import LLAMA
 from tests.conftest import REQUESTS, Pair, load, shake
-from tests.each import WAYS, mostly, woven
+from tests.each import FEW, mostly, woven
 from tests.routed import Trio, padded, random_ids
 from tests.tiny import FAMILIES
 
@@ -56,7 +56,7 @@ def run_everywhere(model: Any) -> None:
             model.path_logits(ids)
 
 
-@pytest.mark.parametrize(("family", "request_name"), woven(WAYS, tuple(REQUESTS), among=FAMILIES))
+@pytest.mark.parametrize(("family", "request_name"), woven(FEW, tuple(REQUESTS), among=FAMILIES))
 def test_expanded(pair_of: Callable[..., Pair], family: str, request_name: str) -> None:
     run_everywhere(pair_of(family, request_name).load())
 
@@ -65,8 +65,7 @@ def test_expanded(pair_of: Callable[..., Pair], family: str, request_name: str) 
     ("family", "routing"),
     mostly(
         product(FAMILIES, ("posterior", "cosine", "strict")),
-        # a strict router leaves out an operation of one that is not
-        (("llama", "strict"), ("gpt2", "posterior"), ("phi3", "cosine")).__contains__,
+        (("gpt2", "posterior"), ("llama", "cosine")).__contains__,
     ),
 )
 def test_routed(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
@@ -103,7 +102,10 @@ def test_paths_side_by_side_on_two_devices(made_of: Callable[..., Any]) -> None:
     assert model(ids, expansion_names=["law", None]).logits.is_meta
 
 
-@pytest.mark.parametrize(("family", "request_name"), (("llama", "adapt"), ("gemma2", "preserve"), ("gpt2", "deep")))
+@pytest.mark.parametrize(
+    ("family", "request_name"),
+    mostly((("llama", "adapt"), ("gemma2", "preserve"), ("gpt2", "deep")), lambda own: own[0] == "llama"),
+)
 @torch.no_grad()
 def test_a_model_is_streamed_from_its_files(
     trio_of: Callable[..., Trio], tmp_path: Path, family: str, request_name: str

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import Pair, load
-from tests.each import each_way_in_a_form
+from tests.each import each_of_few_in_a_form
 
 IDS = torch.arange(3, 29).reshape(2, 13)
 # kernels take other paths for other shapes
@@ -36,7 +36,7 @@ def generated(model: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("request_name", ["preserve", "adapt", "adapt_without_up_stream"])
-@each_way_in_a_form
+@each_of_few_in_a_form
 def test_disabled_is_the_base_bit_for_bit(pair_of: Any, family: str, request_name: str, dtype: str, tied: bool) -> None:
     pair = pair_of(family, request_name, dtype, tied)
     model = trained(pair)

@@ -15,12 +15,12 @@ from scale_surgery.errors import PlanError
 from scale_surgery.planning.specs import attention_values
 from scale_surgery.planning.stored import expected_shapes, find_prefix
 from tests.conftest import REQUESTS
-from tests.each import woven
+from tests.each import WAYS, mostly, woven
 from tests.families import CONFIG_KEYS, FAMILIES, Family, Sizes, read_sizes
 from tests.tiny import CONFIGS, tiny_config
 from tests.written import written_architecture, written_sizes
 
-each_family = pytest.mark.parametrize("name", FAMILIES)
+each_family = pytest.mark.parametrize("name", mostly(FAMILIES, WAYS.__contains__))
 # sizes that config.json must state: transformers' defaults for them are those of one published model
 STATED = ("hidden", "layers", "query_heads", "inner", "vocabulary")
 

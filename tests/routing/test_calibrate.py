@@ -167,7 +167,7 @@ def calibration_of(place: Path) -> Callable[[str], Calibration]:
     return found.__getitem__
 
 
-each_router = pytest.mark.parametrize("router", list(ROUTINGS))
+each_router = pytest.mark.parametrize("router", mostly(ROUTINGS, "posterior".__eq__))
 
 
 def refusal(*args: Any, error: type[SurgeryError] = CheckpointError, **options: Any) -> str:
@@ -488,6 +488,7 @@ def test_the_bound_is_not_loosened_unless_it_is_asked_for(told: tuple[Path, Path
     assert "a text may lose 0.693 nats before, 4.61 nats after" in " ".join(" ".join(shown_of(done)).split())
 
 
+@pytest.mark.slow
 def test_bounds_and_short_prompts_stand_in_the_json_and_the_options_are_the_command_s(
     told: tuple[Path, Path, Path],
 ) -> None:
@@ -504,6 +505,7 @@ def test_bounds_and_short_prompts_stand_in_the_json_and_the_options_are_the_comm
     assert asked["ask"] is None
 
 
+@pytest.mark.slow
 def test_the_rule_of_old_would_have_written_it(told: tuple[Path, Path, Path]) -> None:
     """What `--write` did: the short prompts that were the base's are the adapt path's afterwards."""
     found = route_calibrate(*told, CalibrationSettings(**LEARNS))
@@ -512,7 +514,7 @@ def test_the_rule_of_old_would_have_written_it(told: tuple[Path, Path, Path]) ->
     assert found.loosest.short.change.value > 5 * found.loosest.short.change.error > 0
 
 
-@pytest.mark.parametrize("router", ["posterior", "cosine", "strict"])
+@each_router
 @torch.no_grad()
 def test_short_prompts_are_what_the_model_says_of_them(
     place: Path, calibration_of: Callable[[str], Calibration], router: str
@@ -773,6 +775,7 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_trainer_saved_is_measured(place: Path, tmp_path: Path) -> None:
     load(place / "cosine").save_pretrained(tmp_path / "saved")
     with_tokenizer(tmp_path / "saved")
@@ -1085,6 +1088,7 @@ def test_command(place: Path, tmp_path: Path, calibration_of: Callable[[str], Ca
     assert [line.rstrip() for line in details.splitlines()] == shown_of(found, details=True)
 
 
+@pytest.mark.slow
 def test_command_writes_and_draws(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     plot = tmp_path / "sweep.png"

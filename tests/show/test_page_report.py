@@ -461,6 +461,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_work(place: Path, t
     ]
 
 
+@pytest.mark.slow
 def test_a_page_that_breaks_off_leaves_nothing(place: Path, tmp_path: Path) -> None:
     """The largest size of a file, as a full disk: in a process of its own, which it is for."""
     page = tmp_path / "report.html"

@@ -28,6 +28,7 @@ from scale_surgery.surgery.intact import Damage, find_damage
 from scale_surgery.surgery.record import read_manifest
 from tests.composed import LLAMA, REQUESTS, Made, mixed
 from tests.conftest import load, shake
+from tests.each import mostly
 from tests.routed import padded, random_ids
 from tests.surgery import test_images as images
 
@@ -56,7 +57,7 @@ def load_remote(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
 
 
-@pytest.mark.parametrize("loader", [load, load_remote])
+@pytest.mark.parametrize("loader", mostly([load, load_remote], lambda own: own is load))
 @torch.no_grad()
 def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any) -> None:
     """Each path bit for bit the model that apply writes, the mixture that of the expansions loaded one by one."""
@@ -77,6 +78,7 @@ def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any)
     assert sum(own.numel() for own in found.parameters()) == sum(own.numel() for own in known.parameters())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_it_is_streamed_from_its_files(folder: Path) -> None:
     """Module by module where it is larger than the memory that it gets: the same bits, alone and side by side."""

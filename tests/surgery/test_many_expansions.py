@@ -182,6 +182,7 @@ def nats(log_probabilities: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return -own[:, :-1].gather(-1, ids[:, 1:, None]).sum((1, 2))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_no_text_loses_more_than_its_share(llama):
     """At r = 0 at most ln(K + 1) nats against the best path for it, also where a text goes from one to the other."""

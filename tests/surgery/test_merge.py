@@ -104,7 +104,7 @@ def test_fused_computes_what_the_blocks_compute_and_comes_apart_byte_for_byte(
     ("family", "request_name"),
     mostly(
         [(family, request) for family in ("phi3", "gpt2") for request in ("preserve", "adapt_without_up_stream")],
-        [("phi3", "preserve"), ("gpt2", "adapt_without_up_stream")].__contains__,
+        [("phi3", "preserve")].__contains__,
     ),
 )
 def test_half_precision_and_other_requests(
@@ -122,7 +122,7 @@ def test_half_precision_and_other_requests(
     ("family", "router"),
     mostly(
         [(family, router) for family in ("phi3", "gpt2", "llama") for router in ROUTERS],
-        [("phi3", ROUTERS[0]), ("gpt2", ROUTERS[1])].__contains__,
+        [("gpt2", ROUTERS[1])].__contains__,
     ),
 )
 def test_a_routed_model_keeps_its_router(
@@ -207,6 +207,7 @@ def test_a_fused_model_is_saved_and_loaded_by_transformers(fused: Path, tmp_path
         assert torch.equal(model(ids).logits, again(ids).logits)
 
 
+@pytest.mark.slow
 def test_generation_with_cache_beams_and_padding(fused: Path, expanded: Path) -> None:
     ids = torch.tensor([[0, 0, 5, 9, 11], [7, 8, 9, 10, 12]])
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
@@ -272,6 +273,7 @@ def test_verify_compares_a_fused_model_with_its_base(fused: Path, base_of: Calla
     assert not other.passed and any("BF16" in problem for problem in other.promises[0].problems)
 
 
+@pytest.mark.slow
 def test_a_fused_model_is_evaluated_beside_its_base(tmp_path: Path) -> None:
     expanded = expand(SHIPPED_MODEL, Request("2-3"), tmp_path / "expanded").path
     done = merge(expanded, tmp_path / "fused")
@@ -530,7 +532,7 @@ def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path, monkeypatc
     assert run.exit_code == 1 and "is an expanded model, expected a fused one" in " ".join(run.output.split())
 
 
-@pytest.mark.parametrize("model_type", ["olmo", "nanochat"])
+@pytest.mark.parametrize("model_type", mostly(["olmo", "nanochat"], "olmo".__eq__))
 def test_norms_without_a_gain_are_fused(tmp_path: Path, model_type: str) -> None:
     """The base's norm has no weight, the up stream's has one."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}

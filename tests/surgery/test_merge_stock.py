@@ -288,6 +288,7 @@ def test_the_command_measures_the_drift_of_what_it_wrote(tmp_path):
     assert not measure_drift(expanded, path).holds
 
 
+@pytest.mark.slow
 def test_what_converters_ask_of_a_checkpoint(stock_of):
     """The class in `architectures`, one number for every width, and no tensor that the base does not have."""
     for family in FAMILIES:

@@ -102,7 +102,7 @@ def test_it_is_what_the_folder_gives(made_of, tmp_path, name, dtype):
     assert {one.data_ptr() for one in own.parameters() if not one.requires_grad} == shared, "not a copy"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", mostly(CONFIGS, "qwen3_moe".__eq__))
 def test_what_is_in_memory_is_taken_apart_as_it_is_stored(made_of, name):
     checkpoint = open_checkpoint(made_of(name).base)
     base = InMemory(load(made_of(name).base), checkpoint.tensors)

@@ -135,6 +135,7 @@ def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attenti
         assert all(map(torch.equal, answers(stock), answers(expanded)))
 
 
+@pytest.mark.slow
 def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> None:
     """From the expanded folder none of its code has to run; names in memory are only known by running it."""
     base, wide = made()
@@ -164,6 +165,7 @@ def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> Non
         adopt(tmp_path / "saved", wide, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_somebody_with_transformers_alone_loads_and_saves_it(made: Any, tmp_path: Path) -> None:
     base, wide = made()
     program = (
@@ -199,6 +201,7 @@ def test_the_base_comes_back_and_the_expansion_travels(made: Any, tmp_path: Path
         apply(taken, tmp_path / "no", other)
 
 
+@pytest.mark.slow
 def test_routed_fused_and_duplicated(made: Any, tmp_path: Path) -> None:
     base, wide = made()
     routed = route_export(wide, tmp_path / "routed").path

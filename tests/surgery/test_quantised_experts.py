@@ -101,6 +101,7 @@ def test_each_block_says_how_it_is_treated(base):
     assert [(block.name, block.treatment) for block in kind.blocks] == [("self_attn", "edges"), ("mlp", "block")]
 
 
+@pytest.mark.slow
 def test_an_expansion_goes_onto_them_in_memory(base, tmp_path):
     """Where a loaded model was dequantised its files are what can be compared."""
     made = expand(base, Request("1-2", variant="adapt", collaborate="both"), tmp_path / "expanded")

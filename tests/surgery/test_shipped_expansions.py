@@ -79,6 +79,7 @@ def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
     assert not found.notes
 
 
+@pytest.mark.slow
 def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
     folder = place / "composed"
     found, base = inspect(folder), inspect(SHIPPED_MODEL)

@@ -60,6 +60,7 @@ def treatments(blocks):
     return tuple(" ".join(dict.fromkeys(one.split()[0] for one in blocks[group])) for group in ("attn", "ffn"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", mostly(SPREAD, WHOLE.__contains__))
 def test_a_type_goes_the_whole_way(reader, model_type):
     row = take_through(model_type, reader, beside=False)

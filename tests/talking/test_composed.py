@@ -73,6 +73,7 @@ def run(*words: Any, **options: Any) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_names_stand_where_there_are_no_colours(speaking: tuple[Made, Path]) -> None:
     asked = ["--prompt", "Anna Berg", "--temperature", "0", "--max-new-tokens", "40"]
     text = run("generate", speaking[1], *asked, "--paths", "--compare")
@@ -84,6 +85,7 @@ def test_names_stand_where_there_are_no_colours(speaking: tuple[Made, Path]) -> 
     assert "⟦" not in run("generate", speaking[1], *asked, "--paths", "--expansion", "law").split("in ⟦name")[0]
 
 
+@pytest.mark.slow
 def test_a_conversation_changes_who_answers(speaking: tuple[Made, Path]) -> None:
     typed = "Anna\n/set expansion law\n/reset\nAnna\n/set expansion\n/reset\nAnna\n"
     asked = ["--temperature", "0", "--max-new-tokens", "12", "--json"]

@@ -46,7 +46,7 @@ def by_transformers(folder: Path, prompt: str, **options: Any) -> list[int]:
 # what transformers gives
 
 
-@pytest.mark.parametrize("kind", mostly(KINDS, ("wide", "posterior", "deep").__contains__))
+@pytest.mark.parametrize("kind", mostly(KINDS, ("wide", "posterior").__contains__))
 def test_greedy_answers_are_those_of_transformers(place: Path, kind: str) -> None:
     found = generate(place / kind, PROMPTS, GREEDY)
     for prompt, answer in zip(PROMPTS, found.answers, strict=True):
@@ -64,6 +64,7 @@ def test_the_kinds_differ(place: Path) -> None:
     assert len(answers) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly(("base", "posterior"), "posterior".__eq__))
 def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kind: str) -> None:
     settings = GenerationSettings(
@@ -97,7 +98,7 @@ def test_options_of_drawing() -> None:
 # paths
 
 
-@pytest.mark.parametrize("kind", ("posterior", "cosine"))
+@pytest.mark.parametrize("kind", mostly(("posterior", "cosine"), "posterior".__eq__))
 def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
     (answer,) = generate(place / kind, PROMPTS[0], replace(GREEDY, max_new_tokens=64)).answers
     read = AutoTokenizer.from_pretrained(place / kind)(PROMPTS[0], return_tensors="pt")["input_ids"]
@@ -108,6 +109,7 @@ def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
     assert answer.routed_share == pytest.approx(float(found.mean()))
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_read_in_parts_is_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
     calls: list[int] = []
@@ -135,6 +137,7 @@ def test_the_base_answers_from_the_same_weights(place: Path) -> None:
         assert ids_of(found.answers[0]) != ids_of(found.base_answers[0])
 
 
+@pytest.mark.slow
 def test_code_of_the_folder_gives_the_same(place: Path) -> None:
     for kind in ("posterior", "cosine"):
         found = generate(place / kind, PROMPTS[0], GREEDY, run=RunOptions(trust_remote_code=True))
@@ -333,6 +336,7 @@ def test_command_marks_paths_where_it_is_asked_to(place: Path) -> None:
     assert any(weight > 0.5 for weight in weights) and any(weight < 0.5 for weight in weights), "both are there"
 
 
+@pytest.mark.slow
 def test_command_takes_prompts_from_files(place: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("Anna\n\n naïve \n")
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Berg"}\n\n{"prompt": "a\\nb", "n": 1}\n')

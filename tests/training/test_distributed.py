@@ -24,7 +24,6 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
 from tests.distributed_steps import WRAPPERS, batch, load_moved, step
-from tests.each import mostly
 from tests.modeling.test_training_modes import NO_DROPOUT, REQUESTS, autocast, check_noise, errors
 from tests.tiny import save_tiny
 
@@ -43,13 +42,12 @@ MODELS = {
     "bfloat16_base": (("llama", "adapt", "bfloat16", False), ("ddp", "fsdp2", "fsdp2_bfloat16", "accelerate")),
 }
 CASES = [(model, wrapper) for model, (_, wrappers) in MODELS.items() for wrapper in wrappers]
-# each model and each wrapper once; the others in the run of slow tests
+# each model and each wrapper once: done in one go, all others in another
 KEPT = {
     ("preserve", "ddp"), ("adapt", "fsdp2_checkpointed"), ("conv1d_tied", "accelerate"), ("without_up_stream", "ddp"),
     ("bfloat16_base", "fsdp2"), ("bfloat16_base", "fsdp2_bfloat16"),
 }  # fmt: skip
-each_case = pytest.mark.parametrize(("model", "wrapper"), mostly(CASES, KEPT.__contains__))
-# what the default run asks for
+each_case = pytest.mark.parametrize(("model", "wrapper"), CASES)
 QUICK_JOBS = ("steps", "kept", "refused")
 
 
@@ -135,9 +133,9 @@ def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathF
     """The folder of a job, whose processes ended as they have to; all jobs of a run are done in one go."""
 
     @functools.cache
-    def run(is_slow: bool) -> Path:
+    def run(is_rest: bool) -> Path:
         out = tmp_path_factory.mktemp("distributed")
-        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name not in QUICK_JOBS) == is_slow}
+        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name not in QUICK_JOBS) == is_rest}
         (out / "jobs.json").write_text(json.dumps(jobs))
         words = [sys.executable, "-m", "tests.distributed_steps", str(out / "jobs.json")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -177,6 +175,7 @@ def stepped(done: Callable[..., Path], model: str, wrapper: str) -> Any:
     return torch.load(done(job) / f"{model}-{wrapper}.pt")
 
 
+@pytest.mark.slow
 @each_case
 def test_gradients_and_step_are_those_of_one_process(
     done: Callable[..., Path], paths: Any, alone: Any, model: str, wrapper: str
@@ -197,6 +196,7 @@ def test_gradients_and_step_are_those_of_one_process(
         torch.testing.assert_close(found["parameters"][name], parameter, rtol=0, atol=ALLOWED[one.dtype], msg=name)
 
 
+@pytest.mark.slow
 @each_case
 def test_the_base_is_unchanged_and_still_there(done: Callable[..., Path], paths: Any, model: str, wrapper: str) -> None:
     """Also as what runs: with the expansion disabled a wrapped model gives the base's logits."""
@@ -208,6 +208,7 @@ def test_the_base_is_unchanged_and_still_there(done: Callable[..., Path], paths:
         assert torch.equal(found["base_logits"], base(batch()).logits)
 
 
+@pytest.mark.slow
 def test_one_process_makes_tokens(done: Callable[..., Path], place: Path) -> None:
     """That both learn from them, see test_training_in_two_processes_learns_what_one_learns."""
     done("kept")
@@ -222,6 +223,7 @@ def test_from_kept_tokens_both_learn_the_same_bits(done: Callable[..., Path], pl
     assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
 
 
+@pytest.mark.slow
 def test_both_processes_learn_that_there_are_no_tokens(done: Callable[..., Path], place: Path) -> None:
     said = (done("refused", wanted=1) / "log.txt").read_text()
     assert said.count(f"{place}/none.jsonl: there is no such file") == 2 and not any((place / "none").glob("*"))
@@ -268,7 +270,8 @@ def trained_alone(place: Path) -> dict[str, torch.Tensor]:
     return train_alone(place, "expanded", "alone")
 
 
-@pytest.mark.parametrize("way", mostly(["ddp", "kept", "fsdp2"], "kept".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "kept", "fsdp2"])
 def test_training_in_two_processes_learns_what_one_learns(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], way: str
 ) -> None:

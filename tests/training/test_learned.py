@@ -284,6 +284,7 @@ def test_training_from_disk_is_the_same_bit_for_bit(place: Path, whole: Training
     assert logs(done) == logs(whole) and done.outlook == whole.outlook
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_what_is_there_and_from_memory_on_disk(
     place: Path, whole: Training, tmp_path: Path
 ) -> None:
@@ -395,6 +396,7 @@ def make_slowly(folder: Path, made: Path, ready: Any) -> None:
     store(folder, parts(), {})
 
 
+@pytest.mark.slow
 def test_one_process_makes_them_and_others_wait(tmp_path: Path) -> None:
     ready = FORKS.Event()
     runs = [FORKS.Process(target=make_slowly, args=(tmp_path / "key", tmp_path / "made", ready)) for _ in range(3)]
@@ -409,6 +411,7 @@ def test_one_process_makes_them_and_others_wait(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"key", "made"}
 
 
+@pytest.mark.slow
 def test_killed_while_it_makes_them_the_next_one_does(tmp_path: Path) -> None:
     ready = FORKS.Event()
     run = FORKS.Process(target=make_slowly, args=(tmp_path / "key", tmp_path / "made", ready))

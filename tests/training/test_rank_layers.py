@@ -151,6 +151,7 @@ def test_proposals_are_the_best_layers_that_fit(base, ranked):
     assert ranked.proposals[0].layers != tuple(range(LAYERS))
 
 
+@pytest.mark.slow
 def test_a_large_budget_takes_all_layers(base, texts):
     found = rank_layers(base, texts[0], PILOT, RankingRequest(budget="1000%", score="effective-rank"))
     assert {proposal.argument for proposal in found.proposals} == {"0-4"}
@@ -159,6 +160,7 @@ def test_a_large_budget_takes_all_layers(base, texts):
     assert found.request.variant == "preserve"
 
 
+@pytest.mark.slow
 def test_grown_layers_cost_what_they_cost(base, texts):
     request = Request("1-3", method="grow")
     found = rank_layers(base, texts[0], PILOT, RankingRequest(request, budget="7k"))
@@ -175,6 +177,7 @@ def test_collaborative_layers_lie_among_the_proposed_ones(ranked):
     assert [one.layer for one in ranked.depth.layers] == list(range(LAYERS))
 
 
+@pytest.mark.slow
 def test_full_training_scores_attention_too(base, texts):
     found = rank_layers(base, texts[0], replace(PILOT, trains="full"))
     assert set(found.layers[0].matrices) == {"q", "k", "v", "o", "gate", "up_proj", "down"}
@@ -444,6 +447,7 @@ def test_ranks_alone_or_sizes_alone_do_not_make_an_order_that_of_any_text():
     assert not is_of_any_text(layers((2.0, 0.0), (1.0, 1.0))) and not is_of_any_text(layers((1.0, 1.0)))
 
 
+@pytest.mark.slow
 def test_a_layer_that_learns_alone_is_no_tie(base, texts, tmp_path):
     path = learning_only(base, 1, tmp_path / "one")
     found = rank_layers(path, texts[0], PILOT, RankingRequest(budget="20%"))
@@ -472,6 +476,7 @@ def test_what_takes_too_long_gets_fewer_steps():
     assert budget.within(0.01, step_seconds=60).steps == 1
 
 
+@pytest.mark.slow
 def test_each_pilot_reads_its_own_share(base, texts, monkeypatch):
     seen = []
 
@@ -510,6 +515,7 @@ def test_the_proposed_command_repeats_what_was_asked_for(ranked, request_, words
     assert next_command(again) == f"scale-surgery expand user/name {layers}{words}"
 
 
+@pytest.mark.slow
 def test_details_name_every_matrix_within_80_columns(base, texts):
     output = run(base, "--data", texts[0], "--train", "full", "--details", *SHORT)
     assert max(len(line) for line in output.splitlines() if not line.startswith("next ")) <= 80
@@ -518,6 +524,7 @@ def test_details_name_every_matrix_within_80_columns(base, texts):
     assert "not asked for; --old FILES" in output
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_passed_over_is_named(base, texts, tmp_path):
     """Layer 0 brings new columns of the embedding with it, and may be the best and not fit."""
     path = learning_only(base, 0, tmp_path / "one")
@@ -527,6 +534,7 @@ def test_a_layer_that_is_passed_over_is_named(base, texts, tmp_path):
     assert "over budget" not in run(path, "--data", texts[0], "--budget", "60%", *SHORT)
 
 
+@pytest.mark.slow
 def test_json(base, texts):
     found = json.loads(run(base, "--data", texts[0], "--json", "--method", "grow", *SHORT))
     assert found["request"]["method"] == "grow"

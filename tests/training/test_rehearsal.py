@@ -56,7 +56,6 @@ from scale_surgery.training.rehearsal import (
 )
 from scale_surgery.training.settings import SAMPLES_FILE
 from tests.conftest import digests, load, shake
-from tests.each import mostly
 from tests.training.test_train import expansion, same, stopping_at
 
 ITSELF = {"rehearse": ("self",), "rehearsal_samples": 12, "rehearsal_length": 24}
@@ -296,6 +295,7 @@ def test_a_run_keeps_its_samples_and_its_base(place, trained):
     assert not same(expansion(plain), expansion(trained)) and not (plain / "training" / SAMPLES_FILE).exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_bits(place, trained, tmp_path):
     @contextmanager
     def track(label, total):
@@ -321,6 +321,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, trained, tmp_path):
         train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", other, start=start)
 
 
+@pytest.mark.slow
 def test_accumulated_steps_rehearse_the_same_text(place, tmp_path):
     """Two passes of one row, or one of two: the same rows, so nearly the same step; texts of equal length."""
     given = replace(SETTINGS, rehearse=(str(place / "new.jsonl"),), steps=5, rehearsal_share=0.5, rehearsal_weight=5.0)
@@ -338,7 +339,8 @@ def test_accumulated_steps_rehearse_the_same_text(place, tmp_path):
 
 
 # an adaptation that is not routed is what the other tests train
-@pytest.mark.parametrize("name", mostly(["preserve", "grow", "depth", "routed"], "depth".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["preserve", "grow", "depth", "routed"])
 def test_every_expansion_rehearses(place, tmp_path, name):
     settings = replace(SETTINGS, steps=4, save_every=None, routed=name == "routed")
     done = train(place / name, [place / "new.jsonl"], tmp_path / name, settings)

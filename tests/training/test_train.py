@@ -194,6 +194,7 @@ def test_the_input_is_not_touched(place: Path, tmp_path: Path) -> None:
     assert digests(place / "preserve") == before
 
 
+@pytest.mark.slow
 def test_base_shards_can_be_links(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "preserve", tmp_path / "in")
     done = train(
@@ -234,6 +235,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(place: Path, tm
     assert same(one, again) and not same(one, other)
 
 
+@pytest.mark.slow
 def test_accumulated_batches_equal_one_batch(place: Path, tmp_path: Path) -> None:
     settings = {"sequence_length": 32, "steps": 2, "max_gradient_norm": 0.0}
     one = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "1", TrainingSettings(batch_size=4, **settings))
@@ -247,6 +249,7 @@ def test_accumulated_batches_equal_one_batch(place: Path, tmp_path: Path) -> Non
     assert not same(whole, start)
 
 
+@pytest.mark.slow
 def test_half_precision_is_trained_in_float32_and_stored_as_it_was(place: Path, tmp_path: Path) -> None:
     base = load(SHIPPED_MODEL, dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
@@ -396,6 +399,7 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
     assert read_manifest(done.path).training[-1]["steps"] == 4
 
 
+@pytest.mark.slow
 def test_resume_of_another_expansion_of_the_same_base_is_refused(place: Path, tmp_path: Path) -> None:
     data = [place / "texts.jsonl"]
     with pytest.raises(TrainingError):
@@ -410,6 +414,7 @@ def test_resume_of_another_expansion_of_the_same_base_is_refused(place: Path, tm
     assert "was begun with expansion" in text
 
 
+@pytest.mark.slow
 def test_windows_inside_a_long_question_are_left_out(place: Path, tmp_path: Path) -> None:
     long = {"question": "What is the name of " + "the old friend of " * 40 + "Paula?", "answer": "Rosa"}
     data = write_lines(tmp_path / "long.jsonl", [long])
