@@ -151,6 +151,6 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
 def _recorded_code(checkpoint: Checkpoint) -> Any:
     expansions: Any = (checkpoint.manifest or {}).get("expansions")
     found = next(iter(expansions.values()), None) if isinstance(expansions, Mapping) else None
-    for key in ("plan", "architecture", "own_code"):
+    for key in ("facts", "architecture", "own_code"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found

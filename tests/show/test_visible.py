@@ -28,6 +28,7 @@ from scale_surgery.show.pages.inline_svg import inline_svg
 from scale_surgery.show.pages.report import write_page
 from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
+from tests.conftest import name_base
 
 # escapes, a title for the window, C1, a mark that turns the direction, half of a character, markup, line breaks
 HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9b31m\u202eb[bold]c\ud800\r\x7f\u2028\nforged  line"
@@ -58,8 +59,8 @@ def spoiled(base_of, tmp_path_factory) -> Path:
     content = json.loads(file.read_text())
     # a record with half of a character is refused
     own = HOSTILE.replace("\ud800", "")
-    content |= {"base_name": own, "base_revision": own, "left_out": [f"{own}.bin"]}
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content | {"left_out": [f"{own}.bin"]}))
+    name_base(path, own, own)
     return path
 
 

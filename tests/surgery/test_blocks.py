@@ -408,7 +408,7 @@ def test_grouped_heads_are_decomposed_by_role(base_of, groups):
     facts = {"query_heads": 8, "key_value_heads": 2, "head_size": 10}
     block = replace(kind.blocks[0], linears=(GROUPED, kind.blocks[0].linears[1]), **facts)
     architecture = replace(made.architecture, kinds=(replace(kind, blocks=(block, *kind.blocks[1:])),))
-    grouped = replace(made, architecture=architecture, widths=Widths(40, groups, 8))
+    grouped = replace(made, facts=replace(made.facts, architecture=architecture), widths=Widths(40, groups, 8))
     tensor = next(own for own in made.tensors if own.name.endswith(tensor_name("query_key_value", "default", "w21")))
     found = make_tensor(grouped, replace(tensor, shape=(groups * 60, 40)), checkpoint)
     weight = read_tensor(checkpoint, tensor.source)
