@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE, MANIFEST_FILE, STOCK_FILE
@@ -54,17 +54,20 @@ def form_of(path: Path) -> Form:
     return recorded or ("saved" if CONFIG_KEY in _config(path) else "base")
 
 
-def wrong_form(path: str | Path, found: Form, wanted: Form) -> CheckpointError:
-    """What to say of a folder of another form than what is asked for needs, with the command that mends it.
+def refuse_form(path: str | Path, found: Form, wanted: Form) -> NoReturn:
+    """Refuse a folder of another form than what is asked for needs, with the command that mends it.
 
     Args:
         path: What the user named.
         found: What it is.
         wanted: What it should have been.
+
+    Raises:
+        CheckpointError: Always.
     """
     adopt = adopt_line(path, _config(Path(path))) if found == "saved" else ""
     expected = EXPECTED[found, wanted].format(path=path, adopt=adopt)
-    return CheckpointError(f"{path}: {FOUND[found]}, expected {expected}")
+    raise CheckpointError(f"{path}: {FOUND[found]}, expected {expected}")
 
 
 def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
@@ -78,7 +81,7 @@ def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
         CheckpointError: If it is one.
     """
     if EXTRACT_FILE in files:
-        raise wrong_form(path, "extract", "expanded")
+        refuse_form(path, "extract", "expanded")
 
 
 def _config(path: Path) -> dict[str, Any]:

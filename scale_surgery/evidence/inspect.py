@@ -10,7 +10,7 @@ from typing import Any
 from scale_surgery.checkpoint.expansions import expansion_of, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line
-from scale_surgery.checkpoint.forms import wrong_form
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, numbering_of
 from scale_surgery.checkpoint.schema import in_one_line, known_misfits
@@ -147,7 +147,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     is_several = len(specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))) > 1 and checkpoint.manifest is not None
     if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
         # the record alone names the base's classes
-        raise wrong_form(model, "saved", "expanded")
+        refuse_form(model, "saved", "expanded")
     code = code_folder(checkpoint, run)
     found = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
     architecture, sizes = found.architecture, found.sizes

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.forms import wrong_form
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
@@ -116,7 +116,7 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
         )
     given = open_checkpoint(source.path)
     if given.manifest is not None:
-        raise wrong_form(base, "expanded", "base")
+        refuse_form(base, "expanded", "base")
     return given
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
-from scale_surgery.checkpoint.forms import RECORDS, Form, form_of, wrong_form
+from scale_surgery.checkpoint.forms import RECORDS, Form, form_of, refuse_form
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.licence import LICENCE_KEYS
 from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
@@ -240,7 +240,7 @@ def _find_form(path: Path) -> Form:
     if form in RECORDS.values():
         return form
     if form == "saved":
-        raise wrong_form(path, form, "expanded")
+        refuse_form(path, form, "expanded")
     raise CheckpointError(
         f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {STOCK_FILE}, expected a folder "
         "that scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "

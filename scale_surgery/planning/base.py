@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.forms import wrong_form
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
@@ -167,7 +167,7 @@ def base_alone(checkpoint: Checkpoint) -> Checkpoint:
     if record is None and CONFIG_KEY not in checkpoint.config:
         return checkpoint
     if record is None:
-        raise wrong_form(path, "saved", "expanded")
+        refuse_form(path, "saved", "expanded")
     try:
         set(record["expansions"])  # `base_in` looks for a name among them
         files = record["base_files"].values()
@@ -176,7 +176,7 @@ def base_alone(checkpoint: Checkpoint) -> Checkpoint:
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST_FILE}: is incomplete ({error}). Restore it.") from error
     if record.get("fused") is not None:
-        raise wrong_form(path, "fused", "expanded")
+        refuse_form(path, "fused", "expanded")
     if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
         raise CheckpointError(
             f"{path}: has duplicated layers, expected a base model, or one with blocks beside it. Strip it first "

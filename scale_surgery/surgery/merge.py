@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import UNFINISHED, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.forms import wrong_form
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
@@ -134,9 +134,9 @@ def merge(
 def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> None:
     refuse(manifest.plan.method, "merge", source)
     if to == "blocks" and manifest.fused is None:
-        raise wrong_form(source, "expanded", "fused")
+        refuse_form(source, "expanded", "fused")
     if to != "blocks" and manifest.fused is not None:
-        raise wrong_form(source, "fused", "expanded")
+        refuse_form(source, "fused", "expanded")
     if to != "blocks" and (problems := damaged_pieces(checkpoint, manifest)):
         raise CheckpointError.from_problems([*problems, "scale-surgery verify says what else is not as it was."])
     if to == "fused":

@@ -19,7 +19,7 @@ from typing import Any
 from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
-from scale_surgery.checkpoint.forms import form_of, wrong_form
+from scale_surgery.checkpoint.forms import form_of, refuse_form
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, TensorInfo
 from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
@@ -251,7 +251,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(problem)
     if not file.is_file():
         read_json(path / CONFIG_FILE)  # a folder that has none is no model
-        raise wrong_form(path, form_of(path), "expanded")
+        refuse_form(path, form_of(path), "expanded")
     content = read_json(file)
     if content.get("format") != MANIFEST_FORMAT:
         raise CheckpointError(
@@ -311,7 +311,7 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         CheckpointError: If it is one.
     """
     if manifest.fused is not None:
-        raise wrong_form(path, "fused", "expanded")
+        refuse_form(path, "fused", "expanded")
 
 
 def refuse_linked(path: Path, manifest: Manifest) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.forms import wrong_form
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -36,7 +36,7 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
         PlanError: If the base is of an architecture that is not supported.
     """
     if CONFIG_KEY in base.config:
-        raise wrong_form(name, "expanded", "base")
+        refuse_form(name, "expanded", "base")
     shapes = {name: tensor.shape for name, tensor in extract.manifest.base_tensors.items()}
     given = {tensor: tuple(info.shape) for tensor, info in base.tensors.items()}
     check_sizes(extract, base.config, shapes, given, name)

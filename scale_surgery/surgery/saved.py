@@ -17,7 +17,7 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, ROUTER_KEY, place_of_specs, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.forms import wrong_form
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
@@ -142,9 +142,9 @@ def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
 def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
     specs = specs_in(checkpoint.config)
     if not specs:
-        raise wrong_form(name, "base", "saved")
+        refuse_form(name, "base", "saved")
     if specs[0].get("fused"):
-        raise wrong_form(name, "fused", "saved")
+        refuse_form(name, "fused", "saved")
     files = (checkpoint.manifest or {}).get("base_files")
     stored = [own.get("stored_as") for own in files.values()] if isinstance(files, dict) else []
     # one that a trainer wrote into an expanded folder has another layout than its surgery.json

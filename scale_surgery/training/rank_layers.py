@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.forms import wrong_form
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import PlanError
@@ -198,7 +198,7 @@ def _check_request(settings: PilotSettings, request: Request, score: str, *, has
 def _refuse_expanded(checkpoint: Checkpoint, name: str) -> None:
     if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
         # layers are chosen before an expansion
-        raise wrong_form(name, "expanded", "base")
+        refuse_form(name, "expanded", "base")
 
 
 def _find_device(name: str) -> torch.device:

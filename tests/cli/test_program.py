@@ -259,7 +259,10 @@ def test_a_base_model_is_told_to_be_expanded_first(base: Path, tmp_path: Path, c
 def test_a_model_without_its_record_is_no_base(expanded: Path, tmp_path: Path) -> None:
     shutil.copytree(expanded, tmp_path / "saved")
     (tmp_path / "saved" / "surgery.json").unlink()
-    assert "has no surgery.json, another trainer saved it." in run("verify", tmp_path / "saved", code=1).stderr
+    assert (
+        "has no surgery.json, another trainer saved it, expected an expanded folder."
+        in run("verify", tmp_path / "saved", code=1).stderr
+    )
 
 
 def test_expand_refuses_before_it_shows_a_plan(base: Path, expanded: Path, tmp_path: Path) -> None:

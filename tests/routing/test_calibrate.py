@@ -771,7 +771,7 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
     assert refusal(bare, *texts, CalibrationSettings(write=True)).startswith(
-        f"{bare}: has no surgery.json, another trainer saved it."
+        f"{bare}: has no surgery.json, another trainer saved it, expected an expanded folder."
     )
 
 
