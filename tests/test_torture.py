@@ -21,6 +21,7 @@ def place(tmp_path_factory) -> Torture:
     return Torture(tmp_path_factory.mktemp("torture"))
 
 
+@pytest.mark.slow
 def test_commands_that_are_killed_or_meet_errors(place):
     counts, problems = torture(place, 6, 3, CHEAP)
     assert not problems

@@ -104,7 +104,7 @@ def calls_of(model: Any) -> Counter[str]:
     return mode.counts
 
 
-@pytest.mark.parametrize("family", WAYS)
+@pytest.mark.parametrize("family", mostly(WAYS, FEW.__contains__))
 def test_a_linear_is_one_product_and_heads_attend_at_once(
     base_of: Callable[..., Path], twins_of: Callable[..., tuple[Any, Any]], family: str
 ) -> None:

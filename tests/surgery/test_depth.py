@@ -223,6 +223,7 @@ def test_types_of_layers_are_those_of_transformers(family, changes):
     assert ("layer_types" in edited) == bool(facts.layer_types), "nothing is written that is not needed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", mostly(("gemma2", "gemma3_text"), "gemma3_text".__eq__))
 def test_layers_keep_their_types_where_the_config_lists_none(tmp_path, family):
     base = save_tiny(tmp_path / "base", family, num_hidden_layers=7)

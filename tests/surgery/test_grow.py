@@ -215,6 +215,7 @@ def test_what_trains(request_: Request, expected: set[str] | None, grown_of: Cal
         assert not any(name in ("weight", "bias") for name in trains)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", mostly(DTYPES, "bfloat16".__eq__))
 def test_train_the_command(dtype: str, stories: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=getattr(torch, dtype))

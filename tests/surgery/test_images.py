@@ -137,6 +137,7 @@ def test_what_is_added_between_layers_goes_to_both_paths(tmp_path, router):
             assert all(torch.equal(logits(own, **prompt), preserve) for own in (model, expanded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whole", "text"), mostly((("eager", "sdpa"), ("sdpa", "eager")), lambda own: own[0] == "sdpa")
 )

@@ -85,6 +85,7 @@ def test_kinds_of_layers_follow_the_real_depth():
     assert about.kinds[0].blocks[1].inner == config.intermediate_size
 
 
+@pytest.mark.slow
 def test_what_breaks_is_said(reader, monkeypatch):
     """The check itself: W12 that is not zero writes into the base stream."""
 

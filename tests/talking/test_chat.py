@@ -135,6 +135,7 @@ def test_a_conversation_in_a_terminal(place: Path) -> None:
         assert child.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_a_terminal_without_colours(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

@@ -39,6 +39,7 @@ def test_the_mixture_answers_and_says_whom_each_token_came_from(speaking: tuple[
     assert first["adapt_weight"] == pytest.approx(1 - first["path_weights"][0])
 
 
+@pytest.mark.slow
 def test_one_path_answers_alone(speaking: tuple[Made, Path]) -> None:
     made, folder = speaking
     answers = {}

@@ -39,7 +39,7 @@ def as_rehearsed(model: Any, folder: Path, count: int) -> list[str]:
     return [tokenizer.decode([id_ for id_ in row if id_ not in tokenizer.all_special_ids]) for row in rows]
 
 
-@pytest.mark.parametrize("kind", mostly(["base", "wide", "posterior", "deep"], ("wide", "posterior").__contains__))
+@pytest.mark.parametrize("kind", mostly(["base", "wide", "posterior", "deep"], "posterior".__eq__))
 def test_the_base_writes_what_rehearsal_draws(place: Path, tmp_path: Path, kind: str) -> None:
     file = tmp_path / "old.jsonl"
     done = write_samples_of(place / kind, file, 5, SETTINGS)

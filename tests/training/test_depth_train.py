@@ -96,7 +96,7 @@ def test_a_model_saved_by_another_trainer_is_still_known(deep_of: Deep, tmp_path
     assert hash_tensors(found, list(base.tensors)) == hash_tensors(base, list(base.tensors))
 
 
-@pytest.mark.parametrize("family", mostly(("llama", "gemma2", "gpt2", "gpt_neox"), ("gemma2", "gpt2").__contains__))
+@pytest.mark.parametrize("family", mostly(("llama", "gemma2", "gpt2", "gpt_neox"), "gpt2".__eq__))
 def test_what_trains_in_float32_computes_as_it_is_stored(deep_of: Deep, family: str) -> None:
     """The loss in training is the loss of the file, to the last bit; an update too small for bfloat16 is kept."""
     pair = deep_of(family, "bfloat16")

@@ -105,6 +105,7 @@ def nats_of(folder: Path, texts: Path, length: int) -> float:
     return measure(load(folder), pack(tokens, length), 3).nats_per_token
 
 
+@pytest.mark.slow
 def test_the_loss_before_and_after_is_that_of_the_folders(place: Path, tmp_path: Path) -> None:
     told: list[tuple[str, Any]] = []
 

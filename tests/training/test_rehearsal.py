@@ -399,6 +399,7 @@ def test_wrong_wishes_are_refused(place, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_options(place, tmp_path):
     (tmp_path / "begins.txt").write_text("Q: What is\nThe\n")
     words = [

@@ -80,6 +80,7 @@ def logged(done: Training, name: str) -> list[tuple[int, float]]:
 NAMES = ("loss", "learning_rate", "grad_norm", "old_nats_per_token", "forgetting", "text_nats_per_token")
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_what_the_log_says(reported: Training) -> None:
     shown = read_board(reported.path / "training" / "runs")
     for name in NAMES:
