@@ -99,10 +99,10 @@ def _log(share: float) -> float:
     return math.log(share) if share > 0 else -math.inf
 
 
-def select(logits: Sequence[Tensor], numbers: Tensor) -> Tensor:
-    """Of each row (..., v) that of the path whose number it has (..., 1); those of the first may be written over."""
+def select(logits: Sequence[Tensor], numbers: Tensor, *, in_place: bool = False) -> Tensor:
+    """Of each row (..., v) that of the path whose number it has (..., 1); if in place, in the memory of the first."""
     found = logits[0]
-    is_free = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    is_free = in_place and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     for number, own in enumerate(logits[1:], 1):
         found = torch.where(numbers == number, own, found, out=found if is_free else None)
     return found
@@ -131,15 +131,21 @@ def _mix(logits: Sequence[Tensor], norms: Tensor, weights: Tensor) -> Tensor:
     heaviest, is_out = weights.argmax(-1, keepdim=True), weights.isneginf()
     shifts = (norms.gather(-1, heaviest) - norms).masked_fill(is_out, -math.inf)
     shares = weights.clamp(min=LEAST_LOG_WEIGHT).exp().masked_fill(is_out, 0)
+    # the heaviest path is never ahead of itself: the first path stands in its place among the others
+    moved = heaviest == torch.arange(1, len(flat), device=heaviest.device)
+    shifts, shares = (torch.where(moved, own[:, :1], own[:, 1:]) for own in (shifts, shares))
     for rows in row_chunks(flat[0]):
-        parts = [own[rows].float() for own in flat]
-        anchor = select([parts[0].clone(), *parts[1:]], heaviest[rows])
-        ahead = [torch.sub(part, anchor).add_(shifts[rows, k, None]) for k, part in enumerate(parts)]
-        # in few passes and in place: logits are large. Any number may be taken from all, and given back afterwards
+        first, *others = (own[rows].float() for own in flat)
+        anchor = select([first, *others], heaviest[rows])
+        # in few passes and in place: logits are large
+        ahead = [
+            torch.where(moved[rows, k, None], first, own).sub_(anchor).add_(shifts[rows, k, None])
+            for k, own in enumerate(others)
+        ]
+        # taken from all, and given back afterwards; what is so far ahead that this matters outweighs the anchor
         beyond = reduce(torch.maximum, ahead).sub(LARGEST).clamp_(min=0)
-        lead = torch.zeros_like(anchor)
-        for k, own in enumerate(ahead):
-            lead.addcmul_(own.sub_(beyond).expm1_(), shares[rows, k, None])
+        parts = [own.sub_(beyond).expm1_().mul_(shares[rows, k, None]) for k, own in enumerate(ahead)]
+        lead = reduce(Tensor.add_, parts)
         found.flatten(0, -2)[rows] = lead.log1p_().add_(anchor).add_(beyond)
     return found
 

@@ -338,7 +338,7 @@ def combine(router: Router, logits: list[Tensor], weights: Tensor, norms: list[T
         norms: Log sum exp of each row of logits (b, t), where that is known.
     """
     if router.is_hard:
-        return select(logits, weights.argmax(-1, keepdim=True))
+        return select(logits, weights.argmax(-1, keepdim=True), in_place=True)
     if norms is None:
         norms = [normalizers(own.detach()) for own in logits]
     return mix(logits, norms, weights)

@@ -125,7 +125,7 @@ def change(file: Path, old: str, new: str) -> None:
 def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Copy) -> None:
     path = copy("mixture")
     mixed = "lead.log1p_().add_(anchor).add_(beyond)"
-    change(path / "expanded_mixture.py", mixed, "parts[1]")
+    change(path / "expanded_mixture.py", mixed, "others[0]")
     assert not verify(path).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
