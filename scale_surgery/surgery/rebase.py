@@ -17,6 +17,7 @@ from typing import Any
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source
@@ -167,7 +168,18 @@ def _manifest(extract: Extract, base: ComparedBase, folder: Path, places: Mappin
 def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
     """A record that names this base, in its plan too."""
     name, revision, made = base.source.name, base.source.revision, manifest.plan
-    plan = plan_expansion(Base(base.checkpoint, made.facts), made.request, name=name, revision=revision)
+    given = Base(base.checkpoint, made.facts)
+    plan = plan_expansion(given, made.request, name=name, revision=revision)
+    dtypes = {tensor.dtype for tensor in made.tensors}
+    if [tensor.dtype for tensor in plan.tensors] != [tensor.dtype for tensor in made.tensors]:
+        # put by force on a base that was cast: blocks stay what they are, and the request says so
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{name}: is of other dtypes than the base that the expansion was made on, whose blocks are of several "
+                f"({', '.join(sorted(dtypes))}), expected the dtypes of that base. Cast this one."
+            )
+        dtype: Any = next(called for called, stored in FLOAT_DTYPES.items() if stored in dtypes)
+        plan = plan_expansion(given, replace(made.request, dtype=dtype), name=name, revision=revision)
     return replace(manifest, base_name=name, base_revision=revision).with_expansion(plan=plan)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from scale_surgery import GivenBase, Probes, RunOptions
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -176,6 +177,29 @@ def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of
     # and it can be extracted and applied again, on that base
     again = apply(extract(done.path, tmp_path / "second").path, tmp_path / "again", other_base)
     assert (again.differing, digests(again.path)) == ((), digests(done.path))
+
+
+def test_blocks_stay_what_they_are_on_a_base_that_was_cast(extracted, base_of, tmp_path):
+    """By its dtype alone another base would have blocks of that; what is recorded is what lies in the files."""
+    cast = base_of("llama", "bfloat16")
+    forced = apply(extracted, tmp_path / "forced", GivenBase(cast, force=True)).path
+    stored, manifest = open_checkpoint(forced), read_manifest(forced)
+    assert {tensor.dtype for tensor in manifest.plan.tensors} == {"F32"}
+    assert all(stored.tensors[tensor.name].dtype == tensor.dtype for tensor in manifest.plan.tensors)
+    assert verify(forced).passed
+    again = apply(extract(forced, tmp_path / "second").path, tmp_path / "again", cast).path
+    assert digests(again) == digests(forced)
+    assert digests(strip(forced, tmp_path / "stripped").path) == digests(cast)
+
+
+def test_blocks_of_several_dtypes_are_refused_on_a_base_that_was_cast(base_of, tmp_path):
+    mixed = Path(shutil.copytree(base_of("llama"), tmp_path / "mixed"))
+    (shard,) = mixed.glob("*.safetensors")
+    write_tensors(shard, {name: own.bfloat16() if "mlp" in name else own for name, own in load_file(shard).items()})
+    extract(expand(mixed, Request("1", variant="adapt"), tmp_path / "wide").path, tmp_path / "of-mixed")
+    with pytest.raises(CheckpointError, match=r"are of several \(BF16, F32\), .* Cast this one\.$"):
+        apply(tmp_path / "of-mixed", tmp_path / "forced", GivenBase(base_of("llama", "bfloat16"), force=True))
+    assert_nothing(tmp_path / "forced")
 
 
 def test_without_force_promises_are_claimed(extracted, pair_of, tmp_path):
