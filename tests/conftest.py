@@ -56,6 +56,30 @@ REQUESTS = {
 DEEPENED = Request("0,2", method="depth")
 
 
+# their tests run in forks of one process, which takes ten seconds to begin: all in one worker
+FORKING = {
+    "learning/test_killed.py",
+    "surgery/test_interruptions.py",
+    "surgery/test_own_code.py",
+    "test_torture.py",
+    "training/test_allocator.py",
+    "training/test_train.py",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to workers whole, as `--dist loadfile` has it, and those of FORKING together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "forking" if file.removeprefix("tests/") in FORKING else file
+
+    return Files(config, log)
+
+
 @dataclass(frozen=True)
 class Pair:
     """A base model and its expansion, on disk and loaded; tests that change a model load their own."""
