@@ -163,9 +163,11 @@ class ExpandedPreTrainedModel(LoadedModel):
             plan: What config.json says of it.
 
         Raises:
-            ValueError: If the model is fused.
+            ValueError: If the model is fused, or has an expansion of that name.
         """
         self._check_blocks()
+        if name in self.plans:
+            raise ValueError(f"{name}: is an expansion of this model already. Choose another name, or delete it first.")
         self._add_blocks(name, plan)
         self.config.scale_surgery["expansions"].append({**plan, "name": name})
         self.config.scale_surgery.pop("router", None)
@@ -301,11 +303,14 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.use_choice(Choice())
 
     def whole_choice(self) -> Choice:
-        """What the model is when it is loaded: its only expansion, or all that its router weighs."""
+        """What the model is when it is loaded: its only expansion, or all that its router weighs.
+
+        Without a head there is nothing to route: of several expansions it is the base, until one is chosen.
+        """
         names, router = self.expansions, self.config.scale_surgery.get("router")
-        if self.get_output_embeddings() is None or (len(names) < 2 and router is None):
-            # without a head there is nothing to route
-            return self.make_choice(names[0] if names else None)
+        has_head = self.get_output_embeddings() is not None
+        if not has_head or (len(names) < 2 and router is None):
+            return self.make_choice(names[0] if len(names) == 1 else None)
         self._check_beside(tuple(names))
         return Choice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
 

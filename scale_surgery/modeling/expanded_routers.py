@@ -47,6 +47,18 @@ class PathFeatures(NamedTuple):
     blocks: Any
 
 
+class Side(NamedTuple):
+    """What a router weighs.
+
+    Attributes:
+        logits: Logits of base streams (b, t, v), to which `path` has yet to add its own.
+        path: What of the features is this path's.
+    """
+
+    logits: Tensor
+    path: PathFeatures
+
+
 @dataclass(frozen=True)
 class Features:
     """What leaves the last norm, before the head.
@@ -93,24 +105,39 @@ class Features:
         """Logits of each base stream, in memory of their own (b, t, v)."""
         return [self.head.base_logits(own_memory(base), self.read) for base in self.bases]
 
-    def with_up(self, logits: Tensor, path: PathFeatures) -> Tensor:
-        """Logits of a path from those of its base stream, in the memory of these, capped as the stock model does."""
-        whole = logits if path.blocks is None else path.blocks(logits, own_memory(path.up))
-        return self.head.capped_in_place(whole)
-
-    def logits(self, bases: list[Tensor] | None = None) -> list[Tensor]:
-        """Logits of each path alone, in memory of their own (b, t, v).
+    def sides(self, bases: list[Tensor] | None = None) -> list[Side]:
+        """Each path, with logits of its base stream in memory of their own.
 
         Args:
             bases: What `base_logits` gave, where that is known already; it is written over.
         """
         bases = self.base_logits() if bases is None else bases
-        numbers = [path.base for path in self.paths]
-        last = {number: place for place, number in enumerate(numbers)}
+        last = {path.base: place for place, path in enumerate(self.paths)}
         return [
-            self.with_up(bases[path.base] if last[path.base] == place else bases[path.base].clone(), path)
+            Side(bases[path.base] if last[path.base] == place else bases[path.base].clone(), path)
             for place, path in enumerate(self.paths)
         ]
+
+    def whole(self, side: Side) -> Tensor:
+        """Logits of a path (b, t, v), in the memory of those of its base stream, capped as the stock model does."""
+        path = side.path
+        return self.head.capped_in_place(
+            side.logits if path.blocks is None else path.blocks(side.logits, own_memory(path.up))
+        )
+
+    def logits(self) -> list[Tensor]:
+        """Logits of each path alone, in memory of their own (b, t, v)."""
+        return [self.whole(side) for side in self.sides()]
+
+    def one_of(self, sides: list[Side], numbers: Tensor) -> Tensor:
+        """Logits of the path whose number each token has (b, t, 1); those of the first may be written over."""
+        if len({side.path.blocks for side in sides}) > 1:
+            return select([self.whole(side) for side in sides], numbers, in_place=True)
+        # one product for what the head adds: of the up stream that each token needs
+        logits = select([side.logits for side in sides], numbers, in_place=True)
+        path = sides[0].path
+        up = None if path.blocks is None else select([side.path.up for side in sides], numbers)
+        return self.whole(Side(logits, path._replace(up=up)))
 
 
 class Evidence(NamedTuple):
@@ -121,7 +148,7 @@ class Evidence(NamedTuple):
             for a router that reads no tokens.
         before: Log weights of the paths after the tokens of earlier calls (b, k), or None where there were none.
         restarts: Where a sequence begins and where padding stands (b, t).
-        observed: What the router reads in the logits at each position (b, t); see `Router.read`.
+        observed: What the router reads in the logits at each position (b, t); see `Router.sides`.
         paths: How many are weighed, k.
     """
 
@@ -140,7 +167,7 @@ class TokenScores(NamedTuple):
         sides: The same under what the router weighs, a path each (b, t - 1, k).
         weights: Weight of each where the token is predicted (b, t - 1, k); they sum to 1.
         routed: Log-probability of the token under the routed output (b, t - 1).
-        observed: What the router read in the logits there (b, t - 1), or None; see `Router.read`.
+        observed: What the router read in the logits there (b, t - 1), or None; see `Router.sides`.
     """
 
     base: Tensor
@@ -174,9 +201,14 @@ class Router:
         """What is wrong with its numbers for so many expansions."""
         return []
 
+    def sides(self, features: Features) -> tuple[list[Side], Tensor | None]:
+        """What is weighed, and what is read in logits to weigh it (b, t), or None."""
+        return features.sides(), None
+
     def read(self, features: Features) -> tuple[list[Tensor], Tensor | None]:
-        """What is weighed, logits of each path (b, t, v), and what is read in logits to weigh them (b, t), or None."""
-        return features.logits(), None
+        """The same, with logits of each path (b, t, v)."""
+        sides, observed = self.sides(features)
+        return [features.whole(side) for side in sides], observed
 
     def weights(self, evidence: Evidence) -> Tensor:
         """Log weights of the paths after each token (b, t, k), float32."""
@@ -252,12 +284,12 @@ class CosineRouter(Router):
             found.append(f"threshold: is {self.threshold!r}, expected a cosine, from -1 to 1.")
         return found
 
-    def read(self, features: Features) -> tuple[list[Tensor], Tensor | None]:
+    def sides(self, features: Features) -> tuple[list[Side], Tensor | None]:
         bases = features.base_logits()
         with torch.no_grad():
             observed = cosines(bases[0].detach(), bases[-1].detach())
         if self.strict:
-            return features.logits(bases), observed
+            return features.sides(bases), observed
         preserve, adapt = features.paths
         z_p, z_a = bases[0], bases[-1]
         if z_a.requires_grad or z_p is z_a:
@@ -265,7 +297,7 @@ class CosineRouter(Router):
         else:
             # logits are large
             mean = z_p.add_(z_a).div_(2)
-        return [features.with_up(mean, preserve), features.with_up(z_a, adapt)], observed
+        return [Side(mean, preserve), Side(z_a, adapt)], observed
 
     def weights(self, evidence: Evidence) -> Tensor:
         is_adapt = evidence.observed <= self.threshold
@@ -351,10 +383,12 @@ def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
     a whole prompt never stand in memory together.
     """
     if not router.reads_tokens:
-        sides, observed = router.read(features.at(tokens.keep))
+        sides, observed = router.sides(features.at(tokens.keep))
         with torch.no_grad():
             weights = router.weights(Evidence(None, None, tokens.restarts[:, tokens.keep], observed, len(sides)))
-        return combine(router, sides, weights)
+        if router.is_hard:
+            return features.one_of(sides, weights.argmax(-1, keepdim=True))
+        return combine(router, [features.whole(side) for side in sides], weights)
     length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
     wanted = range(length)[tokens.keep] if is_slice else range(length)
     kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModel, DynamicCache, StaticCache
 
 from scale_surgery.checkpoint.expansions import expansion_of
 from tests.composed import LLAMA
@@ -119,6 +119,28 @@ def test_a_folder_of_many_expansions(made_of: Callable[..., Any], tmp_path: Path
     save_file({name: own for name, own in tensors.items() if name != lost}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"{re.escape(lost)} is missing"):
         load(tmp_path / "saved")
+
+
+@torch.no_grad()
+def test_without_a_head_it_is_the_base_until_an_expansion_is_chosen(
+    made_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    family = made_of("llama", LLAMA)
+    family.composed().save_pretrained(tmp_path / "saved")
+    model, prompt = AutoModel.from_pretrained(tmp_path / "saved").eval(), {"input_ids": random_ids(2, 13)}
+    base = model(**prompt)[0]
+    assert model.active_expansion is None and base.shape[-1] == model.config.hidden_size
+    with model.use_expansion("law"):
+        assert model(**prompt)[0].shape[-1] == model.config.hidden_size + model.stream_widths["law"]
+
+
+@torch.no_grad()
+def test_a_name_that_is_taken_is_not_added_again(model_of: Callable[..., Any]) -> None:
+    model, prompt = model_of(), {"input_ids": random_ids(2, 13)}
+    before = logits(model, prompt)
+    with pytest.raises(ValueError, match="law: is an expansion of this model already"):
+        model.add_expansion("law", model.plans["law"])
+    assert torch.equal(logits(model, prompt), before) and model.expansions == list(NAMES)
 
 
 @torch.no_grad()
