@@ -28,7 +28,6 @@ from scale_surgery.evidence.inspect import Inspection, inspect
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
-from scale_surgery.evidence.several import ExpansionsSummary
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.push import Push, Pushed, push
@@ -82,7 +81,6 @@ __all__ = [
     "EvalData",
     "Evaluation",
     "Expansion",
-    "ExpansionsSummary",
     "Extracted",
     "Generation",
     "GenerationSettings",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     type=TEXTS,
     help="Text to run the model on; can be repeated. Default: the prompts of verify.",
 )
-@click.option("--name", help="Which expansion, where there are several. Default: what each is, from the record alone.")
+@click.option("--name", help="Which expansion, where there are several.")
 @click.option(
     "--files-only", is_flag=True, help="Read tensors only and run no model: nothing is said about hidden states."
 )
@@ -53,28 +53,19 @@ def report_command(
 
     Norms are Frobenius norms. Drift is the largest absolute difference between the model's base stream, the base's part
     of its hidden states, and the hidden states of the base model; the cosine between them is a mean over tokens. Texts
-    are as for train: text files, JSONL, folders saved by the library datasets. Of several
-    expansions without --name: what each is, the router, and what the last verification found.
+    are as for train: text files, JSONL, folders saved by the library datasets.
 
     \b
     Example: scale-surgery report EXPANDED --text general.txt -o report.html
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.report import report
-    from scale_surgery.evidence.several import ExpansionsSummary
-    from scale_surgery.show.commands import after_composed, after_report
-    from scale_surgery.show.pages.composed import write_composed_page
+    from scale_surgery.show.commands import after_report
     from scale_surgery.show.pages.report import write_page
     from scale_surgery.show.tables_report import render_report
-    from scale_surgery.show.tables_verify import render_held
 
     check_output_files(outputs, [expanded, *texts])
     found = report(expanded, texts, run=take(RunOptions, options), track=out.track, **options)
-    if isinstance(found, ExpansionsSummary):
-        out.show(found, render_held(found))
-        write_files(outputs, {".html": partial(write_composed_page, found), ".json": as_result(found)}, out)
-        out.suggest(after_composed(found, expanded))
-        return
     out.show(found, render_report(found, details=details))
     write_files(outputs, {".html": partial(write_page, found), ".json": as_result(found)}, out)
     out.suggest(after_report(found, expanded))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import expansion_of, specs_of_expansions
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.forms import refuse_form
@@ -17,7 +17,6 @@ from scale_surgery.checkpoint.schema import in_one_line, known_misfits
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.evidence.several import ExpansionsSummary, summarise_expansions
 from scale_surgery.evidence.verification import changed_since
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of
@@ -38,13 +37,10 @@ class ExpansionSummary:
     Attributes:
         method: "scale", "grow" or "depth".
         variant: What trains, such as "preserve" or "adapt".
-        base_name: Hub id or folder name of the base model.
-        base_revision: Commit of the Hub repository, where known.
         layers: Expanded layers, by their numbers in the base.
         new_layers: Where copies of them stand, of a model with duplicated layers; otherwise none.
         collaborative_layers: Layers with W12.
         collaborative_groups: Where W12 stands in them, "attn" and "ffn".
-        routing: How it routes, or None.
         up_width: Features added to the residual stream.
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
@@ -52,29 +48,55 @@ class ExpansionSummary:
         parameters_by_block: Parameters added, by block name, of copied layers by group ("attn", "ffn", "norms"); all of
             them train.
         is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
-        verified: Date of the last verification that passed or failed, with its result, or None.
-        changed_since: What is known to have changed since then, tensors, the router or its numbers; None where nothing.
-        adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
+        steps: Steps of all training runs.
     """
 
     method: str
     variant: str
-    base_name: str | None
-    base_revision: str | None
     layers: tuple[int, ...]
     new_layers: tuple[int, ...]
     collaborative_layers: tuple[int, ...]
     collaborative_groups: tuple[str, ...]
-    routing: Routing | None
     up_width: int
     up_kv_heads: int
     up_inner_width: int
     copies: int | None
     parameters_by_block: Mapping[str, int]
     is_fused: bool
+    steps: int
+
+    @property
+    def parameters(self) -> int:
+        """Parameters added."""
+        return sum(self.parameters_by_block.values())
+
+
+@dataclass(frozen=True)
+class FolderSummary:
+    """What an expanded folder says of itself.
+
+    Attributes:
+        base_name: Hub id or folder name of the base model; None where it is not known.
+        base_revision: Commit of the Hub repository, where known.
+        expansions: What each expansion added, by its name, in the order of the paths.
+        routing: How the paths are mixed, or None.
+        verified: Date of the last verification that passed or failed, with its result, or None.
+        changed_since: What is known to have changed since then, tensors, the router or its numbers; None where nothing.
+        adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
+    """
+
+    base_name: str | None
+    base_revision: str | None
+    expansions: Mapping[str, ExpansionSummary]
+    routing: Routing | None
     verified: str | None
-    changed_since: str | None = None
-    adopt: str | None = None
+    changed_since: str | None
+    adopt: str | None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was verified as it stands, and passed."""
+        return (self.verified or "").startswith("passed") and not self.changed_since
 
 
 @dataclass(frozen=True)
@@ -93,8 +115,7 @@ class Inspection:
         parameters_unique: The same without a head that is stored although it is tied to the embedding.
         bytes: Bytes of all tensors.
         left_out: Files with weights in other formats, and links that lead out of the folder.
-        expansion: What was added, for an expanded model.
-        composition: What lies in it, for a composed one.
+        expanded: What was added, for an expanded model.
         quantisation: Why a base cannot be expanded as it is stored, or None.
     """
 
@@ -109,8 +130,7 @@ class Inspection:
     parameters_unique: int
     bytes: int
     left_out: tuple[str, ...]
-    expansion: ExpansionSummary | None
-    composition: ExpansionsSummary | None = None
+    expanded: FolderSummary | None
     quantisation: str | None = None
 
 
@@ -144,7 +164,6 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
-    is_several = len(specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))) > 1 and checkpoint.manifest is not None
     if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
         # the record alone names the base's classes
         refuse_form(model, "saved", "expanded")
@@ -171,8 +190,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         parameters_unique=stored - _tied_copy(checkpoint, architecture, sizes),
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
-        expansion=_summarise(checkpoint, str(model)) if CONFIG_KEY in checkpoint.config and not is_several else None,
-        composition=summarise_expansions(source.path) if is_several else None,
+        expanded=None if is_base else _summarise(checkpoint, str(model)),
         quantisation=quantisation_of(read_base(checkpoint, run)) if is_base else None,
     )
 
@@ -182,43 +200,54 @@ def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes)
     return 0 if copy is None else copy.elements
 
 
-def _summarise(checkpoint: Checkpoint, title: str) -> ExpansionSummary:
+def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
     key = checkpoint.config[CONFIG_KEY]
     try:
         if problems := key_problems(key, CONFIG_KEY):
             raise PlanError(in_one_line(problems))
-        (specs,) = specs_of_expansions(key)
-        return _read_summary(checkpoint, specs, title)
+        return _read_summary(checkpoint, specs_of_expansions(key), title)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration, PlanError) as error:
         raise CheckpointError(
             f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
         ) from error
 
 
-def _read_summary(checkpoint: Checkpoint, specs: Mapping[str, Any], title: str) -> ExpansionSummary:
-    manifest, origin = _read_record(checkpoint), specs.get(ORIGIN_KEY) or {}
+def _read_summary(checkpoint: Checkpoint, expansions: Sequence[Mapping[str, Any]], title: str) -> FolderSummary:
+    record, origin = _read_record(checkpoint), expansions[0].get(ORIGIN_KEY) or {}
+    verification, added = record.verification, {}
+    for specs in expansions:
+        name = specs.get("name", DEFAULT_NAME)
+        runs = record.expansions.get(name, {}).get("training", ())
+        added[name] = _read_expansion(checkpoint, specs, name, sum(int(run.get("steps") or 0) for run in runs))
+    return FolderSummary(
+        base_name=record.base_name or origin.get("base_name"),
+        base_revision=record.base_revision or origin.get("base_revision"),
+        expansions=added,
+        routing=read_routing(checkpoint.config[CONFIG_KEY]),
+        verified=_verified(verification),
+        changed_since=None if verification is None else _changed_since(record, verification),
+        adopt=adopt_line(title, checkpoint.config) if checkpoint.manifest is None else None,
+    )
+
+
+def _read_expansion(checkpoint: Checkpoint, specs: Mapping[str, Any], name: str, steps: int) -> ExpansionSummary:
     numbering = numbering_of(specs)
     widths = specs.get("widths") or asdict(Widths(0, 0, 0))
     collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
     return ExpansionSummary(
         method=method_of_variant(specs["variant"]).name,
         variant=specs["variant"],
-        base_name=manifest.base_name or origin.get("base_name"),
-        base_revision=manifest.base_revision or origin.get("base_revision"),
         layers=tuple(specs["expanded_layers"]),
         new_layers=() if numbering is None else numbering.new,
         collaborative_layers=tuple(collaborative["layers"]),
         collaborative_groups=tuple(collaborative["groups"]),
-        routing=read_routing(checkpoint.config[CONFIG_KEY]),
         up_width=widths["up_width"],
         up_kv_heads=widths["up_kv_heads"],
         up_inner_width=widths["up_inner_width"],
         copies=_count_mlps(specs),
-        parameters_by_block=_count_blocks(checkpoint) if numbering is None else _count_copies(checkpoint),
+        parameters_by_block=_count_blocks(checkpoint, name) if numbering is None else _count_copies(checkpoint),
         is_fused=specs.get("fused", False),
-        verified=_verified(manifest.verification),
-        changed_since=None if manifest.verification is None else _changed_since(manifest, manifest.verification),
-        adopt=adopt_line(title, checkpoint.config) if checkpoint.manifest is None else None,
+        steps=steps,
     )
 
 
@@ -237,11 +266,11 @@ def _read_record(checkpoint: Checkpoint) -> _Record:
     return _Record(**known)
 
 
-def _count_blocks(checkpoint: Checkpoint) -> dict[str, int]:
+def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
     counts = dict.fromkeys(("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11"), 0)
     for info in checkpoint.tensors.values():
         block = info.name.rpartition(".")[2]
-        if expansion_of(info.name) and block in counts:
+        if expansion_of(info.name) == expansion and block in counts:
             counts[block] += info.elements
     return {block: count for block, count in counts.items() if count}
 

@@ -22,10 +22,9 @@ from scale_surgery.errors import CheckpointError, PlanError, name_some
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
-from scale_surgery.evidence.several import ExpansionsSummary, summarise_expansions
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest, are_numbers, open_expansion, read_manifest, refuse_fused
+from scale_surgery.surgery.record import Manifest, are_numbers, open_expansion, refuse_fused
 
 
 def report(
@@ -37,8 +36,8 @@ def report(
     sequence_length: int | None = None,
     run: RunOptions = RunOptions(),
     track: Track = no_track,
-) -> Report | ExpansionsSummary:
-    """Show what training did to an expansion; of several, what they are and what was verified, unless one is named.
+) -> Report:
+    """Show what training did to an expansion.
 
     Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
     Vetterli 2007). A block is compared with what `expand` made it, which is made again from the base inside.
@@ -47,7 +46,7 @@ def report(
         expanded: Folder of the expanded checkpoint.
         texts: Probe text for the base stream: a file or saved dataset, or several, as for `data.read_documents`; by
             default the built-in prompts of `verify`.
-        name: Which expansion, where there are several; without, their records alone are read.
+        name: Which expansion, where there are several.
         files_only: Read tensors, run no model; then nothing is said of the base stream.
         sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.
         run: How the model runs: device, trust_remote_code, batch_size. Hidden states of all layers are held for a
@@ -55,20 +54,17 @@ def report(
         track: Makes progress bars.
 
     Returns:
-        Every expansion tensor, each layer, the base stream, and what the training runs measured; of several expansions
-        what each is, the router and what the last verification found.
+        Every expansion tensor, each layer, the base stream, and what the training runs measured.
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, it is fused, tensors are missing or of a wrong shape (all
             are named), or it cannot be loaded.
         DataError: If a text cannot be read.
-        PlanError: If texts are given and no model is to run.
+        PlanError: If texts are given and no model is to run, or there are several expansions and none is named.
     """
     path, files = Path(expanded), listed(texts)
     if files and files_only:
         raise PlanError("--text with --files-only: no model runs, so no text is read. Leave out one of the two.")
-    if name is None and len(read_manifest(path).expansions) > 1:
-        return _composed(path, files)
     checkpoint, manifest = open_expansion(path, name)
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
@@ -95,15 +91,6 @@ def report(
         log=tuple(_read_log(path)),
         notes=tuple(_notes(manifest, comparison, streams, state)),
     )
-
-
-def _composed(path: Path, files: Sequence[str | Path]) -> ExpansionsSummary:
-    if files:
-        raise PlanError(
-            f"--text: {path} is a composed folder, of which report reads the records alone, expected no text. Leave it "
-            "out; scale-surgery evaluate measures each path on a text."
-        )
-    return summarise_expansions(path)
 
 
 def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:

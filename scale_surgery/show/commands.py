@@ -18,7 +18,6 @@ from scale_surgery.planning.request import Request, complete
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.report_records import Report
-    from scale_surgery.evidence.several import ExpansionsSummary
     from scale_surgery.evidence.verification import Verification
     from scale_surgery.planning.architecture import Architecture
     from scale_surgery.planning.plan import Plan
@@ -105,12 +104,6 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
     name, *options = ("report", "-o", "report.html") if is_trained else ("train", "--data", "FILE")
     return running_command(name, path, *options)
-
-
-def after_composed(held: ExpansionsSummary, path: Path) -> str:
-    """What to do with a composed folder whose records were read."""
-    following = ("evaluate", path, "--old", "FILE", "--new", "FILE") if held.promises else ("verify", path)
-    return command(*following)
 
 
 def after_report(found: Report, path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -18,8 +18,7 @@ from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, Warned
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
-    from scale_surgery.evidence.inspect import ExpansionSummary, Inspection
-    from scale_surgery.evidence.several import ExpansionsSummary
+    from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection
     from scale_surgery.running.loss import Measurement
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
@@ -76,33 +75,32 @@ def render_inspection(found: Inspection, model: str | None = None) -> Renderable
         ("shards", f"{len(found.shards)}, {counted(found.tensors, 'tensor')}, {format_bytes(found.bytes)}"),
     ]
     rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
-    if found.composition is not None:
-        return Group(facts(found.name, rows), Text(), render_composition(found.composition, model))
-    if found.expansion is None:
+    if found.expanded is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
         planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
         return facts(found.name, rows + ([("not expandable", found.quantisation)] if found.quantisation else planned))
-    is_current = (found.expansion.verified or "").startswith("passed") and not found.expansion.changed_since
-    then = found.expansion.adopt or ("" if model is None or is_current else command("verify", model))
-    checked = [(NEXT, then)] if then else []
-    return Group(facts(found.name, rows), Text(), _render_summary(found.expansion, checked))
+    return Group(facts(found.name, rows), Text(), *_render_expanded(found.expanded, model))
 
 
-def render_composition(found: ExpansionsSummary, model: str | None = None) -> RenderableType:
-    """What lies in a folder of several expansions, one a line."""
+def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
+    """What an expanded folder says of itself: of one expansion all, of several a line each."""
+    revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
+    base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
+    router = ("router", "none" if added.routing is None else added.routing.description)
+    rows = [("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since])))]
+    then = added.adopt or ("" if model is None or added.is_current else command("verify", model))
+    rows += [(NEXT, then)] if then else []
+    if len(added.expansions) == 1:
+        (only,) = added.expansions.values()
+        first, *others = _expansion_rows(only, router)
+        yield facts("expansion", [first, base, *others, *rows])
+        return
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
-    for name, own in found.expansions.items():
+    for name, own in added.expansions.items():
         table.add_row(name, own.variant, format_layers(own.layers), format_count(own.parameters), f"{own.steps:,}")
-    revision = f" at {found.base_revision[:12]}" if found.base_revision else ""
-    rows = [
-        ("stands on", f"{found.base_name}{revision}"),
-        ("paths", found.paths),
-        ("router", found.routing.description),
-        ("last verified", found.verified),
-    ]
-    rows += [] if model is None else [(NEXT, verify_command(Path(model)))]
-    return Group(table, Text(), facts("composition", rows))
+    paths = f"{len(added.expansions) + 1}: the base, {', '.join(added.expansions)}"
+    yield from (table, Text(), facts("expansions", [base, ("paths", paths), router, *rows]))
 
 
 def _heads(sizes: Sizes) -> str:
@@ -112,33 +110,30 @@ def _heads(sizes: Sizes) -> str:
 
 
 def _layers(found: Inspection) -> str:
-    own, new = found.sizes.layers, len(found.expansion.new_layers) if found.expansion is not None else 0
+    added = [] if found.expanded is None else found.expanded.expansions.values()
+    own, new = found.sizes.layers, sum(len(one.new_layers) for one in added)
     whose = f", {own} of them the base's" if new else ""
     return f"{own + new}  (0 to {own + new - 1}){whose}"
 
 
-def _render_summary(added: ExpansionSummary, more: list[tuple[str, str]]) -> RenderableType:
+def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tuple[str, str]]:
+    """All of one expansion, its variant first."""
     blocks = ", ".join(f"{block} {format_count(count)}" for block, count in added.parameters_by_block.items())
-    revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     where = "none" if not added.collaborative_layers else format_layers(added.collaborative_layers)
     groups = f" ({' and '.join(added.collaborative_groups)})" if added.collaborative_groups else ""
-    new = [("new layers", format_layers(added.new_layers))] if added.new_layers else []
-    widths = [
-        ("collaborative", where + groups),
-        ("router", "none" if added.routing is None else added.routing.description),
-        ("added widths", Widths(added.up_width, added.up_kv_heads, added.up_inner_width).description),
-    ]
-    if added.copies is not None:
-        widths = [widths[1], ("MLPs in each", f"{added.copies}, of which each counts 1/{added.copies}")]
-    rows = [
+    if added.new_layers:
+        how = [("new layers", format_layers(added.new_layers))]
+    elif added.copies is not None:
+        how = [router, ("MLPs in each", f"{added.copies}, of which each counts 1/{added.copies}")]
+    else:
+        widths = Widths(added.up_width, added.up_kv_heads, added.up_inner_width)
+        how = [("collaborative", where + groups), router, ("added widths", widths.description)]
+    return [
         ("variant", added.variant),
-        ("stands on", f"{added.base_name or 'unknown'}{revision}"),
         (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
-        *(new or widths),
+        *how,
         ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
-        ("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since]))),
     ]
-    return facts("expansion", rows + more)
 
 
 def render_expansion(done: Expansion) -> RenderableType:

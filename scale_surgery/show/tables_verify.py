@@ -12,12 +12,11 @@ from rich.text import Text
 
 from scale_surgery.errors import counted, shorten
 from scale_surgery.show.layout import NamedRows, heading, sentence
-from scale_surgery.show.tables import facts, plain_table, render_composition, render_warnings
+from scale_surgery.show.tables import facts, plain_table, render_warnings
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
     from scale_surgery.evidence.promises import Promise
-    from scale_surgery.evidence.several import ExpansionsSummary
     from scale_surgery.evidence.verification import Verification
     from scale_surgery.running.probe import Layer, Numbers
 
@@ -45,12 +44,6 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
     for promise in promises:
         table.add_row(promise.name, verdict(promise, promise.name in required), promise.evidence)
     return table
-
-
-def render_held(held: ExpansionsSummary) -> RenderableType:
-    """What lies in a composed folder, and what the last verification found."""
-    found = [render_promises(held.promises, held.required), Text()] if held.promises else []
-    return Group(*found, render_composition(held))
 
 
 def _read(numbers: Numbers | MixtureNumbers) -> str:

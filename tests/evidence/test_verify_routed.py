@@ -165,10 +165,10 @@ def test_a_base_tensor_changed_by_hand_is_caught(copy: Copy) -> None:
 
 def test_inspect_says_how_it_routes(place: Path) -> None:
     for name, routing in ROUTINGS.items():
-        found = inspect(place / name).expansion
+        found = inspect(place / name).expanded
         assert found is not None and found.routing is not None
         assert found.routing.description == routing.description
-    unrouted = inspect(place / "adapt").expansion
+    unrouted = inspect(place / "adapt").expanded
     assert unrouted is not None and unrouted.routing is None
 
 

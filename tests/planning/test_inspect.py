@@ -14,7 +14,7 @@ from tests.tiny import save_tiny
 def test_a_base_model(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", shard_size="30KB")
     found = inspect(base)
-    assert (found.name, found.family, found.dtype, found.expansion) == ("base", "llama", "F32", None)
+    assert (found.name, found.family, found.dtype, found.expanded) == ("base", "llama", "F32", None)
     sizes = found.sizes
     assert (sizes.hidden, sizes.layers, sizes.query_heads, sizes.key_value_heads) == (40, 3, 4, 2)
     assert (sizes.head_size, sizes.inner, sizes.vocabulary, sizes.is_tied) == (10, 52, 97, False)
@@ -37,16 +37,16 @@ def test_an_expanded_model(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama")
     done = expand(base, Request("1-2", variant="adapt", collaborative_layers="2"), tmp_path / "expanded")
     found = inspect(done.path)
-    added = found.expansion
-    assert added is not None and found.family == "llama"
-    assert (added.variant, added.base_name, added.layers) == ("adapt", "base", (1, 2))
+    assert found.expanded is not None and found.family == "llama"
+    assert (found.expanded.base_name, found.expanded.verified) == ("base", None)
+    (added,) = found.expanded.expansions.values()
+    assert (added.variant, added.layers) == ("adapt", (1, 2))
     assert (added.collaborative_layers, added.collaborative_groups) == ((2,), ("attn",))
     assert (added.up_width, added.up_kv_heads, added.up_inner_width) == (20, 1, 8)
     assert sum(added.parameters_by_block.values()) == done.plan.costs.parameters_added
     assert added.parameters_by_block["w12"] == 20 * (40 + 20 + 20) + 20 * 40
-    assert added.verified is None
     verify(done.path, probes=None, required=("recoverable",))
-    assert inspect(done.path).expansion.verified.startswith("passed 20")  # type: ignore[union-attr]
+    assert inspect(done.path).expanded.verified.startswith("passed 20")  # type: ignore[union-attr]
 
 
 def test_not_a_model(tmp_path: Path) -> None:

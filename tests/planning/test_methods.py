@@ -60,7 +60,7 @@ def test_a_method_of_its_own_goes_the_whole_way(toy, base_of, tmp_path):
     assert found.passed
     assert "output_at_init" in found.required
     assert torch.equal(load(done.path)(IDS).logits, load(base)(IDS).logits)
-    assert inspect(done.path).expansion.method == "toy"
+    assert [own.method for own in inspect(done.path).expanded.expansions.values()] == ["toy"]
     assert report(done.path, files_only=True).method == "toy"
     assert "It is made up." in make_card(read_contents(done.path), "me/toy", None, None, None).text
     assert extract(done.path, tmp_path / "extract").tensors == len(made.tensors)

@@ -305,7 +305,7 @@ def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
     assert verified.passed and verified.state == "trained"
     found = report(done.path, files_only=True)
     assert found.state == "trained" and [entry["step"] for entry in found.log if "loss" in entry] == [1, 2]
-    assert inspect(done.path).expansion.changed_since is None, "verified after it was adopted"  # type: ignore[union-attr]
+    assert inspect(done.path).expanded.changed_since is None, "verified after it was adopted"  # type: ignore[union-attr]
     card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
     assert re.search(r"\| 1 \| 2 \| [\d,]+ \| – \| 20", card) and "Another trainer made run 1, adopted on" in card
     assert "Only new tensors were trained, none of the base. " in card and "could not be compared" not in card

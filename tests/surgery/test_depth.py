@@ -564,9 +564,9 @@ def test_what_plan_and_inspect_say(deep_of):
     )
     described = inspect(pair.path)
     assert described.sizes.layers == 3
-    assert described.expansion is not None
-    assert (described.expansion.method, described.expansion.new_layers) == ("depth", (1, 4))
-    assert sum(described.expansion.parameters_by_block.values()) == costs.parameters_added
+    assert described.expanded is not None
+    (added,) = described.expanded.expansions.values()
+    assert (added.method, added.new_layers, added.parameters) == ("depth", (1, 4), costs.parameters_added)
     assert "duplicated layers  0,2" in shown(render_inspection(described))
 
 

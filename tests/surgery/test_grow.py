@@ -410,8 +410,9 @@ def test_problems_of_options_and_layers_are_told_together(base_of: Callable[...,
 
 def test_inspect_counts_copies(grown_of: Callable[..., Path]) -> None:
     found = inspect(grown_of("llama", Request("1", method="grow", copies=3)))
-    assert found.expansion is not None
-    assert (found.expansion.method, found.expansion.copies, found.expansion.layers) == ("grow", 3, (1,))
+    assert found.expanded is not None
+    (added,) = found.expanded.expansions.values()
+    assert (added.method, added.copies, added.layers) == ("grow", 3, (1,))
 
 
 def test_fused_is_refused(grown_of: Callable[..., Path], tmp_path: Path) -> None:

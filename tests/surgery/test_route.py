@@ -118,14 +118,14 @@ def test_what_config_and_manifest_say(expanded: Path, tmp_path: Path) -> None:
 def test_what_was_verified_was_another_model(expanded: Path, tmp_path: Path) -> None:
     """A verification names the router that it is about."""
     path = route_export(expanded, tmp_path / "routed").path
-    added, before = inspect(path).expansion, inspect(expanded).expansion
+    added, before = inspect(path).expanded, inspect(expanded).expanded
     assert added is not None and before is not None
     assert (before.verified, before.changed_since) == ("passed 2026-01-01", None)
     assert (added.verified, added.changed_since) == ("passed 2026-01-01", "the router changed since")
     edit_manifest(path, lambda own: own | {"verification": own["verification"] | {"routing": own["routing"]}})
-    assert inspect(path).expansion.changed_since is None  # type: ignore[union-attr]
+    assert inspect(path).expanded.changed_since is None  # type: ignore[union-attr]
     set_routing(path, Routing(prior=0.2))
-    assert inspect(path).expansion.changed_since == "the router's numbers changed since"  # type: ignore[union-attr]
+    assert inspect(path).expanded.changed_since == "the router's numbers changed since"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("request_name", ("preserve", "deep", "adapt"))
@@ -233,7 +233,7 @@ def test_what_was_learned_since_stays(expanded: Path, tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "back")
     assert manifest.training == ({"steps": 3}, {"steps": 5, "begun": "2026-01-02"})
     assert manifest.routing is None
-    assert inspect(tmp_path / "back").expansion.changed_since == "tensors (by training) changed since"  # type: ignore[union-attr]
+    assert inspect(tmp_path / "back").expanded.changed_since == "tensors (by training) changed since"  # type: ignore[union-attr]
 
 
 def test_strip_of_a_routed_model_is_the_base(sharded_base: Path, expanded: Path, tmp_path: Path) -> None:

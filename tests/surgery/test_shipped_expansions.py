@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from scale_surgery import (
-    ExpansionsSummary,
     Request,
     compose,
     evaluate,
@@ -80,35 +79,31 @@ def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inspect_and_report_say_what_lies_in_it(place: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_inspect_says_what_lies_in_it_and_report_shows_one(
+    place: Path, tmp_path: Path, command: Callable[..., Any]
+) -> None:
     folder = place / "composed"
     found, base = inspect(folder), inspect(SHIPPED_MODEL)
-    assert found.expansion is None and found.composition is not None
     assert (found.family, found.sizes, found.dtype) == (base.family, base.sizes, base.dtype)
-    held = found.composition
-    assert (held.base_name, held.routing) == ("biographies", mixed(switch_rate=0))
-    assert held.paths == "3: the base, medicine, law"
-    assert [(own.variant, own.layers) for own in held.expansions.values()] == [("preserve", (3,)), ("adapt", (3,))]
-    added = sum(own.parameters for own in held.expansions.values())
-    assert found.parameters_stored == base.parameters_stored + added
+    held = found.expanded
+    assert held is not None and (held.base_name, held.routing) == ("biographies", mixed(switch_rate=0))
+    added = [(name, own.variant, own.layers) for name, own in held.expansions.items()]
+    assert added == [("medicine", "preserve", (3,)), ("law", "adapt", (3,))]
+    parameters = sum(own.parameters for own in held.expansions.values())
+    assert found.parameters_stored == base.parameters_stored + parameters
     shown = command("inspect", folder)
     assert "law        adapt     3" in shown.output and "last verified  never" in shown.output
-    before = command("report", folder, "-o", tmp_path / "never.html")
-    assert before.output.splitlines()[-1] == f"next  scale-surgery verify {folder}"
-    assert "Never verified" in (tmp_path / "never.html").read_text()
-    result = verify(folder)
-    assert result.passed and report(folder) == inspect(folder).composition
-    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
-    shown = command("report", folder, "-o", page, "-o", numbers)
-    assert max(len(line) for line in shown.output.splitlines() if not line.startswith(("next", "written"))) <= 80
-    assert "paths_as_alone" in shown.output and "router         posterior, all paths alike" in shown.output
-    text = page.read_text()
-    assert all(words in text for words in ("What lies in composed", "<th scope=row>medicine</th>", "paths_as_alone"))
-    assert "Every tensor" not in text
-    content = json.loads(numbers.read_text())
-    assert [own["name"] for own in content["promises"]] == [own.name for own in result.promises]
+    assert "paths          3: the base, medicine, law" in shown.output
+    assert shown.output.splitlines()[-1].strip() == f"next           scale-surgery verify {folder}"
+    assert verify(folder).passed
+    verified = inspect(folder).expanded
+    assert verified is not None and verified.is_current and verified.verified is not None
+    page = tmp_path / "page.html"
+    shown = command("report", folder, "--name", "law", "-o", page)
+    assert shown.exit_code == 0 and "adapt" in shown.output and "Every tensor" in page.read_text()
+    assert report(folder, name="law", files_only=True).parameters == held.expansions["law"].parameters
     set_routing(folder, mixed(switch_rate=0.01))
-    held = report(folder)
-    assert isinstance(held, ExpansionsSummary) and held.verified.endswith("; the router's numbers changed since")
-    refused = command("report", folder, "--text", place / "known.jsonl")
-    assert refused.exit_code == 1 and "is a composed folder, of which report reads the records alone" in refused.output
+    changed = inspect(folder).expanded
+    assert changed is not None and changed.changed_since == "the router's numbers changed since"
+    refused = command("report", folder)
+    assert refused.exit_code == 1 and "medicine" in refused.output and "--name" in refused.output
