@@ -247,7 +247,8 @@ def _evaluated(facts: CardFacts) -> str:
 
 
 def _measured_rows(facts: CardFacts, name: str, run: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    measured, whose = run.get("measured", {}), f"{name}: " if facts.are_several else ""
+    measured = run.get("measured", {})
+    whose = f"{name}{', routed' * _is_routed(run)}: " if facts.are_several else ""
     return [
         (
             f"{whose}{text} text",
@@ -263,14 +264,20 @@ def _measured_rows(facts: CardFacts, name: str, run: Mapping[str, Any]) -> list[
 def _measured_on(facts: CardFacts) -> str:
     """What the numbers are about, where that is not the model of this card."""
     if facts.are_several:
-        return " of each expansion, by itself"
-    is_routed = bool(facts.training[-1]["settings"].get("routed"))
+        routed = any(map(_is_routed, dict(facts.runs).values()))
+        return " of each expansion, alone beside the base" + "; routed: by a router between the two" * routed
+    is_routed = _is_routed(facts.training[-1])
     text = ", on the base that the blocks were made on" if facts.forced is not None else ""
     if is_routed == (facts.routing is not None):
         return text
     return (
         f"{text}, {'with its router, which it has no longer' if is_routed else 'of the adapt path alone, not routed'}"
     )
+
+
+def _is_routed(run: Mapping[str, Any]) -> bool:
+    """Whether a run learned, and was measured, on what a router gave out."""
+    return bool((run.get("settings") or {}).get("routed"))
 
 
 def _share(accuracy: float | None) -> str:

@@ -108,8 +108,8 @@ def select(logits: Sequence[Tensor], numbers: Tensor, *, in_place: bool = False)
     return found
 
 
-def mix(logits: Sequence[Tensor], norms: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Logits of Σ_k w_k softmax(logits_k), in their dtype; those of the first path are written over.
+def mix(logits: Sequence[Tensor], norms: Sequence[Tensor], weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Logits of Σ_k w_k softmax(logits_k), in their dtype; those of the first path are written over, or `out`.
 
     The path with most weight gives the scale, and alone it gives its own logits back: with a_k what the
     log-probabilities of path k are ahead of its own, log(1 + Σ_k w_k (exp(a_k) - 1)) is added to them. Where all are
@@ -119,14 +119,23 @@ def mix(logits: Sequence[Tensor], norms: Sequence[Tensor], weights: Tensor) -> T
         logits: Logits of each path (..., v).
         norms: Log sum exp of each row of them (...).
         weights: Log weights of the paths (..., k).
+        out: Where the result goes, part of a larger tensor (b, t, v).
     """
+    stacked = torch.stack(list(norms), -1)
     if any(own.requires_grad for own in logits):
-        return Mixture.apply(torch.stack(list(norms), -1), weights, *logits)
-    return _mix(logits, torch.stack(list(norms), -1), weights)
+        mixed: Tensor = Mixture.apply(stacked, weights, *logits)
+        return mixed if out is None else out.copy_(mixed)
+    if out is None:
+        return _mix(logits, stacked, weights)
+    for row, found in enumerate(out):
+        # the rows of a batch lie apart in the larger one
+        _mix([own[row] for own in logits], stacked[row], weights[row], found)
+    return out
 
 
-def _mix(logits: Sequence[Tensor], norms: Tensor, weights: Tensor) -> Tensor:
-    found = logits[0] if logits[0].is_contiguous() and not logits[0].requires_grad else torch.empty_like(logits[0])
+def _mix(logits: Sequence[Tensor], norms: Tensor, weights: Tensor, found: Tensor | None = None) -> Tensor:
+    if found is None:
+        found = logits[0] if logits[0].is_contiguous() and not logits[0].requires_grad else torch.empty_like(logits[0])
     flat, (norms, weights) = [own.flatten(0, -2) for own in logits], (own.flatten(0, -2) for own in (norms, weights))
     heaviest, is_out = weights.argmax(-1, keepdim=True), weights.isneginf()
     shifts = (norms.gather(-1, heaviest) - norms).masked_fill(is_out, -math.inf)
@@ -146,7 +155,7 @@ def _mix(logits: Sequence[Tensor], norms: Tensor, weights: Tensor) -> Tensor:
         beyond = reduce(torch.maximum, ahead).sub(LARGEST).clamp_(min=0)
         parts = [own.sub_(beyond).expm1_().mul_(shares[rows, k, None]) for k, own in enumerate(ahead)]
         lead = reduce(Tensor.add_, parts)
-        found.flatten(0, -2)[rows] = lead.log1p_().add_(anchor).add_(beyond)
+        torch.add(lead.log1p_().add_(anchor), beyond, out=found.flatten(0, -2)[rows])
     return found
 
 

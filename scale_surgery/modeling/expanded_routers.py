@@ -27,8 +27,8 @@ from .expanded_paths import BASE, Path, Paths
 from .expanded_state import Tokens
 from .expanded_streams import own_memory
 
-# logits of one path that stand in memory at a time: fewer rows make a matrix product slow
-AT_ONCE = 2**22
+# logits of all paths that stand in memory at a time: pieces cost time, each comes in new pages of memory
+AT_ONCE = 2**25
 # where generation asks for several positions, it may take some of them back
 MOST_KEPT = 64
 
@@ -360,7 +360,13 @@ def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tens
     return torch.stack(found, 1)
 
 
-def combine(router: Router, logits: list[Tensor], weights: Tensor, norms: list[Tensor] | None = None) -> Tensor:
+def combine(
+    router: Router,
+    logits: list[Tensor],
+    weights: Tensor,
+    norms: list[Tensor] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """One set of logits of all paths, which may be written over.
 
     Args:
@@ -368,12 +374,14 @@ def combine(router: Router, logits: list[Tensor], weights: Tensor, norms: list[T
         logits: Logits of each path (b, t, v).
         weights: Log weights of the paths (b, t, k).
         norms: Log sum exp of each row of logits (b, t), where that is known.
+        out: Where they go, part of a larger tensor (b, t, v).
     """
     if router.is_hard:
-        return select(logits, weights.argmax(-1, keepdim=True), in_place=True)
+        found = select(logits, weights.argmax(-1, keepdim=True), in_place=True)
+        return found if out is None else out.copy_(found)
     if norms is None:
         norms = [normalizers(own.detach()) for own in logits]
-    return mix(logits, norms, weights)
+    return mix(logits, norms, weights, out)
 
 
 def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
@@ -392,25 +400,18 @@ def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
     length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
     wanted = range(length)[tokens.keep] if is_slice else range(length)
     kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1
-    call, vocabulary = _Reading(router, tokens, length - kept), features.head.weight.shape[0]
     # where a text is trained on, its logits stand in memory anyway
     is_trained = torch.is_grad_enabled() and any(
         path.up is not None and path.up.requires_grad for path in features.paths
     )
-    if is_trained:
-        routed = call.read(features, slice(0, length), wanted)
-    else:
-        routed = None
-        for rows in in_chunks(length, len(tokens.ids) * vocabulary, AT_ONCE):
-            found = call.read(features, rows, wanted)
-            if found is not None:
-                # all in one place: pieces that are put together stand in memory twice
-                routed = found.new_empty(len(found), len(wanted), vocabulary) if routed is None else routed
-                first = max(rows.start - wanted.start, 0)
-                routed[:, first : first + found.shape[1]] = found
+    width = len(features.paths) * len(tokens.ids) * features.head.weight.shape[0]
+    pieces = [slice(0, length)] if is_trained else list(in_chunks(length, width, AT_ONCE))
+    call = _Reading(router, tokens, length - kept, wanted, is_whole=len(pieces) == 1)
+    for rows in pieces:
+        call.read(features, rows)
     if tokens.is_cached:
         tokens.result = torch.cat(call.evidence, 1), torch.cat(call.weights, 1)[..., None]
-    return routed if is_slice else routed[:, tokens.keep]
+    return call.routed if is_slice else call.routed[:, tokens.keep]
 
 
 class _Reading:
@@ -419,31 +420,41 @@ class _Reading:
     Attributes:
         evidence: Log-probabilities of every next token at the positions to be remembered (b, some, k, v).
         weights: Log weights there (b, some, k).
+        routed: Routed logits at the positions that are wanted (b, wanted, v).
     """
 
-    def __init__(self, router: Router, tokens: Tokens, remembered: int) -> None:
+    def __init__(self, router: Router, tokens: Tokens, remembered: int, wanted: range, *, is_whole: bool) -> None:
         self.router, self.tokens, self.remembered = router, tokens, remembered
+        self.wanted, self.is_whole = wanted, is_whole
+        self.routed: Tensor | None = None
         self.evidence: list[Tensor] = []
         self.weights: list[Tensor] = []
         state = tokens.state
         self.before = None if state is None else state.values[:, :, -1, 0]
         self.next = None if state is None else state.keys[:, :, -1]
 
-    def read(self, features: Features, rows: slice, wanted: range) -> Tensor | None:
-        """Read the tokens at some positions, and mix where that is wanted; None where it is nowhere."""
+    def read(self, features: Features, rows: slice) -> None:
+        """Read the tokens at some positions, and mix where that is wanted."""
         logits, observed = self.router.read(features.at(rows))
         with torch.no_grad():
             norms = [normalizers(own) for own in logits]
             weights = self.follow(rows, [own.detach() for own in logits], norms, observed)
-        first, last = max(wanted.start, rows.start), min(wanted.stop, rows.start + weights.shape[1])
+        first, last = max(self.wanted.start, rows.start), min(self.wanted.stop, rows.start + weights.shape[1])
         if first >= last:
-            return None
+            return
         if last - first < weights.shape[1]:
             # as many rows at once as the stock model computes, where it is asked for the last ones alone
             logits, _ = self.router.read(features.at(slice(first, last)))
             norms = [normalizers(own.detach()) for own in logits]
             weights = weights[:, first - rows.start : last - rows.start]
-        return combine(self.router, logits, weights, norms)
+        if self.is_whole:
+            self.routed = combine(self.router, logits, weights, norms)
+            return
+        if self.routed is None:
+            # all in one place: pieces that are put together stand in memory twice
+            self.routed = logits[0].new_empty(len(weights), len(self.wanted), logits[0].shape[-1])
+        place = slice(first - self.wanted.start, last - self.wanted.start)
+        combine(self.router, logits, weights, norms, out=self.routed[:, place])
 
     def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor], observed: Tensor | None) -> Tensor:
         """Log weights after each token at some positions (b, some, k)."""
@@ -476,7 +487,7 @@ class _Reading:
 def score_tokens(router: Router, features: Features, tokens: Tokens) -> TokenScores:
     """Score each token but the first on every path; see `TokenScores`."""
     following, seen = tokens.ids[:, 1:], features.at(slice(None, -1))
-    width = len(tokens.ids) * features.head.weight.shape[0]
+    width = len(features.paths) * len(tokens.ids) * features.head.weight.shape[0]
     found: list[tuple[Tensor, Tensor, Tensor | None]] = []
     # where there is one token alone, nothing is predicted, and shapes are all the same
     for rows in in_chunks(following.shape[1], width, AT_ONCE) if following.shape[1] else [slice(0, 0)]:

@@ -305,6 +305,14 @@ def test_of_several_expansions_each_has_its_runs_and_its_base(base_of: Any, expa
     assert "| law: old text | 0.0732 |" in text and "art: old text" not in text
     assert "| `law` put on it by force | 1 tensor differs from the base it was made on |" in text
     assert "secret" not in text and text.count("put on it by force") == 1
+    assert "of each expansion, alone beside the base, on" in text
+    held["law"]["training"][-1] = {**RUN, "settings": {**RUN["settings"], "routed": True}}
+    record(folder, expansions=held)
+    text = make_card(read_contents(folder), REPO, None, None, None).text
+    assert (
+        "| law, routed: old text | 0.0732 |" in text
+        and "beside the base; routed: by a router between the two, on" in text
+    )
 
 
 def test_the_code_of_a_card_runs(expanded: Path, shipped_copy: Path) -> None:

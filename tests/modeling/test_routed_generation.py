@@ -212,7 +212,7 @@ def test_logits_to_keep(trio_of: Callable[..., Trio], family: str, routing: str,
         keep = torch.tensor(places)
         torch.testing.assert_close(logits(model, prompt, logits_to_keep=keep), whole[:, keep], atol=DRIFT, rtol=1e-4)
     # what is not kept is scored in pieces
-    monkeypatch.setattr(expanded_routers, "AT_ONCE", 7 * 97)
+    monkeypatch.setattr(expanded_routers, "AT_ONCE", 2 * 7 * 97)
     torch.testing.assert_close(logits(model, prompt, logits_to_keep=2), whole[:, -2:], atol=DRIFT, rtol=1e-4)
 
 

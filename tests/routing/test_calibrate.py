@@ -343,7 +343,7 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
     ways = (base_alone, adapt_alone, best_alone, routed_by(model.choice.router))
     (whole,) = read_paths(model, sequences, 10)
     monkeypatch.setattr(path_scores, "TOGETHER", 200)
-    monkeypatch.setattr(expanded_routers, "AT_ONCE", 7 * 33)
+    monkeypatch.setattr(expanded_routers, "AT_ONCE", 2 * 7 * 33)
     parts = read_paths(model, sequences, 7)
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
     assert len(whole.answers.row) == sum(len(part.answers.row) for part in parts) > 50
