@@ -24,7 +24,7 @@ from scale_surgery.errors import (
     UnsupportedFamilyError,
 )
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
-from scale_surgery.evidence.inspect import Inspection, inspect
+from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection, inspect
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
@@ -81,7 +81,9 @@ __all__ = [
     "EvalData",
     "Evaluation",
     "Expansion",
+    "ExpansionSummary",
     "Extracted",
+    "FolderSummary",
     "Generation",
     "GenerationSettings",
     "GivenBase",

@@ -63,6 +63,7 @@ FORKING = {
     "surgery/test_own_code.py",
     "test_torture.py",
     "training/test_allocator.py",
+    "training/test_learned.py",
     "training/test_train.py",
 }
 
@@ -70,6 +71,8 @@ FORKING = {
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Files go to workers whole, as `--dist loadfile` has it, and those of FORKING together."""
+    if config.getoption("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):

@@ -80,7 +80,8 @@ class FolderSummary:
         base_revision: Commit of the Hub repository, where known.
         expansions: What each expansion added, by its name, in the order of the paths.
         routing: How the paths are mixed, or None.
-        verified: Date of the last verification that passed or failed, with its result, or None.
+        verified: Date of the last verification with its result, or None.
+        passed: Whether that passed; None without one.
         changed_since: What is known to have changed since then, tensors, the router or its numbers; None where nothing.
         adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
     """
@@ -90,13 +91,14 @@ class FolderSummary:
     expansions: Mapping[str, ExpansionSummary]
     routing: Routing | None
     verified: str | None
+    passed: bool | None
     changed_since: str | None
     adopt: str | None
 
     @property
     def is_current(self) -> bool:
         """Whether it was verified as it stands, and passed."""
-        return (self.verified or "").startswith("passed") and not self.changed_since
+        return bool(self.passed) and not self.changed_since
 
 
 @dataclass(frozen=True)
@@ -217,14 +219,15 @@ def _read_summary(checkpoint: Checkpoint, expansions: Sequence[Mapping[str, Any]
     verification, added = record.verification, {}
     for specs in expansions:
         name = specs.get("name", DEFAULT_NAME)
-        runs = record.expansions.get(name, {}).get("training", ())
-        added[name] = _read_expansion(checkpoint, specs, name, sum(int(run.get("steps") or 0) for run in runs))
+        steps = (run.get("steps") for run in record.expansions.get(name, {}).get("training", ()))
+        added[name] = _read_expansion(checkpoint, specs, name, sum(own for own in steps if isinstance(own, int)))
     return FolderSummary(
         base_name=record.base_name or origin.get("base_name"),
         base_revision=record.base_revision or origin.get("base_revision"),
         expansions=added,
         routing=read_routing(checkpoint.config[CONFIG_KEY]),
         verified=_verified(verification),
+        passed=None if verification is None else bool(verification["passed"]),
         changed_since=None if verification is None else _changed_since(record, verification),
         adopt=adopt_line(title, checkpoint.config) if checkpoint.manifest is None else None,
     )

@@ -4,7 +4,7 @@ surgery.json, base tensors --expand's own initialisation--> how each tensor star
 expansion tensors          --norms, effective ranks-->      what became of it
 probe text                 --both models-->                 drift and cosine of the base stream, layer by layer
 
-Nothing is written: the page is `report_page`'s.
+Nothing is written: the page is made by `show.pages.report`.
 """
 
 from __future__ import annotations

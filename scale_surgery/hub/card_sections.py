@@ -264,7 +264,7 @@ def _measured_rows(facts: CardFacts, name: str, run: Mapping[str, Any]) -> list[
 def _measured_on(facts: CardFacts) -> str:
     """What the numbers are about, where that is not the model of this card."""
     if facts.are_several:
-        routed = any(map(_is_routed, dict(facts.runs).values()))
+        routed = any(_is_routed(run) for name, run in dict(facts.runs).items() if _measured_rows(facts, name, run))
         return " of each expansion, alone beside the base" + "; routed: by a router between the two" * routed
     is_routed = _is_routed(facts.training[-1])
     text = ", on the base that the blocks were made on" if facts.forced is not None else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.errors import counted
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
@@ -92,9 +93,9 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     then = added.adopt or ("" if model is None or added.is_current else command("verify", model))
     rows += [(NEXT, then)] if then else []
     if len(added.expansions) == 1:
-        (only,) = added.expansions.values()
+        ((name, only),) = added.expansions.items()
         first, *others = _expansion_rows(only, router)
-        yield facts("expansion", [first, base, *others, *rows])
+        yield facts("expansion" if name == DEFAULT_NAME else f"expansion {name}", [first, base, *others, *rows])
         return
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
     for name, own in added.expansions.items():
@@ -133,6 +134,7 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
         (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
         *how,
         ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
+        *([("trained", counted(added.steps, "step"))] if added.steps else []),
     ]
 
 

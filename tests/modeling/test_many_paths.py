@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import AutoModel, DynamicCache, StaticCache
 
 from scale_surgery.checkpoint.expansions import expansion_of
+from scale_surgery.modeling import expanded_routers
 from tests.composed import LLAMA
 from tests.conftest import load
 from tests.each import mostly
@@ -174,9 +175,16 @@ def test_greedy_and_beams_with_and_without_a_cache(model_of: Callable[..., Any],
 
 
 @USED
-def test_pieces_and_texts_that_are_packed_or_padded(model_of: Callable[..., Any], family: str) -> None:
+def test_pieces_and_texts_that_are_packed_or_padded(
+    model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     model, prompt = model_of(family), padded(random_ids(3, 14), (5, 0, 2))
     whole = logits(model, prompt, position_ids=positions_of(prompt["attention_mask"]))
+    with monkeypatch.context() as patch:
+        # one call, whose logits are made some positions at a time
+        patch.setattr(expanded_routers, "AT_ONCE", 4 * 3 * 5 * 97)
+        made = logits(model, prompt, position_ids=positions_of(prompt["attention_mask"]))
+    torch.testing.assert_close(made[:, 5:], whole[:, 5:], atol=DRIFT, rtol=1e-4)
     for sizes in ((1,) * 14, (6, 5, 1, 2), (13, 1)):
         # from the first token on that is no padding in any row
         torch.testing.assert_close(in_pieces(model, prompt, sizes)[:, 5:], whole[:, 5:], atol=DRIFT, rtol=1e-4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scale_surgery.modeling import expanded_routers
 from scale_surgery.modeling.expanded_routers import ROUTERS, Evidence, Router
 from scale_surgery.modeling.expanded_state import state_of
 from tests.composed import LLAMA
@@ -115,7 +116,9 @@ def defined(model: Any, name: str, prompt: dict[str, Tensor]) -> tuple[Tensor, T
 
 @each_toy
 @torch.no_grad()
-def test_it_gives_what_it_was_defined_to_give(made_of: Callable[..., Any], name: str) -> None:
+def test_it_gives_what_it_was_defined_to_give(
+    made_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     model = choose(made_of("llama", LLAMA).composed(), name)
     for prompt in ({"input_ids": IDS}, padded(random_ids(3, 12), (0, 5, 2))):
         mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"])).bool()
@@ -131,6 +134,9 @@ def test_it_gives_what_it_was_defined_to_give(made_of: Callable[..., Any], name:
         if not TOYS[name][0].is_hard:
             routed = wanted[:, :-1].gather(-1, following)[..., 0]
             torch.testing.assert_close(scores.routed[kept].double(), routed[kept], atol=1e-4, rtol=1e-4)
+    whole = model(**prompt).logits
+    monkeypatch.setattr(expanded_routers, "AT_ONCE", 1)
+    torch.testing.assert_close(model(**prompt).logits[mask], whole[mask], atol=1e-5, rtol=1e-5)
     with model.use_expansion(list(LLAMA)):
         posterior = model(**prompt).logits.log_softmax(-1)
     assert not torch.allclose(posterior[mask].double(), wanted[mask], atol=0.1), "the control: it is no other router"

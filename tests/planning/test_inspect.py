@@ -45,6 +45,12 @@ def test_an_expanded_model(tmp_path: Path) -> None:
     assert (added.up_width, added.up_kv_heads, added.up_inner_width) == (20, 1, 8)
     assert sum(added.parameters_by_block.values()) == done.plan.costs.parameters_added
     assert added.parameters_by_block["w12"] == 20 * (40 + 20 + 20) + 20 * 40
+    assert added.steps == 0
+    record = json.loads((done.path / "surgery.json").read_text())
+    trained = record["expansions"]["default"] | {"training": [{"steps": 3}, {"steps": 4}]}
+    (done.path / "surgery.json").write_text(json.dumps(record | {"expansions": {"default": trained}}))
+    again = inspect(done.path).expanded
+    assert again is not None and again.expansions["default"].steps == 7
     verify(done.path, probes=None, required=("recoverable",))
     assert inspect(done.path).expanded.verified.startswith("passed 20")  # type: ignore[union-attr]
 

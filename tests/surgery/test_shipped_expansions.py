@@ -89,6 +89,9 @@ def test_inspect_says_what_lies_in_it_and_report_shows_one(
     assert held is not None and (held.base_name, held.routing) == ("biographies", mixed(switch_rate=0))
     added = [(name, own.variant, own.layers) for name, own in held.expansions.items()]
     assert added == [("medicine", "preserve", (3,)), ("law", "adapt", (3,))]
+    assert all(set(own.parameters_by_block) >= {"w21", "w22"} for own in held.expansions.values())
+    assert "w12" in held.expansions["law"].parameters_by_block
+    assert "w12" not in held.expansions["medicine"].parameters_by_block
     parameters = sum(own.parameters for own in held.expansions.values())
     assert found.parameters_stored == base.parameters_stored + parameters
     shown = command("inspect", folder)
