@@ -208,8 +208,8 @@ class GrownBlocks(LinearBlocks):
 class NormBlocks(Blocks):
     """The norm of an up stream, by its own statistics, computed in float32.
 
-    `style` is "rms" (gain w), "layer" (mean, variance, gain, bias), or one of them with "_plus_one" (gain 1 + w). The
-    stock norm may have no gain; that of the up stream has one.
+    `style` is "rms" (gain w), "layer" (mean, variance, gain), or one of them with "_plus_one" (gain 1 + w); each adds a
+    bias where the stock norm does. The stock norm may have no gain; that of the up stream has one.
     """
 
     groups = {"up_weight": "norms", "up_bias": "norms"}
@@ -229,7 +229,8 @@ class NormBlocks(Blocks):
         gain = gain + 1.0 if self.style.endswith("_plus_one") else gain
         if self.style.startswith("layer"):
             return functional.layer_norm(x, gain.shape, gain, bias, self.epsilon)
-        return functional.rms_norm(x, gain.shape, gain, self.epsilon)
+        y = functional.rms_norm(x, gain.shape, gain, self.epsilon)
+        return y if bias is None else y + bias
 
 
 class EmbeddingBlocks(Blocks):

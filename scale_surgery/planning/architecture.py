@@ -313,8 +313,8 @@ class Architecture:
     @property
     def mute_gain(self) -> int:
         """What a norm before the residual stream stores where it gives zeros."""
-        styles = {norm.style for kind in self.kinds for norm in kind.post_norms}
-        return -1 if "rms_plus_one" in styles else 0
+        styles = [norm.style for kind in self.kinds for norm in kind.post_norms]
+        return -1 if any(style.endswith("_plus_one") for style in styles) else 0
 
     def find_linear(self, module: str) -> tuple[Block, Linear] | None:
         """Find a linear that is expanded, and its block.

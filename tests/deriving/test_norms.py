@@ -1,0 +1,49 @@
+"""The formula that is found for a norm is the one that its up stream gets, with and without a bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_surgery.deriving.norms import norm_style
+from scale_surgery.modeling.expanded_modules import NormBlocks
+
+FEATURES, EPSILON = 24, 1e-5
+
+
+class Norm(nn.Module):
+    """A norm in one of four styles, written down."""
+
+    eps = EPSILON
+
+    def __init__(self, style: str, *, has_bias: bool) -> None:
+        super().__init__()
+        self.style = style
+        self.weight = nn.Parameter(torch.randn(FEATURES))
+        self.bias = nn.Parameter(torch.randn(FEATURES)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if self.style.startswith("layer") else x
+        y = x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
+        y = y * (self.weight + 1 if self.style.endswith("_plus_one") else self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+@pytest.mark.parametrize("has_bias", (False, True))
+@pytest.mark.parametrize("style", ("rms", "rms_plus_one", "layer", "layer_plus_one"))
+def test_an_up_stream_is_normalised_as_the_stock_norm_does(style: str, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    norm, x = Norm(style, has_bias=has_bias), torch.randn(5, FEATURES)
+    assert norm_style(norm, FEATURES) == style
+    blocks = NormBlocks(norm, FEATURES, FEATURES, style, EPSILON, "float32")
+    with torch.no_grad():
+        blocks.up_weight.copy_(norm.weight)
+        if has_bias:
+            blocks.up_bias.copy_(norm.bias)
+        base, up = blocks(x, x, norm(x), False)
+    assert torch.equal(base, norm(x))
+    torch.testing.assert_close(up, norm(x))
+    other = NormBlocks(norm, FEATURES, FEATURES, "rms" if style != "rms" else "layer", EPSILON, "float32")
+    other.load_state_dict(blocks.state_dict())
+    assert not torch.allclose(other(x, x, norm(x), False)[1], norm(x), atol=1e-2)
