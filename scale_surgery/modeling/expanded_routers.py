@@ -340,13 +340,6 @@ def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tens
     Each token multiplies the weights by its likelihoods, and then by the shares; a restart sets them to the prior. One
     token is taken after the other: products of all prefixes at once, as for two paths, grow with the third power of
     the number of paths.
-
-    Args:
-        before: Log weights before the first token (b, k).
-        evidence: log p(y) of each token on each path (b, t, k), float32.
-        restarts: Where a sequence begins (b, t).
-        prior: Log weights at a start (k,).
-        rate: Fixed-share rate.
     """
     # what a path has where all the weight is another's, and where it is its own
     least, most = (evidence.new_tensor(share) for share in (rate / (evidence.shape[-1] - 1), 1 - rate))
@@ -361,26 +354,12 @@ def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tens
 
 
 def combine(
-    router: Router,
-    logits: list[Tensor],
-    weights: Tensor,
-    norms: list[Tensor] | None = None,
-    out: Tensor | None = None,
+    router: Router, logits: list[Tensor], norms: list[Tensor], weights: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """One set of logits of all paths, which may be written over.
-
-    Args:
-        router: Says whether one path is taken, or all are mixed.
-        logits: Logits of each path (b, t, v).
-        weights: Log weights of the paths (b, t, k).
-        norms: Log sum exp of each row of logits (b, t), where that is known.
-        out: Where they go, part of a larger tensor (b, t, v).
-    """
+    """One set of logits of all paths, which may be written over: one path's, or `mix` of all."""
     if router.is_hard:
         found = select(logits, weights.argmax(-1, keepdim=True), in_place=True)
         return found if out is None else out.copy_(found)
-    if norms is None:
-        norms = [normalizers(own.detach()) for own in logits]
     return mix(logits, norms, weights, out)
 
 
@@ -396,7 +375,8 @@ def route(router: Router, features: Features, tokens: Tokens) -> Tensor:
             weights = router.weights(Evidence(None, None, tokens.restarts[:, tokens.keep], observed, len(sides)))
         if router.is_hard:
             return features.one_of(sides, weights.argmax(-1, keepdim=True))
-        return combine(router, [features.whole(side) for side in sides], weights)
+        logits = [features.whole(side) for side in sides]
+        return combine(router, logits, [normalizers(own.detach()) for own in logits], weights)
     length, is_slice = tokens.ids.shape[1], isinstance(tokens.keep, slice)
     wanted = range(length)[tokens.keep] if is_slice else range(length)
     kept = min(len(wanted), MOST_KEPT) if is_slice and tokens.keep != slice(None) else 1
@@ -448,13 +428,13 @@ class _Reading:
             norms = [normalizers(own.detach()) for own in logits]
             weights = weights[:, first - rows.start : last - rows.start]
         if self.is_whole:
-            self.routed = combine(self.router, logits, weights, norms)
+            self.routed = combine(self.router, logits, norms, weights)
             return
         if self.routed is None:
             # all in one place: pieces that are put together stand in memory twice
             self.routed = logits[0].new_empty(len(weights), len(self.wanted), logits[0].shape[-1])
         place = slice(first - self.wanted.start, last - self.wanted.start)
-        combine(self.router, logits, weights, norms, out=self.routed[:, place])
+        combine(self.router, logits, norms, weights, self.routed[:, place])
 
     def follow(self, rows: slice, logits: list[Tensor], norms: list[Tensor], observed: Tensor | None) -> Tensor:
         """Log weights after each token at some positions (b, some, k)."""

@@ -124,7 +124,7 @@ def change(file: Path, old: str, new: str) -> None:
 
 def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Copy) -> None:
     path = copy("mixture")
-    mixed = "lead.log1p_().add_(anchor).add_(beyond)"
+    mixed = "lead.log1p_().add_(anchor)"
     change(path / "expanded_mixture.py", mixed, "others[0]")
     assert not verify(path).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
