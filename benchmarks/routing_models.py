@@ -15,13 +15,13 @@ from benchmarks import make_checkpoint
 from benchmarks.device import Place
 from benchmarks.make_checkpoint import Shape
 from scale_surgery import Request, expand, register
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
 from scale_surgery.surgery.route import route_export
 
 ROUTINGS = {
-    "posterior": Routing("posterior"),
-    "cosine": Routing("cosine"),
-    "strict": Routing("cosine", strict=True),
+    "posterior": PosteriorRouter(),
+    "cosine": CosineRouter(),
+    "strict": CosineRouter(strict=True),
 }
 # spread of what starts at zero and would leave both paths equal
 SPREAD = make_checkpoint.SPREAD

@@ -37,9 +37,9 @@ from scale_surgery.learning.learned import Learned
 from scale_surgery.learning.recipe import Recipe
 from scale_surgery.learning.recipe_file import read_recipe, write_recipe
 from scale_surgery.modeling import register
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.routing.records import RouteReport
@@ -77,6 +77,7 @@ __all__ = [
     "CalibrationSettings",
     "CheckpointError",
     "Composed",
+    "CosineRouter",
     "DataError",
     "EvalData",
     "Evaluation",
@@ -96,6 +97,7 @@ __all__ = [
     "PilotSettings",
     "Plan",
     "PlanError",
+    "PosteriorRouter",
     "Probes",
     "Promise",
     "Push",
@@ -107,7 +109,6 @@ __all__ = [
     "Request",
     "RouteReport",
     "Routed",
-    "Routing",
     "RunOptions",
     "Served",
     "ServingError",

@@ -10,7 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import Request, Routing, compose, expand, extract, merge, plan, register, route_export
+from scale_surgery import (
+    CosineRouter,
+    PosteriorRouter,
+    Request,
+    compose,
+    expand,
+    extract,
+    merge,
+    plan,
+    register,
+    route_export,
+)
 from tests.by_hand import make_base, names_of, write_expanded
 from tests.modeling.test_kinds import CASES
 from tests.tiny import FAMILIES, save_tiny
@@ -23,10 +34,10 @@ REQUESTS = {
 }
 # of what is routed, and how
 ROUTED = {
-    "posterior": ("adapt", Routing()),
-    "cosine": ("adapt", Routing("cosine", threshold=0.9)),
-    "head": ("preserve", Routing(switch_rate=0)),
-    "grown": ("grow", Routing(switch_rate=0)),
+    "posterior": ("adapt", PosteriorRouter()),
+    "cosine": ("adapt", CosineRouter(threshold=0.9)),
+    "head": ("preserve", PosteriorRouter(switch_rate=0)),
+    "grown": ("grow", PosteriorRouter(switch_rate=0)),
 }
 # what is fused: of the shaken ones
 FUSED = ("for_posterior", "cosine")

@@ -9,8 +9,7 @@ from typing import Any
 
 import transformers
 
-from scale_surgery import Request, Routing, compose, expand, extract, load_expansion
-from scale_surgery.planning.routing_specs import routing_of_weights
+from scale_surgery import PosteriorRouter, Request, compose, expand, extract, load_expansion
 from tests.by_hand import make_base
 from tests.conftest import load, shake
 from tests.surgery.test_mixtures_in_memory import CONFIGS
@@ -31,10 +30,9 @@ REQUESTS = {
 LLAMA = ("medicine", "law", "music", "chess")
 
 
-def mixed(weights: tuple[float, ...] | None = None, switch_rate: float = 0.01) -> Routing:
+def mixed(weights: tuple[float, ...] | None = None, switch_rate: float = 0.01) -> PosteriorRouter:
     """A posterior router with these weights of the base and of each expansion, or with all alike."""
-    routing = Routing(switch_rate=switch_rate)
-    return routing if weights is None else routing_of_weights(routing, weights)
+    return PosteriorRouter(weights, switch_rate)
 
 
 @dataclass(frozen=True)

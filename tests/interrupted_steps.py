@@ -31,8 +31,8 @@ from scale_surgery.cli import adopt, apply, compose, merge, plan, route_export, 
 from scale_surgery.cli.program import main as command_line
 from scale_surgery.deriving import planned
 from scale_surgery.errors import CheckpointError
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.running import drift  # noqa: F401
 from scale_surgery.show import console  # noqa: F401
 from scale_surgery.surgery import rebase  # noqa: F401
@@ -161,7 +161,7 @@ def run_disturbed(words: list[str], place: str, disturbance: Disturbance, record
         resource.setrlimit(resource.RLIMIT_FSIZE, (disturbance.at,) * 2)
     try:
         if words[0] == "set-routing":
-            set_routing(words[1], Routing(prior=0.25))
+            set_routing(words[1], PosteriorRouter(prior=0.25))
         else:
             run_command(words)
     except CheckpointError as error:

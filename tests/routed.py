@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from scale_surgery.modeling.expanded_routers import CosineRouter, Router
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests.conftest import load
@@ -32,9 +31,9 @@ REQUESTS = {
     "without_inner": Request("0-1", variant="adapt", up_inner_width=0, init_w22="random"),
 }
 ROUTINGS = {
-    "posterior": Routing("posterior", switch_rate=0.05),
-    "cosine": Routing("cosine", threshold=0.9),
-    "strict": Routing("cosine", threshold=0.9, strict=True),
+    "posterior": PosteriorRouter(switch_rate=0.05),
+    "cosine": CosineRouter(threshold=0.9),
+    "strict": CosineRouter(threshold=0.9, strict=True),
 }
 
 

@@ -17,12 +17,12 @@ from scale_surgery import (
     PilotSettings,
     Push,
     Request,
-    Routing,
     TrainingSettings,
 )
 from scale_surgery.cli.program import main
 from scale_surgery.fields import Range, fields_of, problems_of
 from scale_surgery.planning.methods import METHODS
+from scale_surgery.surgery.routers import RouterOptions
 
 TABLE = {"red": 1, "blue": 2}
 # where a command takes the fields of a dataclass; fields that it does not take are set by it
@@ -31,7 +31,7 @@ TAKEN = {
     "expand": (Request, set()),
     "train": (TrainingSettings, set()),
     "rank-layers": (PilotSettings, set()),
-    "route-export": (Routing, {"shares"}),
+    "route-export": (RouterOptions, set()),
     "route-calibrate": (CalibrationSettings, set()),
     "push": (Push, {"check"}),
     "generate": (GenerationSettings, set()),
@@ -134,7 +134,7 @@ def test_a_command_takes_every_field_as_the_dataclass_has_it(command: str):
         assert each.range is None or each.range.bounds in option.help
 
 
-@pytest.mark.parametrize("owner", [Request, TrainingSettings, PilotSettings, Routing, CalibrationSettings, Push])
+@pytest.mark.parametrize("owner", [Request, TrainingSettings, PilotSettings, RouterOptions, CalibrationSettings, Push])
 def test_every_field_is_described(owner: type):
     assert [name for name, each in fields_of(owner).items() if not each.help.endswith(".")] == []
 

@@ -201,7 +201,7 @@ def test_other_trainers_of_trl_run(place: Path, name: str) -> None:
         **({} if OTHER_TRAINERS[name] else {"reward_funcs": count_letters}),
     )
     trainer.train()
-    assert model.lm_head.up_weight.any(), "the head's up part began as zero"
+    assert model.lm_head.expansions.default.up_weight.any(), "the head's up part began as zero"
     assert torch.equal(model.lm_head.weight, head)
 
 

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scale_surgery import Request, expand, freeze_base
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import ROUTERS, Router
 from scale_surgery.surgery.route import route_export
 
 FROZEN_LAYERS = 2
@@ -80,7 +80,7 @@ def adapted(base: Path, seed: int, *, start: Literal["pissa", True], rank: int) 
         return get_peft_model(whole(base, seed), config)
 
 
-def expanded(base: Path, seed: int, *, request: Request, routing: Routing | None = None) -> Any:
+def expanded(base: Path, seed: int, *, request: Request, routing: Router | None = None) -> Any:
     """Expand the base model, give it a router where one is asked for, and load the result."""
     with tempfile.TemporaryDirectory() as folder:
         made = expand(base, replace(request, seed=seed), Path(folder) / "expanded").path
@@ -110,7 +110,7 @@ def adapt(collaborate: Literal["attn", "both"], lowest: int, inner_width: int) -
 def route(method: Method, router: Literal["cosine", "posterior"], *, trains_routed: bool) -> Method:
     """Describe an expansion with a router and its defaults."""
     name = f"{method.name.removeprefix('adapt ')} {router}" + (", trained" if trains_routed else "")
-    make = partial(method.make, routing=Routing(router))
+    make = partial(method.make, routing=ROUTERS[router]())
     return replace(method, name=name, make=make, unrouted=method.name, trains_routed=trains_routed)
 
 

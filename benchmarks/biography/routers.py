@@ -34,7 +34,8 @@ from benchmarks.biography.methods import ROUTED, Method
 from benchmarks.biography.runs import Examination, Point, Settings, new_batches, train
 from scale_surgery import register
 from scale_surgery.biographies import SHIPPED_MODEL, Question, first_token_accuracy
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
+from scale_surgery.surgery.routers import weights_of
 
 LEGEND = """\
 forgets, learns: nats per token; 1 after 0: new people's questions that follow
@@ -45,12 +46,12 @@ UNROUTED = {method.name: method for method in ROUTED if method.unrouted is None}
 RATES = {"adapt both 3": 3e-3, "adapt both 0": 1.7e-3, "preserve": 5.5e-3}  # those that the sweep chose
 BETWEEN_TEXTS = "</s><s>"  # as training text is packed
 POSTERIOR = (
-    *(Routing("posterior", switch_rate=rate) for rate in (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)),
-    *(Routing("posterior", prior=prior) for prior in (0.1, 0.9)),
+    *(PosteriorRouter(switch_rate=rate) for rate in (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)),
+    *(PosteriorRouter(prior=prior) for prior in (0.1, 0.9)),
 )
 COSINE = (
-    *(Routing("cosine", threshold=threshold) for threshold in (0.3, 0.5, 0.7, 0.9)),
-    Routing("cosine", strict=True),
+    *(CosineRouter(threshold=threshold) for threshold in (0.3, 0.5, 0.7, 0.9)),
+    CosineRouter(strict=True),
 )
 
 
@@ -97,11 +98,11 @@ def follow(texts: Sequence[str], questions: Sequence[Question]) -> list[Question
     ]
 
 
-def name_router(routing: Routing) -> str:
+def name_router(routing: CosineRouter | PosteriorRouter) -> str:
     """Say in a few words how tokens are routed."""
-    if routing.router == "cosine":
-        return f"cosine {routing.threshold:g}" + (", strict" if routing.strict else "")
-    return f"posterior {routing.weights()[0]:g}, {routing.switch_rate:g}"
+    if isinstance(routing, PosteriorRouter):
+        return f"posterior {weights_of(routing.of(1))[0]:g}, {routing.switch_rate:g}"
+    return f"cosine {routing.threshold:g}" + (", strict" if routing.strict else "")
 
 
 def examine(name: str, model: Any, examination: Examination, mixed: Mixed) -> Finding:
@@ -175,7 +176,7 @@ class Unmeasured(Examination):
 
 
 def compare(
-    method: Method, routings: Sequence[Routing], seed: int, settings: Settings, tell: Callable[[str], None]
+    method: Method, routings: Sequence[Router], seed: int, settings: Settings, tell: Callable[[str], None]
 ) -> Iterator[Finding]:
     """Teach a model, then measure it alone and with each router.
 

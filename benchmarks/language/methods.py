@@ -17,8 +17,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from benchmarks.biography.methods import adapted, deepened, expanded, frozen, whole
-from scale_surgery import Request, Routing, plan
+from scale_surgery import CosineRouter, PosteriorRouter, Request, plan
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.modeling.expanded_routers import Router
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Method:
     name: str
     make: Callable[..., Any]
     rate: float
-    routers: Mapping[str, Routing] = field(default_factory=dict)
+    routers: Mapping[str, Router] = field(default_factory=dict)
 
 
 # an expansion without W12 has no two paths to compare by their cosine
-POSTERIOR = {"posterior": Routing(), "posterior 0.001": Routing(switch_rate=0.001)}
-ROUTERS = POSTERIOR | {"cosine": Routing("cosine")}
+POSTERIOR = {"posterior": PosteriorRouter(), "posterior 0.001": PosteriorRouter(switch_rate=0.001)}
+ROUTERS = POSTERIOR | {"cosine": CosineRouter()}
 ADAPT_BOTH = Request("all", variant="adapt", collaborate="both")
 
 

@@ -22,7 +22,7 @@ from benchmarks.language.methods import Method
 from benchmarks.language.precision import mixed
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
 from benchmarks.records import append_line, read_lines
-from scale_surgery import Routing
+from scale_surgery.modeling.expanded_routers import Router
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
 Rehearse = Literal["none", "own", "own x4", "old"]
@@ -210,7 +210,7 @@ def _point(place: Place, model: Any, tokens: int) -> Point:
     return Point(tokens, old.nats, new.nats)
 
 
-def _route(place: Place, method: Method, model: Any, routing: Routing) -> Any:
+def _route(place: Place, method: Method, model: Any, routing: Router) -> Any:
     """The same model with a router."""
     routed = method.make(place.base, 0, routing=routing).to(place.device)
     routed.load_state_dict(model.state_dict())

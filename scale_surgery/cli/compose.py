@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.errors import counted
 
 if TYPE_CHECKING:
-    from scale_surgery.planning.routing_specs import Routing
+    from scale_surgery.modeling.expanded_routers import Router
     from scale_surgery.show.console import Output
 
 
@@ -83,18 +82,18 @@ def compose_command(
     out.show(done, render_composed(done))
 
 
-def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rate: float | None) -> Routing | None:
+def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rate: float | None) -> Router | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:
         base: What is composed; an expanded folder may have a switch rate, which stays where none is given.
-        more: How many expansions are added, less those that are removed.
+        more: How many expansions are added, less those that are removed: where any are, all paths are alike again.
         prior: Weights of the base and of each expansion.
         switch_rate: Share of its weight that each path gives to the others at every token.
     """
     from scale_surgery.checkpoint.names import MANIFEST_FILE
     from scale_surgery.checkpoint.sources import find_source
-    from scale_surgery.planning.routing_specs import Routing, routing_of_weights
+    from scale_surgery.modeling.expanded_routers import PosteriorRouter
     from scale_surgery.surgery.record import read_manifest
 
     if prior is None and switch_rate is None:
@@ -106,13 +105,7 @@ def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rat
             f"--prior {','.join(prior or ())}: expected numbers with commas between them."
         ) from error
     path = find_source(base).path
-    before = read_manifest(path) if (path / MANIFEST_FILE).is_file() else None
-    paths = 1 + more + (0 if before is None else len(before.expansions))
-    routing = (None if before is None else before.routing) or Routing()
-    routing = routing if switch_rate is None else replace(routing, switch_rate=switch_rate)
-    if weights is not None and (len(weights) != paths or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-6):
-        raise click.UsageError(
-            f"--prior {','.join(prior or ())}: expected {paths} positive weights of sum 1, of the base and of each "
-            "expansion."
-        )
-    return routing if weights is None else routing_of_weights(routing, weights)
+    before = read_manifest(path).routing if (path / MANIFEST_FILE).is_file() else None
+    usual = before if isinstance(before, PosteriorRouter) else PosteriorRouter()
+    rate = usual.switch_rate if switch_rate is None else switch_rate
+    return PosteriorRouter(weights or (None if more else usual.prior), rate)

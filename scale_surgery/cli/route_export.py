@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,21 +10,21 @@ import click
 
 from scale_surgery.cli.options import FOLDER, given, named, options_from, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
-from scale_surgery.fields import fields_of
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import ROUTERS
+from scale_surgery.surgery.routers import RouterOptions
 
 if TYPE_CHECKING:
+    from scale_surgery.modeling.expanded_routers import Router
     from scale_surgery.show.console import Output
 
 
-def make_routing(router: Any, options: dict[str, Any]) -> Routing | None:
+def make_routing(router: str, options: dict[str, Any]) -> Router | None:
     """How to route, from command line options, None for not at all; an option of another router is refused."""
     said = given(options)
-    foreign = {"cosine": ("prior", "switch_rate"), "posterior": ("threshold",), "none": tuple(said)}[router]
-    wrong = [name for name in foreign if name in said]
-    if wrong:
+    known = [own.name for own in fields(ROUTERS[router])] if router in ROUTERS else []
+    if wrong := [name for name in said if name not in known]:
         raise click.UsageError(f"{named(wrong)} does not go with --router {router}.")
-    return None if router == "none" else Routing(router, **said)
+    return RouterOptions(router, **said).make() if router in ROUTERS else None
 
 
 @click.command(name="route-export")
@@ -31,13 +32,13 @@ def make_routing(router: Any, options: dict[str, Any]) -> Routing | None:
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--router",
-    type=click.Choice([*fields_of(Routing)["router"].choices, "none"]),
+    type=click.Choice([*ROUTERS, "none"]),
     default="posterior",
     show_default=True,
     help="posterior: weigh both paths by how well each predicted the text so far. cosine: choose by the cosine of both "
     "paths' base logits, as in the SCALE paper. none: remove the router of EXPANDED.",
 )
-@options_from(Routing, "threshold", "prior", "switch_rate", "strict")
+@options_from(RouterOptions, "threshold", "prior", "switch_rate", "strict")
 @overwrite_options
 @output_options
 def route_export_command(

@@ -24,7 +24,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.deriving.build import SEED, stock_classes, token_ids
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
-from scale_surgery.planning.routing_specs import base_specs
+from scale_surgery.planning.paths import base_specs
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.running.loading import quiet_transformers
 

@@ -18,16 +18,17 @@ from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.verification import changed_since
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of
 from scale_surgery.planning.methods import method_of_variant
-from scale_surgery.planning.routing_specs import Routing, read_routing
 from scale_surgery.planning.spec_schema import key_problems
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.routers import router_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class FolderSummary:
     base_name: str | None
     base_revision: str | None
     expansions: Mapping[str, ExpansionSummary]
-    routing: Routing | None
+    routing: Router | None
     verified: str | None
     passed: bool | None
     changed_since: str | None
@@ -225,7 +226,7 @@ def _read_summary(checkpoint: Checkpoint, expansions: Sequence[Mapping[str, Any]
         base_name=record.base_name or origin.get("base_name"),
         base_revision=record.base_revision or origin.get("base_revision"),
         expansions=added,
-        routing=read_routing(checkpoint.config[CONFIG_KEY]),
+        routing=router_of(checkpoint.config[CONFIG_KEY]),
         verified=_verified(verification),
         passed=None if verification is None else bool(verification["passed"]),
         changed_since=None if verification is None else _changed_since(record, verification),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint
@@ -97,7 +97,7 @@ def check_files(
 
 
 def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
-    routing = None if manifest.routing is None else asdict(manifest.routing)
+    routing = None if manifest.routing is None else manifest.routing.settings
     text = json.dumps([hashes, routing, manifest.fused is None, manifest.code], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -219,15 +220,16 @@ def _bounded_forgetting(
 ) -> Promise:
     """Claimed without switching; with it, what a text can lose grows with its length."""
     name, routing, count = "bounded_forgetting", manifest.routing, len(manifest.expansions)
-    if routing is None or routing.router != "posterior":
-        reason = "this model does not route" if routing is None else "the cosine router promises no bound"
+    if routing is None or routing.bound is None:
+        reason = "this model does not route" if routing is None else f"the {routing.router} router promises no bound"
         return Promise(name, False, False, reason, (f"{reason}.",))
-    bound, each = routing.largest_loss(count) or 0.0, routing.bound_per_token or 0.0
-    how = f"ln {count + 1} = {bound:.3g} nats" if routing.is_even else f"{bound:.3g} nats by the prior"
+    bound, each = routing.bound, routing.bound_per_token or 0.0
+    is_even = math.isclose(bound, math.log(count + 1))
+    how = f"ln {count + 1} = {bound:.3g} nats" if is_even else f"{bound:.3g} nats by the prior"
     evidence, problems = f"at most {how} a text", list[str]()
     if each:
         evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
-        problems = [f"switch rate {routing.switch_rate:g}: the bound grows with the text, expected 0."]
+        problems = [f"each further token adds {each:.2g} nats to the bound, expected none: switch rate 0."]
     if numbers is not None:
         problems += general
         best = "the base" if count == 1 else "its best path"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from scale_surgery.checkpoint.files import plain_json
 
 if TYPE_CHECKING:
-    from scale_surgery.planning.routing_specs import Routing
+    from scale_surgery.modeling.expanded_routers import Router
     from scale_surgery.running.probe import Layer
 
 # what a training log says step by step, and a report draws
@@ -162,7 +162,7 @@ class Report:
     base_name: str
     method: str
     variant: str
-    routing: Routing | None
+    routing: Router | None
     state: Literal["initial", "trained"]
     parameters: int
     tensors: tuple[TensorChange, ...]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.evidence.promises import Promise
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.surgery.record import tool_versions
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Verification:
     path: Path
     base_name: str
     variant: str
-    routing: Routing | None
+    routing: Router | None
     state: Literal["initial", "trained"]
     trained_tensors: int
     promises: tuple[Promise, ...]

@@ -10,13 +10,14 @@ from typing import Any
 from scale_surgery.errors import counted
 from scale_surgery.evidence.rehearsed import rehearsed_text, rehearsed_texts
 from scale_surgery.hub.markdown import Markdown, code, joined, link, table
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.surgery.record import ExpansionRecord
+from scale_surgery.surgery.routers import describe
 
 FORMS = {
     "expanded": "A language model with new blocks beside its pretrained tensors, made with `scale-surgery`.",
@@ -54,7 +55,7 @@ class CardFacts:
     base_fingerprint: str
     record: Mapping[str, Any]
     expansions: Mapping[str, ExpansionRecord]
-    routing: Routing | None
+    routing: Router | None
     is_fused: bool
     drift: Mapping[str, Any] | None
     certificate: Mapping[str, Any] | None
@@ -139,7 +140,7 @@ def _widened(facts: CardFacts) -> str:
         rows += _stock_rows(facts.record) if facts.plan is None else _plan_rows(facts.method, facts.plan)
     if facts.routing is not None:
         says = "" if facts.are_several else "; one forward pass, two paths, a choice for each token"
-        rows += [("router", f"{facts.routing.description}{says}")]
+        rows += [("router", f"{describe(facts.routing)}{says}")]
     if facts.is_fused:
         rows += [("form", "fused for serving: each linear of an expanded layer is one matrix")]
     for name, own in facts.expansions.items():

@@ -40,12 +40,13 @@ from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
 from scale_surgery.learning.token_count import count_tokens
 from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.routing_specs import path_problems
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, context_of
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.surgery.routers import describe, router_for
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # what there may be before learn.json is: the lock, and learn.json half written
@@ -259,7 +260,9 @@ def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
         result=work.result,
         layers=kept["plan"]["layers"],
         parameters_added=kept["plan"]["parameters_added"],
-        router=kept.get("calibrate", {}).get("router", work.recipe.routing.description) if work.routes else None,
+        router=kept.get("calibrate", {}).get("router", describe(router_for(work.recipe.routing.make(), 1)))
+        if work.routes
+        else None,
         rows=rows_of(kept["evaluate"], routed=work.routes, name=work.training.name),
         verified=verification["passed"],
         promises={own["name"]: _promised(own) for own in verification["promises"]},

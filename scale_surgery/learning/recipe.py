@@ -16,9 +16,9 @@ from scale_surgery.errors import PlanError
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.routers import RouterOptions
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.ranking import RankingRequest
 from scale_surgery.training.settings import TrainingSettings
@@ -67,7 +67,7 @@ class Recipe:
     pilot: PilotSettings = PilotSettings()
     expansion: Request = field(default_factory=lambda: Request(AUTO))
     training: TrainingSettings = TrainingSettings()
-    routing: Routing = Routing()
+    routing: RouterOptions = RouterOptions()
     calibration: CalibrationSettings = CalibrationSettings()
     running: RunOptions = RunOptions()
 
@@ -83,7 +83,7 @@ SECTIONS: dict[str, type] = {
     "pilot": PilotSettings,
     "expansion": Request,
     "training": TrainingSettings,
-    "routing": Routing,
+    "routing": RouterOptions,
     "calibration": CalibrationSettings,
     "running": RunOptions,
 }

@@ -30,7 +30,6 @@ from scale_surgery.learning.hold_out import (
 from scale_surgery.learning.recipe import Recipe
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.progress import Track
 from scale_surgery.routing.calibrate import route_calibrate
@@ -39,6 +38,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.show.commands import command, said
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export, set_routing
+from scale_surgery.surgery.routers import RouterOptions, describe
 from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import RankingRequest
@@ -328,13 +328,13 @@ def _route(work: Work) -> Stage:
         work.learned,
         "-o",
         work.routed,
-        *said(recipe.routing, Routing()),
+        *said(recipe.routing, RouterOptions()),
         "--base-weights",
         work.taking,
     )
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        return route_export(work.learned, work.routed, recipe.routing, base_weights=work.taking, track=track), {}
+        return route_export(work.learned, work.routed, recipe.routing.make(), base_weights=work.taking, track=track), {}
 
     return Stage("route", lambda kept: line, [work.routed], run)
 
@@ -359,10 +359,10 @@ def _calibrate(work: Work) -> Stage:
         found = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
         # where no setting forgets as little as was asked for, the router keeps its own
         if found.is_within and (proposed := found.proposed.routing) is not None:
-            set_routing(work.routed, proposed if isinstance(proposed, Routing) else proposed.routing)
+            set_routing(work.routed, proposed)
             found = replace(found, written=True)
         routing = found.proposed.routing if found.written else found.present.routing
-        return found, {"within": found.is_within, "router": "" if routing is None else routing.description}
+        return found, {"within": found.is_within, "router": "" if routing is None else describe(routing)}
 
     return Stage("calibrate", lambda kept: line, [drawn], run)
 

@@ -58,6 +58,47 @@ def chosen(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids[..., None]).squeeze(-1).float() - normalizers(logits)
 
 
+def posterior_weights(
+    before: Tensor | None, evidence: Tensor, restarts: Tensor, prior: tuple[float, ...], rate: float
+) -> Tensor:
+    """Log weights of all paths after each token, normalised (b, t, k), float32; see `expanded_routers`.
+
+    Args:
+        before: Log weights before the first token (b, k), or None where there is nothing before it.
+        evidence: Log-probability of each token on each path (b, t, k), float32.
+        restarts: Where a sequence begins (b, t).
+        prior: Weight of each path at a start.
+        rate: Fixed-share rate.
+    """
+    start = evidence.new_tensor(prior, dtype=torch.float32).log()
+    if len(prior) > 2:
+        before = start.expand(len(evidence), -1) if before is None else before
+        return follow_paths(before, evidence, restarts, start, rate)
+    # all prefixes at once: a text may be long where it is trained on
+    odds = None if before is None else before[:, 0] - before[:, 1]
+    odds = follow(odds, evidence[..., 0] - evidence[..., 1], restarts, prior[0], rate)
+    return torch.nn.functional.logsigmoid(torch.stack((odds, -odds), -1))
+
+
+def follow_paths(before: Tensor, evidence: Tensor, restarts: Tensor, prior: Tensor, rate: float) -> Tensor:
+    """Log weights of all paths after each token, normalised (b, t, k), float32.
+
+    Each token multiplies the weights by its likelihoods, and then by the shares; a restart sets them to the prior. One
+    token is taken after the other: products of all prefixes at once, as for two paths, grow with the third power of
+    the number of paths.
+    """
+    # what a path has where all the weight is another's, and where it is its own
+    least, most = (evidence.new_tensor(share) for share in (rate / (evidence.shape[-1] - 1), 1 - rate))
+    weights, found = before, []
+    for known, is_start in zip(evidence.unbind(1), restarts[..., None].unbind(1), strict=True):
+        weights = weights + known
+        # without shares a weight may be too small for a number that is no logarithm
+        weights = torch.lerp(least, most, weights.softmax(-1)).log() if rate > 0 else weights.log_softmax(-1)
+        weights = torch.where(is_start, prior, weights)
+        found.append(weights)
+    return torch.stack(found, 1)
+
+
 def follow(odds: Tensor | None, evidence: Tensor, restarts: Tensor, prior: float, rate: float) -> Tensor:
     """Log odds of the preserve path after each token.
 

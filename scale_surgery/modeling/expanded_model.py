@@ -21,7 +21,8 @@ from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
 from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modules
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, keep, parting, streams_of_groups
-from .expanded_routers import Features, Router, TokenScores, make_router, route, score_tokens
+from .expanded_routers import Router, make_router
+from .expanded_routing import Features, TokenScores, route, score_tokens
 from .expanded_state import Tokens
 
 # what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it

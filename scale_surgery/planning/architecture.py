@@ -32,6 +32,7 @@ CODE_FILES = (
     "expanded_modules.py",
     "expanded_paths.py",
     "expanded_routers.py",
+    "expanded_routing.py",
     "expanded_state.py",
     "expanded_streams.py",
 )

@@ -1,87 +1,105 @@
-"""The paths of a model with several expansions by name, and the numbers of the router that mixes them."""
+"""What every path of a model passes through, and why two cannot pass.
+
+What comes out is `base` under the key `scale_surgery` of config.json, which the exported modeling code executes.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import BASE_NAME, specs_of_expansions
-from scale_surgery.planning.routing_specs import Routing, read_routing, routing_of_weights
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
+from scale_surgery.planning.specs import Spec, attention_values
 
 
-@dataclass(frozen=True)
-class MixedPaths:
-    """The paths of a model with several expansions, and how its router mixes them.
+def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Spec:
+    """Say what the paths of a model pass through, whatever expansions it has.
 
-    Attributes:
-        names: Of all paths: the base, then each expansion.
-        prior: Weight of each at the start of a text.
-        switch_rate: Share of its weight that each path gives to the others at every token.
+    Args:
+        architecture: Facts of the architecture.
+        sizes: Sizes of the base model.
+        config: Parsed config.json of the base.
+
+    Returns:
+        Names and sizes as plain JSON values; of each kind of layer the modules that a base stream passes through, and
+        the heads of its attention.
     """
-
-    names: tuple[str, ...]
-    prior: tuple[float, ...]
-    switch_rate: float
-    router = "posterior"
-
-    @property
-    def bound(self) -> float:
-        """Nats that a text may lose against the best path for it, whatever it says: the largest -ln(prior)."""
-        return -math.log(min(self.prior))
-
-    @property
-    def bound_per_token(self) -> float:
-        """Nats that each further token adds to the bound, -ln(1 - switch rate)."""
-        return abs(math.log1p(-self.switch_rate))
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all paths begin with the same weight."""
-        return math.isclose(min(self.prior), max(self.prior))
-
-    @property
-    def splits_evenly(self) -> bool:
-        """Whether all expansions begin with the same weight."""
-        return math.isclose(min(self.prior[1:]), max(self.prior[1:]))
-
-    @property
-    def is_default(self) -> bool:
-        """Whether the numbers are those that nobody chose."""
-        return self.routing == Routing()
-
-    @property
-    def numbers(self) -> str:
-        """Prior and switch rate, in words."""
-        named = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(self.names, self.prior, strict=True))
-        prior = f"prior {self.prior[0]:.3g} each" if self.is_even else f"prior {named}"
-        return f"{prior}, switch rate {self.switch_rate:g}"
-
-    @property
-    def description(self) -> str:
-        """The router and its numbers in one line."""
-        return f"posterior over {len(self.names)} paths, {self.numbers}"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The router and its numbers as plain JSON values."""
-        prior = dict(zip(self.names, self.prior, strict=True))
-        return {"router": self.router, "prior": prior, "switch_rate": self.switch_rate}
-
-    @property
-    def routing(self) -> Routing:
-        """What surgery.json says of them."""
-        return routing_of_weights(Routing(switch_rate=self.switch_rate), self.prior)
+    kinds = [
+        {
+            "modules": _modules(kind, sizes),
+            "attention": {block.name: _old_heads(block) for block in kind.blocks if block.query_heads},
+        }
+        for kind in architecture.kinds
+    ]
+    return {
+        "hidden": sizes.hidden,
+        "base_model": architecture.base_model,
+        "layers": architecture.layers,
+        "last": architecture.final_norm.name,
+        "softcap": None if architecture.softcap is None else _text_part(config).get(*architecture.softcap),
+        "softcap_key": None if architecture.softcap is None else architecture.softcap[0],
+        "kinds": kinds,
+        "kind_of_layer": list(architecture.kind_of_layer),
+    }
 
 
-def paths_of(routing: Routing, names: Mapping[str, Any] | tuple[str, ...]) -> MixedPaths:
-    """How a router mixes the base and expansions of these names."""
-    return MixedPaths((BASE_NAME, *names), routing.weights(len(names)), routing.switch_rate)
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the language model; that of a model that sees images says it by itself."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
-def read_paths(specs: Mapping[str, Any]) -> MixedPaths | None:
-    """The paths of a model, by the key `scale_surgery` of its config.json; None where it has but one expansion."""
-    names = tuple(own["name"] for own in specs_of_expansions(specs) if "name" in own)
-    routing = read_routing(specs) if len(names) > 1 else None
-    return None if routing is None else paths_of(routing, names)
+def _old_heads(block: Block) -> Spec:
+    heads = {"heads": block.query_heads, "kv_heads": block.key_value_heads}
+    return heads | attention_values(block, block.query_heads)
+
+
+def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
+    """Why a model cannot be routed: blocks through which two paths cannot pass, or logits that are changed later.
+
+    Args:
+        architecture: Facts of the architecture.
+        fork: The first layer with W12, where the paths begin; None where there is none.
+
+    Returns:
+        A line for each reason.
+    """
+    later = "its logits are changed after the head, where a router gives out probabilities; expected logits as they are"
+    shape = "what leaves its last norm has to be as many texts as were given, expected room for two paths"
+    kinds = [] if fork is None else [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
+    blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
+    about = [later] * architecture.alters_logits + [shape] * (architecture.keeps_batch and fork is not None)
+    return [f"{architecture.model_type}: {reason}. Use the expanded model without a router." for reason in about] + [
+        f"the block {block.name} ({block.kind}) stays as it is inside ({block.reason}), where one path runs; expected "
+        "one that is split. Route an expansion of --variant preserve, which needs no second path there."
+        for block in blocks.values()
+    ]
+
+
+def _takes_two_paths(block: Block) -> bool:
+    return block.treatment == "split" or (block.treatment == "block" and block.group == "ffn")
+
+
+def _stock(sections: tuple[int, ...] = ()) -> Spec:
+    """A module without a block of its own."""
+    return {"kind": "passing", "base": None, "up": 0} | ({"sections": list(sections)} if sections else {})
+
+
+def _modules(kind: Kind, sizes: Sizes) -> Spec:
+    """Modules of a layer through which a base stream passes."""
+    specs = {linear.name: _stock(_sections(linear)) for linear in kind.linears}
+    specs |= {norm.name: _stock() for norm in (*kind.pre_norms, *kind.post_norms)}
+    for block in kind.blocks:
+        heads = {"query": block.query_heads, "key_value": block.key_value_heads}
+        for norm in block.inner_norms:
+            own = {"kind": "head_norm", "heads": heads[norm.stream], "axis": norm.head_axis}
+            specs[norm.name] = _stock() if norm.head_axis is None else own
+        specs |= {name: {"kind": "activation", "base": block.inner} for name in block.activations}
+        if block.treatment == "block":
+            specs[block.name] = {"kind": "block", "base": sizes.hidden, "up": 0}
+    return specs
+
+
+def _sections(linear: Linear) -> tuple[int, ...]:
+    is_one = len(linear.roles) == 1 or linear.fused_by == "head"
+    return () if is_one else linear.outputs

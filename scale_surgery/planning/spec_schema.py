@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.checkpoint.schema import misfits
-from scale_surgery.fields import Range
 from scale_surgery.planning.specs import Collaboration, Widths
 
 
@@ -94,23 +93,12 @@ class StoredBase:
 
 
 @dataclass(frozen=True)
-class StoredRouter:
-    """What `router` says: what weighs the paths, and its numbers; a prior for each path."""
-
-    router: Literal["posterior", "cosine"]
-    prior: tuple[Annotated[float, Range(above=0, below=1, noun="a probability")], ...] = ()
-    switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = 0
-    threshold: Annotated[float, Range(least=-1, most=1, noun="a cosine")] = 0
-    strict: bool = False
-
-
-@dataclass(frozen=True)
 class StoredKey:
     """The key `scale_surgery` of config.json; a model with duplicated layers has its specifications there."""
 
     base: StoredBase
     expansions: tuple[StoredSpecs, ...]
-    router: StoredRouter | None = None
+    router: Mapping[str, Any] | None = None
 
 
 def key_problems(key: Any, place: str) -> list[str]:

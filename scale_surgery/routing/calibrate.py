@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import weighed_names
 from scale_surgery.checkpoint.files import finished_file, plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
-from scale_surgery.planning.paths import MixedPaths
+from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
     CalibrationSettings,
@@ -32,12 +33,12 @@ from scale_surgery.routing.choice import (
     read_limits,
 )
 from scale_surgery.routing.outcome import Outcome
-from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.sweep import Texts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.sources import NO_OLD_TEXT
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
+from scale_surgery.surgery.routers import is_even, router_of, weights_of
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
@@ -53,6 +54,7 @@ class Calibration:
     Attributes:
         path: The model.
         name: What it is called.
+        paths: Names of the paths of a model with several expansions, the base's first; empty of one with one.
         base: What its base model scores.
         adapt: What its adapt path alone scores; of a composed model the best path of each window.
         present: What it scores as it was found.
@@ -75,6 +77,7 @@ class Calibration:
 
     path: Path
     name: str
+    paths: tuple[str, ...]
     base: Outcome
     adapt: Outcome
     present: Outcome
@@ -158,13 +161,14 @@ def route_calibrate(
     """
     folder, drawn = Path(routed), None if settings.plot is None else Path(settings.plot)
     files = {"old": list(map(Path, listed(old))), "new": list(map(Path, listed(new)))}
-    present = _open_routing(folder)
+    present, paths = _open_routing(folder)
     limits = read_limits(settings, present)
     _check_outputs(folder, drawn, [*files["old"], *files["new"]], write=settings.write)
     documents = _read(files)
     (subject,) = open_subjects([folder], run)
     length, step = choose_lengths([subject], sequence_length, step)
-    found = sweep_model(subject, _read_windows(subject, documents, length, step), present, run, track)
+    windows = _read_windows(subject, documents, length, step)
+    found = sweep_model(subject, windows, present, run, track, has_several=bool(paths))
     choice = choose(found.outcomes, limits, found.adapt)
     best = choice.proposed
     if settings.write and best.forgetting > limits.forgetting:
@@ -172,6 +176,7 @@ def route_calibrate(
     result = Calibration(
         path=folder,
         name=subject.name,
+        paths=paths,
         base=found.base,
         adapt=found.adapt,
         present=found.outcomes[0],
@@ -206,18 +211,18 @@ def _say_too_much(folder: Path, choice: Choice, limits: Limits) -> str:
     )
 
 
-def _open_routing(folder: Path) -> Setting:
-    """How a model routes, as its config.json says."""
+def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
+    """How a model routes, as its config.json says, and names of its paths where they are many."""
     specs = open_checkpoint(folder).config.get("scale_surgery")
     if specs is None:
         raise CheckpointError(
             f"{folder}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
             "scale-surgery route-export."
         )
-    routing = read_setting(specs)
+    routing = router_of(specs)
     if routing is None:
         raise CheckpointError(f"{folder}: has no router. Give it one: scale-surgery route-export {folder} -o ROUTED.")
-    return routing
+    return routing, weighed_names(specs)
 
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
@@ -267,13 +272,14 @@ def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]],
     return Texts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)))
 
 
-def _numbers(outcome: Outcome) -> tuple[float, ...]:
+def _numbers(outcome: Outcome) -> tuple[Any, ...]:
     """What outcomes are sorted by."""
     routing = outcome.routing
     assert routing is not None
-    if isinstance(routing, MixedPaths):
-        return (routing.switch_rate, -routing.splits_evenly, *routing.prior)
-    return (routing.threshold, routing.switch_rate, routing.weights()[0])
+    if isinstance(routing, PosteriorRouter):
+        prior = weights_of(routing)
+        return (routing.switch_rate, not is_even(prior[1:]), *prior)
+    return tuple(value for name, value in routing.settings.items() if name != "router")
 
 
 def _write(result: Calibration) -> None:
@@ -286,15 +292,10 @@ def _write(result: Calibration) -> None:
                 # it gets its name when the setting is written
                 plot_calibration(result, stack.enter_context(finished_file(result.plot)))
             if result.written:
-                _set(result.path, result.proposed.routing)
+                assert result.proposed.routing is not None
+                set_routing(result.path, result.proposed.routing)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or result.path}: cannot be written ({error.strerror or error}). Check the folder and its "
             "permissions."
         ) from error
-
-
-def _set(folder: Path, setting: Setting | None) -> None:
-    """Store a setting in a model."""
-    if setting is not None:
-        set_routing(folder, setting.routing if isinstance(setting, MixedPaths) else setting)

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range, problems_of
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.outcome import Outcome
-from scale_surgery.routing.settings import Setting
 
 # nats per token of old text that are not worth keeping: what may be forgotten, and what is no loss of short prompts
 NEGLIGIBLE = 0.02
@@ -107,7 +107,7 @@ class Choice:
     needed: float
 
 
-def read_limits(settings: CalibrationSettings, present: Setting) -> Limits:
+def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
     """What a user asks for, and for the rest what the present setting keeps.
 
     Args:

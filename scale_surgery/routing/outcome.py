@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.noise import Estimate
-from scale_surgery.routing.settings import Setting, shown_settings
 from scale_surgery.running.loss import Measurement
+from scale_surgery.surgery.routers import numbers_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Outcome:
         short: What becomes of short prompts.
     """
 
-    routing: Setting | None
+    routing: Router | None
     old: Measurement
     new: Measurement
     forgetting: float
@@ -73,7 +74,7 @@ class Outcome:
     @property
     def numbers(self) -> str:
         """The numbers of the setting, in words; empty where there is none."""
-        return "" if self.routing is None else self.routing.numbers
+        return "" if self.routing is None else numbers_of(self.routing)
 
     @property
     def bound(self) -> float | None:
@@ -82,13 +83,13 @@ class Outcome:
 
     @property
     def bound_per_token(self) -> float | None:
-        """Nats that each further token adds to the bound; see `Routing`."""
+        """Nats that each further token adds to the bound; see `Router`."""
         return None if self.routing is None else self.routing.bound_per_token
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as plain JSON values, with what follows from the sums."""
         content = asdict(self) | {"bound": self.bound, "bound_per_token": self.bound_per_token}
-        content["routing"] = shown_settings(self.routing)
+        content["routing"] = None if self.routing is None else self.routing.settings
         for side, found in (("old", self.old), ("new", self.new)):
             content[side] |= {"nats_per_token": found.nats_per_token, "accuracy": found.accuracy}
         return content

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.planning.paths import MixedPaths
-from scale_surgery.routing.settings import Setting, shown_settings
+from scale_surgery.modeling.expanded_routers import Router
 
 if TYPE_CHECKING:
     from scale_surgery.running.options import Dtype
@@ -42,7 +41,7 @@ class TokenRoute:
         routed_log_probability: The same under the routed output.
         cosine: Cosine of both paths' base logits where it is predicted.
         adapt_weight: Weight of the adapt path there, from 0 to 1.
-        decision: The path that a cosine router took; None for the posterior router, which mixes.
+        decision: The path that the router took; None for one that mixes.
     """
 
     position: int
@@ -160,6 +159,7 @@ class RouteReport:
         model: What the model is called.
         base: What its base model is called.
         routing: How it routes.
+        paths: Names of the paths of a composed model, the base's first; none of one with a single expansion.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
         dtype: What weights were cast to, or None where they stayed as stored.
@@ -168,7 +168,8 @@ class RouteReport:
 
     model: str
     base: str
-    routing: Setting
+    routing: Router
+    paths: tuple[str, ...]
     sequence_length: int
     step: int
     dtype: Dtype | None
@@ -180,11 +181,6 @@ class RouteReport:
         tokens = sum(file.totals.tokens for file in self.files)
         sums = zip(*([file.totals.tokens * share for share in file.totals.shares] for file in self.files), strict=True)
         return tuple(sum(own) / tokens for own in sums)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Names of the paths of a composed model, the base's first; none of a model that routes between two."""
-        return self.routing.names if isinstance(self.routing, MixedPaths) else ()
 
     def records(self) -> list[dict[str, Any]]:
         """Each token as plain JSON values, with its file and the number of its document there, from 0."""
@@ -201,20 +197,25 @@ class RouteReport:
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "routing")
         }
         files = [{"file": file.file, **self._by_name(asdict(file.totals))} for file in self.files]
-        routing = shown_settings(self.routing)
-        return {**own, "routing": routing, "files": plain_json(files), "tokens": self.records()}
+        content = {**own, "routing": self.routing.settings, "files": files}
+        return {**plain_json(content), "tokens": self.records()}
 
     def _by_name(self, content: dict[str, Any]) -> dict[str, Any]:
         """What is known of each path of a composed model, by its name; a mixture decides nothing."""
         return {
             key: dict(zip(self.paths, value, strict=True)) if isinstance(value, tuple) else value
             for key, value in content.items()
-            if key != "decision" or self.routing.router == "cosine"
+            if key != "decision" or self.routing.is_hard
         }
 
 
 def token_of(
-    place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float], routing: Setting
+    place: int,
+    names: tuple[str, str, int],
+    is_counted: bool,
+    scores: Sequence[float],
+    routing: Router,
+    paths: tuple[str, ...],
 ) -> TokenRoute | TokenPaths:
     """What is known of a token.
 
@@ -225,23 +226,23 @@ def token_of(
         scores: Its log-probability under the base and under what comes out, the cosine, its log-probability on each
             path, and the weight of each.
         routing: How the model routes.
+        paths: Names of its paths, where they are many.
     """
-    is_composed = isinstance(routing, MixedPaths)
     if not place:
-        return (TokenPaths if is_composed else TokenRoute)(place, *names, is_counted)
+        return (TokenPaths if paths else TokenRoute)(place, *names, is_counted)
     base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))
-    if is_composed:
+    if paths:
         return TokenPaths(place, *names, is_counted, sides, weights, routed)
     (preserve, adapt), (_, weight) = sides, weights
-    decision: Any = None if routing.router != "cosine" else "adapt" if weight == 1 else "preserve"
+    decision: Any = None if not routing.is_hard else "adapt" if weight == 1 else "preserve"
     return TokenRoute(place, *names, is_counted, base, preserve, adapt, routed, cosine, weight, decision)
 
 
-def totals_of(documents: int, tokens: int, means: Sequence[float], routing: Setting) -> Totals | PathTotals:
+def totals_of(documents: int, tokens: int, means: Sequence[float], paths: tuple[str, ...]) -> Totals | PathTotals:
     """The same of a file, from the means of these numbers."""
     base, routed, _, sides, weights = _parts(means)
     losses = tuple(-side for side in sides)
-    if isinstance(routing, MixedPaths):
+    if paths:
         return PathTotals(documents, tokens, losses, weights, -routed)
     (preserve, adapt), (_, weight) = losses, weights
     return Totals(documents, tokens, -base, preserve, adapt, -routed, weight)

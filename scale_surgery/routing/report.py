@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import weighed_names
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed, open_model
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, token_of, totals_of
-from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.routers import router_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +82,7 @@ def route_report(
     from scale_surgery.running.documents import read_files
 
     documents = read_files(listed(texts))
-    routing = _read_routing(model, revision)
+    routing, paths = _read_routing(model, revision)
     (subject,) = open_subjects([model], run, revision=revision)
     length, step = choose_lengths([subject], sequence_length, step)
     readings = _read(subject, documents, length, step)
@@ -90,9 +92,9 @@ def route_report(
     base = None if subject.manifest is None else subject.manifest.base_name
     base = base or f"{subject.name}, expansion disabled"
     files = tuple(
-        _join(reading, own, subject.tokenizer, routing) for reading, own in zip(readings, scores, strict=True)
+        _join(reading, own, subject.tokenizer, routing, paths) for reading, own in zip(readings, scores, strict=True)
     )
-    return RouteReport(subject.name, base, routing, length, step, run.dtype, files)
+    return RouteReport(subject.name, base, routing, paths, length, step, run.dtype, files)
 
 
 def write_jsonl(report: RouteReport, file: Path) -> None:
@@ -100,8 +102,8 @@ def write_jsonl(report: RouteReport, file: Path) -> None:
     write_text(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in report.records()))
 
 
-def _read_routing(model: str | Path, revision: str | None) -> Setting:
-    """How a model's config.json says that it routes; its numbers are checked when it is loaded."""
+def _read_routing(model: str | Path, revision: str | None) -> tuple[Router, tuple[str, ...]]:
+    """How a model's config.json says that it routes, and names of its paths where they are many."""
     _, checkpoint = open_model(model, revision)
     specs = checkpoint.config.get("scale_surgery")
     if specs is None:
@@ -109,10 +111,10 @@ def _read_routing(model: str | Path, revision: str | None) -> Setting:
             f"{model}: is not expanded and has one path only, expected a model made by scale-surgery expand and "
             "scale-surgery route-export."
         )
-    routing = read_setting(specs)
+    routing = router_of(specs)
     if routing is None:
         raise CheckpointError(f"{model}: has no router: write one with scale-surgery route-export.")
-    return routing
+    return routing, weighed_names(specs)
 
 
 def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[Reading]:
@@ -146,7 +148,9 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
     return scores[windows.labels >= 0].T
 
 
-def _join(reading: Reading, scores: Tensor, tokenizer: Any, routing: Setting) -> FileRoute[Any, Any]:
+def _join(
+    reading: Reading, scores: Tensor, tokenizer: Any, routing: Router, paths: tuple[str, ...]
+) -> FileRoute[Any, Any]:
     """Put the texts and the numbers of a file together."""
     own = reading.sequences
     is_counted = own.labels >= 0
@@ -158,8 +162,10 @@ def _join(reading: Reading, scores: Tensor, tokenizer: Any, routing: Setting) ->
         names = zip(token_texts(document, ids, tokenizer), pieces, ids, strict=True)
         rows = zip(names, is_counted[start:end].tolist(), scores[:, start:end].T.tolist(), strict=True)
         documents.append(
-            DocumentRoute(document.source, tuple(token_of(place, *row, routing) for place, row in enumerate(rows)))
+            DocumentRoute(
+                document.source, tuple(token_of(place, *row, routing, paths) for place, row in enumerate(rows))
+            )
         )
     means = scores[:, is_counted].mean(1).tolist()
-    totals = totals_of(len(documents), int(is_counted.sum()), means, routing)
+    totals = totals_of(len(documents), int(is_counted.sum()), means, paths)
     return FileRoute(reading.file, totals, tuple(documents))

@@ -1,26 +1,20 @@
-"""How a model routes, and settings of a router that are worth trying on texts that were read.
+"""Settings of a router that are worth trying on texts that were read.
 
 cosine      the paper's threshold, round ones, and those that part the cosines of the text into shares
-posterior   priors times switch rates
-composed    weights of the base, times ways to split the rest, times switch rates
+posterior   weights of the base, times ways to split the rest, times switch rates
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from scale_surgery.planning.paths import MixedPaths, read_paths
-from scale_surgery.planning.routing_specs import Routing, read_routing, routing_of_weights
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 
 if TYPE_CHECKING:
-    from scale_surgery.modeling.expanded_routers import Router
     from scale_surgery.routing.path_scores import PathBatch
-
-# of a model of one expansion, or of a composed one
-Setting = Routing | MixedPaths
 
 # of settings that score the same the first wins, so defaults and round numbers stand first
 PRIORS = (0.5, 0.2, 0.8, 0.05, 0.95, 0.01, 0.99)
@@ -30,36 +24,7 @@ THRESHOLDS = (0.5, 0.0, -1.0, 1.0, 0.25, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.9
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
-def read_setting(specs: Mapping[str, Any]) -> Setting | None:
-    """How a model routes, by the key `scale_surgery` of its config.json; None where it does not."""
-    return read_paths(specs) or read_routing(specs)
-
-
-def router_of(setting: Setting) -> Router:
-    """The router that a setting describes."""
-    from scale_surgery.modeling.expanded_routers import make_router
-
-    if isinstance(setting, MixedPaths):
-        numbers = {"router": setting.router, "prior": setting.prior, "switch_rate": setting.switch_rate}
-        return make_router(numbers, len(setting.names) - 1)
-    return make_router(setting.specs(), 1)
-
-
-def shown_settings(setting: Setting | None) -> dict[str, Any] | None:
-    """The router and its numbers as results name them, plain JSON values."""
-    if setting is None or isinstance(setting, MixedPaths):
-        return None if setting is None else setting.settings
-    if setting.router == "cosine":
-        return {"router": "cosine", "threshold": setting.threshold, "strict": setting.strict}
-    return {
-        "router": "posterior",
-        "prior": setting.weights()[0],
-        "switch_rate": setting.switch_rate,
-        "strict": setting.is_strict,
-    }
-
-
-def settings_of(present: Setting, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Setting, ...]:
+def settings_of(present: Router, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Router, ...]:
     """Choose what to try.
 
     Args:
@@ -68,21 +33,28 @@ def settings_of(present: Setting, old: Sequence[PathBatch], new: Sequence[PathBa
         new: The same of new text, which also says how to split what is not the base's weight.
 
     Returns:
-        Settings of the same router, the present one first, none twice.
+        Settings of the same router, the present one first, none twice; that alone of a router of another kind.
     """
-    tried: list[Setting]
-    if isinstance(present, MixedPaths):
-        pairs = product(_splits(present, new), dict.fromkeys((1 / len(present.names), *PRIORS)))
-        priors = [(base, *((1 - base) * share for share in split)) for split, base in pairs]
-        tried = [replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES)]
-    elif present.router == "posterior":
-        tried = [
-            replace(routing_of_weights(present, (prior, 1 - prior)), switch_rate=rate)
-            for prior, rate in product(PRIORS, SWITCH_RATES)
-        ]
-    else:
-        tried = [replace(present, threshold=threshold) for threshold in (*THRESHOLDS, *_parting(old), *_parting(new))]
-    return tuple(dict.fromkeys([present, *tried]))
+    candidates = CANDIDATES.get(type(present))
+    return tuple(dict.fromkeys([present, *(candidates(present, old, new) if candidates else ())]))
+
+
+def _thresholds(present: CosineRouter, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> Iterator[CosineRouter]:
+    return (replace(present, threshold=own) for own in (*THRESHOLDS, *_parting(old), *_parting(new)))
+
+
+def _priors(present: PosteriorRouter, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> Iterator[PosteriorRouter]:
+    splits = _splits(new)
+    bases = dict.fromkeys((1 / (1 + len(splits[0])), *PRIORS))
+    priors = [(base, *((1 - base) * share for share in split)) for split, base in product(splits, bases)]
+    return (replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES))
+
+
+# by kind of router
+CANDIDATES: Mapping[type, Callable[..., Iterator[Router]]] = {
+    CosineRouter: _thresholds,
+    PosteriorRouter: _priors,
+}
 
 
 def _parting(side: Sequence[PathBatch]) -> Iterator[float]:
@@ -98,7 +70,7 @@ def round_threshold(cosine: float) -> float:
     return max(-1.0, min(1.0, round(1 - float(f"{1 - cosine:.2g}"), 12)))
 
 
-def _splits(present: MixedPaths, new: Sequence[PathBatch]) -> list[tuple[float, ...]]:
+def _splits(new: Sequence[PathBatch]) -> list[tuple[float, ...]]:
     """Ways to share what is not the base's: alike, and by the windows of new text that each expansion predicts best.
 
     Half a window is added for each.
@@ -107,7 +79,7 @@ def _splits(present: MixedPaths, new: Sequence[PathBatch]) -> list[tuple[float, 
 
     from scale_surgery.routing.path_scores import best_of
 
-    others = len(present.names) - 1
+    others = new[0].scores.sides.shape[-1] - 1
     best = torch.cat([best_of(batch, first=1) for batch in new]) - 1
     counts = torch.bincount(best, minlength=others).double() + 0.5
     wanted = tuple((counts / counts.sum()).tolist())

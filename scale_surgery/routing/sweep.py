@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject
-from scale_surgery.planning.paths import MixedPaths
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.noise import estimate
 from scale_surgery.routing.outcome import Outcome
-from scale_surgery.routing.settings import Setting, router_of, settings_of
+from scale_surgery.routing.settings import settings_of
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch, Reading, Weigh
@@ -55,7 +56,9 @@ class Texts:
     numbers: tuple[int, ...]
 
 
-def sweep_model(subject: Subject, texts: Texts, present: Setting, run: RunOptions, track: Track) -> Sweep:
+def sweep_model(
+    subject: Subject, texts: Texts, present: Router, run: RunOptions, track: Track, *, has_several: bool
+) -> Sweep:
     """Let a model read old and new text, and measure every setting that is worth trying.
 
     Args:
@@ -64,6 +67,7 @@ def sweep_model(subject: Subject, texts: Texts, present: Setting, run: RunOption
         present: How it routes now.
         run: How it runs: device, dtype, trust_remote_code, batch_size.
         track: Makes progress bars.
+        has_several: Whether it has several expansions: then the best path of each window stands beside the base.
 
     Returns:
         What it scores, the present setting first.
@@ -80,16 +84,15 @@ def sweep_model(subject: Subject, texts: Texts, present: Setting, run: RunOption
         old, new, short = (read_paths(model, side, run.windows(), advance) for side in sides)
         read = PathTexts(old, new, short, numbers)
     settings = settings_of(present, read.old, read.new)
-    is_composed = isinstance(present, MixedPaths)
     with track("settings", len(settings)) as advance:
-        found = sweep(best_alone if is_composed else adapt_alone, read, settings, advance)
-    _check_finite(subject, found, "the best path" if is_composed else "the adapt path")
+        found = sweep(best_alone if has_several else adapt_alone, read, settings, advance)
+    _check_finite(subject, found, "the best path" if has_several else "the adapt path")
     return found
 
 
 def _check_finite(subject: Subject, found: Sweep, other: str) -> None:
     named = [("the base model", found.base), (other, found.adapt)]
-    named += [(outcome.routing.description, outcome) for outcome in found.outcomes if outcome.routing is not None]
+    named += [(describe(outcome.routing), outcome) for outcome in found.outcomes if outcome.routing is not None]
     for name, outcome in named:
         for side, measured in (("old", outcome.old), ("new", outcome.new)):
             if not math.isfinite(measured.nats):
@@ -99,7 +102,7 @@ def _check_finite(subject: Subject, found: Sweep, other: str) -> None:
                 )
 
 
-def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Setting], advance: Progress = no_progress) -> Sweep:
+def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: Progress = no_progress) -> Sweep:
     """Measure settings on texts that were read.
 
     Args:
@@ -113,11 +116,11 @@ def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Setting], advance: 
     """
     from scale_surgery.routing.path_scores import base_alone, routed_by
 
-    base, adapt, present = (texts.measure(own) for own in (base_alone, alone, routed_by(router_of(settings[0]))))
+    base, adapt, present = (texts.measure(own) for own in (base_alone, alone, routed_by(settings[0])))
     reference = Reference(base, adapt, present)
     outcomes = []
     for setting in settings:
-        outcomes.append(reference.outcome(setting, texts.measure(routed_by(router_of(setting)))))
+        outcomes.append(reference.outcome(setting, texts.measure(routed_by(setting))))
         advance(1)
     return Sweep(reference.outcome(None, base), reference.outcome(None, adapt), tuple(outcomes))
 
@@ -164,7 +167,7 @@ class Reference:
     adapt: Measured
     present: Measured
 
-    def outcome(self, routing: Setting | None, own: Measured) -> Outcome:
+    def outcome(self, routing: Router | None, own: Measured) -> Outcome:
         """Compare."""
         from scale_surgery.routing.short_prompts import summarise
 

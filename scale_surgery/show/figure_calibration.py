@@ -7,8 +7,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.planning.paths import MixedPaths
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
 from scale_surgery.show.figures import GREY, VERMILION, save_figure, tidy
+from scale_surgery.surgery.routers import is_even, weights_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,11 +72,7 @@ def calibration_figure(result: Calibration) -> Figure:
 
 
 def _is_cosine(result: Calibration) -> bool:
-    return result.present.routing is not None and result.present.routing.router == "cosine"
-
-
-def _is_composed(result: Calibration) -> bool:
-    return isinstance(result.present.routing, MixedPaths)
+    return isinstance(result.present.routing, CosineRouter)
 
 
 def _is_crowded(outcomes: Sequence[Outcome], everything: Sequence[Outcome]) -> bool:
@@ -120,24 +117,24 @@ def _lines(result: Calibration) -> Iterator[tuple[str, Any, list[Outcome]]]:
         yield "thresholds, larger points: higher", _scale(len(result.outcomes)).colors, list(result.outcomes)
         return
     rates = sorted({_line_of(outcome)[0] for outcome in result.outcomes})
-    for (rate, is_even), some in groupby(result.outcomes, key=_line_of):
+    for (rate, is_alike), some in groupby(result.outcomes, key=_line_of):
         colour = colormaps["viridis"](0.92 * rates.index(rate) / max(1, len(rates) - 1))
         # one entry of the legend for a colour; what begins with a line is none
-        yield f"{'' if is_even else '_'}switch rate {rate:g}", colour, list(some)[::-1]
+        yield f"{'' if is_alike else '_'}switch rate {rate:g}", colour, list(some)[::-1]
 
 
 def _line_of(outcome: Outcome) -> tuple[float, bool]:
     """Switch rate, and whether all expansions of a composed model begin with the same weight."""
     routing = outcome.routing
-    assert routing is not None
-    return routing.switch_rate, not isinstance(routing, MixedPaths) or routing.splits_evenly
+    assert isinstance(routing, PosteriorRouter)
+    return routing.switch_rate, is_even(weights_of(routing)[1:])
 
 
 def _labels(result: Calibration) -> dict[str, str]:
     """Marks by name of the outcome, and what the legend says."""
     return {
         "base": "base model",
-        "adapt": "best path alone" if _is_composed(result) else "adapt path alone",
+        "adapt": "best path alone" if result.paths else "adapt path alone",
         "present": f"present: {result.present.numbers}",
         "proposed": f"best: {result.proposed.numbers}",
     }
@@ -156,7 +153,7 @@ def _draw_legend(figure: Figure, panels: int, result: Calibration) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     options: dict[str, Any] = {"ncols": 2 * panels}
     if not _is_cosine(result):
-        whose = " of the base" * _is_composed(result)
+        whose = " of the base" * bool(result.paths)
         options = {"ncols": 3, "title": f"larger points: lower prior{whose}", "title_fontsize": 8}
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, markerscale=0.65, **options)
 

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import counted
-from scale_surgery.planning.paths import MixedPaths
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, plain_table
+from scale_surgery.surgery.routers import is_default, is_even, weights_of
 
 if TYPE_CHECKING:
     from scale_surgery.routing.calibrate import Calibration
@@ -52,7 +53,8 @@ def choose_shown(result: Calibration) -> list[Outcome]:
     """
     named = (result.present, result.proposed, result.best, result.loosest)
     always = [outcome for outcome in result.outcomes if outcome in named]
-    always += [outcome for outcome in result.outcomes if _is_default(outcome)]
+    expansions = max(1, len(result.paths) - 1)
+    always += [outcome for outcome in result.outcomes if outcome.routing and is_default(outcome.routing, expansions)]
     best = list(_unbeaten(result.outcomes))
     reach = [DIFFERENT * (max(values) - min(values)) for values in zip(*map(_place, best), strict=True)]
     kept: list[Outcome] = []
@@ -60,10 +62,6 @@ def choose_shown(result: Calibration) -> list[Outcome]:
         if outcome in always or not kept or _differs(outcome, kept[-1], reach):
             kept.append(outcome)
     return kept
-
-
-def _is_default(outcome: Outcome) -> bool:
-    return outcome.routing is not None and outcome.routing.is_default
 
 
 def _unbeaten(outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
@@ -91,10 +89,9 @@ def _render_heading(result: Calibration) -> RenderableType:
     router = result.present.routing
     assert router is not None
     kind = f"{router.router} router"
-    if isinstance(router, MixedPaths):
-        kind += f" over {len(router.names)} paths: {', '.join(router.names)}"
-    elif router.router == "cosine" and router.strict:
-        kind += ", strict"
+    if result.paths:
+        kind += f" over {len(result.paths)} paths: {', '.join(result.paths)}"
+    kind += "".join(f", {name}" for name, value in router.settings.items() if value is True)
     return Group(Text(f"{result.name}: {kind}", style="bold"), Text("; ".join(sides)))
 
 
@@ -106,7 +103,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    other = "best path" if _is_composed(result) else "adapt"
+    other = "best path" if result.paths else "adapt"
     first = {"base": result.base, other: result.adapt, "present": result.present, "best": result.proposed}
     for name, outcome in first.items():
         table.add_row(name, *_cells(outcome, numbers, sides))
@@ -117,23 +114,20 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     return table
 
 
-def _is_composed(result: Calibration) -> bool:
-    """Whether the model is a composed one, whose router weighs many paths."""
-    return isinstance(result.present.routing, MixedPaths)
-
-
 def _number_cells(outcome: Outcome) -> dict[str, str]:
     """The numbers of a setting, by what stands above them."""
     routing = outcome.routing
-    if isinstance(routing, MixedPaths):
-        least, most = (f"{own(routing.prior[1:]):.3g}" for own in (min, max))
-        others = least if routing.splits_evenly else f"{least}-{most}"
-        return {"base": f"{routing.prior[0]:.3g}", "others": others, "rate": f"{routing.switch_rate:.3g}"}
     if routing is None:
         return {}
-    if routing.router == "cosine":
-        return {"threshold": f"{routing.threshold:.10g}"}
-    return {"prior": f"{routing.weights()[0]:.3g}", "rate": f"{routing.switch_rate:.3g}"}
+    if not isinstance(routing, PosteriorRouter):
+        numbers = {name: value for name, value in routing.settings.items() if type(value) in (int, float)}
+        return {name.replace("_", "\n"): f"{value:.10g}" for name, value in numbers.items()}
+    base, *others = weights_of(routing)
+    rate = {"rate": f"{routing.switch_rate:.3g}"}
+    if len(others) == 1:
+        return {"prior": f"{base:.3g}", **rate}
+    least, most = (f"{own(others):.3g}" for own in (min, max))
+    return {"base": f"{base:.3g}", "others": least if is_even(others) else f"{least}-{most}", **rate}
 
 
 def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> list[str]:
@@ -168,7 +162,7 @@ def _render_short(result: Calibration) -> RenderableType:
     table = plain_table()
     table.add_column("tokens\nread", justify="right")
     for name in shown:
-        table.add_column(f"{name}\n{'expanded' if _is_composed(result) else 'adapted'}", justify="right", no_wrap=True)
+        table.add_column(f"{name}\n{'expanded' if result.paths else 'adapted'}", justify="right", no_wrap=True)
         table.add_column("\nforgets", justify="right", no_wrap=True)
     for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
         cells = [cell for length in row for cell in (_share(length.weight), _nats(length.forgetting))]
@@ -180,7 +174,7 @@ def _render_short(result: Calibration) -> RenderableType:
 
 def _render_choice(result: Calibration) -> RenderableType:
     best, present = result.proposed, result.present
-    other = "best" if _is_composed(result) else "adapt"
+    other = "best" if result.paths else "adapt"
     kept = "" if best.kept is None else f", {_share(best.kept)} of what the {other} path learns"
     rows = [
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from scale_surgery.checkpoint.expansions import nameless
 from scale_surgery.errors import counted
-from scale_surgery.planning.routing_specs import path_problems
+from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.planning.treatments import treatment_rows

@@ -13,6 +13,7 @@ from scale_surgery.show.answers import Legend, has_colour, make_marks
 from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.path_colours import Colouring, choose_colours
 from scale_surgery.show.visible import visible
+from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenPaths, TokenRoute
@@ -26,7 +27,7 @@ def render_route_report(report: RouteReport) -> RenderableType:
     colouring = choose_colours(report.paths, report.shares) if report.paths else None
     files = (part for file in report.files for part in _file(file, colouring))
     totals = _path_totals(report) if report.paths else _totals(report)
-    heads = heading("routing", f"{report.routing.description}; losses in nats per token")
+    heads = heading("routing", f"{describe(report.routing)}; losses in nats per token")
     return Group(Legend(colouring=colouring), *files, Text(), heads, totals)
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from scale_surgery.errors import counted, shorten
 from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.tables import facts, plain_table, render_warnings
+from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
@@ -31,7 +32,7 @@ def render_verification(result: Verification) -> RenderableType:
     changed = counted(result.trained_tensors, "tensor")
     state = "untrained" if result.state == "initial" else f"trained ({changed} changed)"
     router = result.routing
-    kind = result.variant if router is None else f"{result.variant}, routed ({router.description})"
+    kind = result.variant if router is None else f"{result.variant}, routed ({describe(router)})"
     return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
 
 

@@ -31,7 +31,6 @@ from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, PlanError, shorten
 from scale_surgery.planning.plan import Origin, Plan
-from scale_surgery.planning.routing_specs import read_routing
 from scale_surgery.planning.saved import saved_origins
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.loading import load_base_config
@@ -50,6 +49,7 @@ from scale_surgery.surgery.record import (
     refuse_linked,
     tool_versions,
 )
+from scale_surgery.surgery.routers import router_of
 from scale_surgery.surgery.same_base import hash_base
 from scale_surgery.surgery.saved import (
     Saved,
@@ -257,7 +257,7 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
         for own in origins
     }
     load_base_config(source.path, source.name, run)
-    routing = read_routing(saved.config[CONFIG_KEY])
+    routing = router_of(saved.config[CONFIG_KEY])
     config = expanded_config(checkpoint.config, list(plans.values()), running_dtype(checkpoint), routing)
     return Trained(str(base or source.name), checkpoint, plans, checkpoint.tensors, plain_json(config))
 
@@ -291,7 +291,7 @@ def _write_new(saved: Saved, trained: Trained, match: Match, partial: Path, trac
 
 def _write_again(saved: Saved, trained: Trained, partial: Path, how: BaseWeights, run: RunOptions, track: Track) -> int:
     """Write what `expand` and `route_export` would, but the new tensors; their start is recorded as they made it."""
-    routing = read_routing(saved.config[CONFIG_KEY])
+    routing = router_of(saved.config[CONFIG_KEY])
     with track("their start", sum(plan.costs.parameters_added for plan in trained.plans.values())) as advance:
         began = {
             name: ExpansionRecord(plan, _starts(plan, trained.checkpoint, run, advance))

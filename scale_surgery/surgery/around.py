@@ -21,8 +21,8 @@ from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery import record as manifests
@@ -58,7 +58,7 @@ def write_around(
     base_weights: BaseWeights,
     run: RunOptions,
     track: Track,
-    routing: Routing | None = None,
+    routing: Router | None = None,
 ) -> tuple[int, str | None]:
     """Write all of an expanded folder but the shards of its expansions, which are there already.
 
@@ -157,7 +157,7 @@ def _take_over_shard(
 
 
 def _write_code_and_config(
-    plans: Sequence[Plan], checkpoint: Checkpoint, partial: Path, run: RunOptions, routing: Routing | None
+    plans: Sequence[Plan], checkpoint: Checkpoint, partial: Path, run: RunOptions, routing: Router | None
 ) -> str | None:
     from scale_surgery.running.tokenizer import pin_tokenizer_class
 
@@ -172,7 +172,7 @@ def _make_manifest(
     checkpoint: Checkpoint,
     expanded: Checkpoint,
     tool: Mapping[str, str],
-    routing: Routing | None,
+    routing: Router | None,
 ) -> Manifest:
     """surgery.json without the hashes of the base."""
     replaced = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, counted
+from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.methods import refuse
+from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.routing_specs import Routing, path_problems
 from scale_surgery.surgery.record import ExpansionRecord, Manifest
 
 
@@ -34,7 +35,7 @@ def check_beside(plans: Sequence[Plan]) -> None:
 
 
 def with_expansions(
-    manifest: Manifest, expansions: Mapping[str, ExpansionRecord], routing: Routing | None = None
+    manifest: Manifest, expansions: Mapping[str, ExpansionRecord], routing: Router | None = None
 ) -> Manifest:
     """What surgery.json says of a folder with other expansions.
 
@@ -47,14 +48,18 @@ def with_expansions(
         The new content; it was not verified.
 
     Raises:
-        CheckpointError: If the folder has a router for two paths alone.
+        CheckpointError: If the folder's router does not go with so many.
     """
     before = manifest.routing
-    if routing is None and before is not None and before.router == "cosine" and len(expansions) > 1:
-        raise CheckpointError(
-            f"{manifest.base_name}: its router, {before.description}, decides between two paths, expected posterior "
-            "beside another expansion. Take the router away first: scale-surgery route-export --router none."
-        )
     if routing is None and len(expansions) != len(manifest.expansions):
-        routing = replace(before or Routing(), prior=None, shares=None) if len(expansions) > 1 or before else None
-    return replace(manifest, expansions=dict(expansions), routing=routing or before, verification=None)
+        default = PosteriorRouter() if len(expansions) > 1 else None
+        routing = default if before is None else before.alike()
+    routing = routing or before
+    if routing is not None:
+        routing = routing.of(len(expansions))
+        if problems := routing.problems(len(expansions)):
+            raise CheckpointError(
+                f"{manifest.base_name}: its router does not go with {counted(len(expansions), 'expansion')} "
+                f"({' '.join(problems)}) Take the router away first: scale-surgery route-export --router none."
+            )
+    return replace(manifest, expansions=dict(expansions), routing=routing, verification=None)

@@ -22,10 +22,10 @@ from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.base import Base, base_alone
 from scale_surgery.planning.plan import SHARD_STEM, Plan, plan_expansion
 from scale_surgery.planning.reserved import check_clashes
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
@@ -35,6 +35,7 @@ from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
 from scale_surgery.surgery.renumbered import aligned_header, write_with_header
+from scale_surgery.surgery.routers import router_for
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 
 ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
@@ -57,7 +58,7 @@ class Composed:
     path: Path
     base_name: str
     expansions: Mapping[str, int]
-    routing: Routing | None
+    routing: Router | None
     bytes_added: int
     left_out: tuple[str, ...]
     removed: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ def compose(
     output: str | Path,
     *,
     remove: Sequence[str] | str = (),
-    routing: Routing | None = None,
+    routing: Router | None = None,
     base_weights: BaseWeights = "auto",
     overwrite: bool = False,
     track: Track = no_track,
@@ -110,7 +111,7 @@ def compose(
     plans = {name: _plan_here(extract, name, alone, source, before) for name, extract in opened.items()}
     check_beside([*(own.plan for own in kept.values()), *plans.values()])
     added = {name: _record(extract, plans[name]) for name, extract in opened.items()}
-    _check_routing(routing, [*kept, *added])
+    routing = None if routing is None else router_for(routing, len(kept) + len(added))
     bytes_added = sum(own.plan.costs.bytes_added for own in (*kept.values(), *added.values()))
     base_bytes = sum((given.path / shard).stat().st_size for shard in given.shards)
     check_space(target, bytes_added + base_bytes * (base_weights == "copy"))
@@ -125,7 +126,7 @@ def compose(
         _check_base(name, extract, given, source.name, hashes, track)
     state = {
         "compose": {name: [dict(own.tensors), own.plan.to_json()] for name, own in (kept | added).items()},
-        "routing": None if routing is None else routing.specs(len(kept) + len(added)),
+        "routing": None if routing is None else routing.settings,
         "base_weights": base_weights,
     }
     stamps = {**given.stamps, **{file: own for extract in opened.values() for file, own in extract.stamps.items()}}
@@ -134,7 +135,7 @@ def compose(
             for name, extract in opened.items():
                 _place(extract, plans[name], partial, base_weights, advance)
         if before is None:
-            routing = routing or (Routing() if len(added) > 1 else None)
+            routing = routing or (PosteriorRouter().of(len(added)) if len(added) > 1 else None)
             # the record says where the tensors were computed, as the extracts do
             run = RunOptions(next(iter(opened.values())).manifest.tool.get("device", "cpu"))
             write_around(added, given, partial, base_weights, run, track, routing)
@@ -174,7 +175,8 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
         raise PlanError.from_problems(problems)
     checkpoint = open_checkpoint(source.path, without=tuple(f"{SHARD_STEM}{name}-" for name in remove))
     left = {name: own for name, own in manifest.expansions.items() if name not in remove}
-    return checkpoint, replace(manifest, expansions=left)
+    routing = manifest.routing.alike() if manifest.routing and remove else manifest.routing
+    return checkpoint, replace(manifest, expansions=left, routing=routing)
 
 
 def _without_router(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:
@@ -224,14 +226,6 @@ def _check_names(wanted: Mapping[str, Extract], kept: Mapping[str, ExpansionReco
     problems += [] if wanted or kept else ["extracts: none is given or left, expected at least one expansion."]
     if problems:
         raise PlanError.from_problems(problems)
-
-
-def _check_routing(routing: Routing | None, names: Sequence[str]) -> None:
-    if routing is not None and not isinstance(routing, Routing):
-        raise PlanError(f"routing: is {routing!r}, expected scale_surgery.Routing.")
-    problems = [] if routing is None else routing.problems(len(names))
-    if problems:
-        raise PlanError.from_problems(f"{problem} The expansions are {', '.join(names)}." for problem in problems)
 
 
 def _plan_here(extract: Extract, name: str, base: Checkpoint, source: Source, before: Manifest | None) -> Plan:

@@ -13,9 +13,10 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.depth import deepened_config
+from scale_surgery.planning.paths import base_specs, path_problems
 from scale_surgery.planning.plan import Plan
-from scale_surgery.planning.routing_specs import Routing, base_specs, path_problems
 from scale_surgery.surgery.joining import has_joined_head
 from scale_surgery.surgery.record import Manifest
 
@@ -28,7 +29,7 @@ def stored_shard(shard: str) -> str:
 
 
 def expanded_config(
-    config: Mapping[str, Any], plans: Sequence[Plan], dtype: str, routing: Routing | None = None
+    config: Mapping[str, Any], plans: Sequence[Plan], dtype: str, routing: Router | None = None
 ) -> dict[str, Any]:
     """Edit a base model's config.json: own model type and classes, its expansions, everything else as it was.
 
@@ -63,7 +64,7 @@ def expanded_config(
     return edited if routing is None else with_router(edited, routing)
 
 
-def with_router(config: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
+def with_router(config: Mapping[str, Any], routing: Router | None) -> dict[str, Any]:
     """Edit config.json of an expanded model: its router, or none.
 
     Args:
@@ -74,8 +75,7 @@ def with_router(config: Mapping[str, Any], routing: Routing | None) -> dict[str,
         The new config.
     """
     own = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
-    router = {} if routing is None else {ROUTER_KEY: routing.specs(len(own[EXPANSIONS_KEY]))}
-    return {**config, CONFIG_KEY: own | router}
+    return {**config, CONFIG_KEY: own if routing is None else {**own, ROUTER_KEY: routing.settings}}
 
 
 def expansion_specs(plan: Plan) -> dict[str, Any]:

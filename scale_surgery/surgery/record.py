@@ -28,12 +28,13 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import build, in_one_line, misfits
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError
 from scale_surgery.modeling import is_ours
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.base import Base, Facts, check_facts, check_layers
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.surgery.record_schema import Size, header_problems, part_problems
+from scale_surgery.surgery.routers import read_router
 
 MANIFEST_FORMAT = 2
 # a package's record is read once: what was imported stays what it is
@@ -127,7 +128,7 @@ class Manifest:
     expansions: Mapping[str, ExpansionRecord]
     tool: Mapping[str, str] = field(default_factory=dict)
     verification: Mapping[str, Any] | None = None
-    routing: Routing | None = None
+    routing: Router | None = None
     fused: Mapping[str, Any] | None = None
     renumbered: Mapping[str, str] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
@@ -220,7 +221,8 @@ class Manifest:
             for name, own in self.expansions.items()
         }
         expansions = {name: asdict(own) for name, own in stored.items()}
-        return {**asdict(replace(self, expansions={})), "expansions": expansions}
+        routing = None if self.routing is None else self.routing.settings
+        return {**asdict(replace(self, expansions={}, routing=None)), "expansions": expansions, "routing": routing}
 
 
 def base_tensors(base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, BaseTensor]:
@@ -259,13 +261,16 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         _check_values(content)
-        manifest: Manifest = build({**content, "expansions": {}}, Manifest)
+        manifest: Manifest = build(_apart(content), Manifest)
         stored: Mapping[str, StoredExpansion] = build(content["expansions"], Mapping[str, StoredExpansion])
         if not stored:
             raise PlanError("expansions is empty")
+        routing = read_router(content.get("routing"), len(stored), "routing")
         base = _recorded_base(path, manifest)
         manifest = replace(
-            manifest, expansions={name: _planned(file, manifest, base, name, own) for name, own in stored.items()}
+            manifest,
+            expansions={name: _planned(file, manifest, base, name, own) for name, own in stored.items()},
+            routing=routing,
         )
         _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
         _check_renumbered(manifest)
@@ -274,10 +279,15 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def _apart(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What surgery.json holds, without what is read by itself."""
+    return {**content, "expansions": {}, "routing": None}
+
+
 def _check_values(content: Mapping[str, Any]) -> None:
     """Check the kinds of all values, so that a spoiled one is noticed here, before anything relies on it."""
     wrong = [
-        *misfits({**content, "expansions": {}}, Manifest),
+        *misfits(_apart(content), Manifest),
         *misfits(content.get("expansions"), Mapping[str, StoredExpansion], "expansions"),
     ] or list(part_problems(content))
     if wrong:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.schema import known_misfits
 from scale_surgery.fields import Range
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 
 Size = Annotated[int, Range(least=0)]
 
@@ -113,9 +112,6 @@ def part_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield from known_misfits(forced, ForcedBase, f"expansions.{name}.forced_base")
     if isinstance(fused := content.get("fused"), dict) and isinstance(fused.get("drift"), dict):
         yield from known_misfits(fused["drift"], MeasuredDrift, "fused.drift")
-    if isinstance(routing := content.get("routing"), dict):
-        # no number is guessed
-        yield from (f"routing.{field.name} is missing" for field in fields(Routing) if field.name not in routing)
 
 
 def header_problems(headers: Mapping[str, str], place: str) -> Iterator[str]:

@@ -19,12 +19,14 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_F
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.planning.methods import refuse
-from scale_surgery.planning.routing_specs import Routing, path_problems
+from scale_surgery.planning.paths import path_problems
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import with_router
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
+from scale_surgery.surgery.routers import describe, router_for
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Routed:
 
     path: Path
     base_name: str
-    routing: Routing | None
+    routing: Router | None
     forks: tuple[int, ...]
     layers: int
     bytes_written: int
@@ -55,20 +57,10 @@ class Routed:
         return 1 + sum((self.layers - fork) / self.layers for fork in self.forks)
 
 
-def check_routing(routing: Routing, expansions: int = 1) -> None:
-    """Check that the numbers of a router make sense for so many expansions.
-
-    Raises:
-        PlanError: If not; every number that does not is named.
-    """
-    if problems := routing.problems(expansions):
-        raise PlanError.from_problems(problems)
-
-
 def route_export(
     expanded: str | Path,
     output: str | Path,
-    routing: Routing | None = None,
+    routing: Router = PosteriorRouter(),
     *,
     base_weights: BaseWeights = "auto",
     overwrite: bool = False,
@@ -79,7 +71,7 @@ def route_export(
     Args:
         expanded: Folder of an expanded checkpoint. A router that it has is replaced.
         output: Folder to be.
-        routing: How to route; by default the posterior router with its defaults.
+        routing: The router; one number of it that is not said is as it usually is.
         base_weights: How base shards are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
         track: Makes progress bars.
@@ -91,9 +83,8 @@ def route_export(
         PlanError: If the numbers make no sense, or the router cannot tell the paths of this model apart.
         CheckpointError: If this is no expanded checkpoint, or the output cannot be written.
     """
-    routing = routing or Routing()
     checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
-    check_routing(routing, len(manifest.expansions))
+    routing = router_for(routing, len(manifest.expansions))
     refuse_fused(checkpoint.path, manifest)
     # several expansions are only written where all can pass
     if len(manifest.expansions) == 1:
@@ -139,7 +130,7 @@ def unroute(
     return _write(checkpoint, manifest, None, Path(output), Taking(base_weights, overwrite, track))
 
 
-def set_routing(routed: str | Path, routing: Routing) -> None:
+def set_routing(routed: str | Path, routing: Router) -> None:
     """Change the numbers of a routed checkpoint's router in place; config.json and surgery.json are written.
 
     Args:
@@ -151,12 +142,12 @@ def set_routing(routed: str | Path, routing: Routing) -> None:
         CheckpointError: If this is no routed checkpoint, or one with another router, or it cannot be written.
     """
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
-    check_routing(routing, len(manifest.expansions))
+    routing = router_for(routing, len(manifest.expansions))
     refuse_fused(checkpoint.path, manifest)
-    known = manifest.routing
-    if known is None or (known.router, known.is_strict) != (routing.router, routing.is_strict):
-        found = "none" if known is None else known.description
-        raise CheckpointError(f"{routed}: its router is {found}; it cannot become {routing.description}. Export anew.")
+    known, names = manifest.routing, tuple(manifest.expansions)
+    if known is None or known.router != routing.router or known.paths(names) != routing.paths(names):
+        found = "none" if known is None else describe(known)
+        raise CheckpointError(f"{routed}: its router is {found}; it cannot become {describe(routing)}. Export anew.")
     check_numbering(checkpoint, manifest)
     _check_router(checkpoint)
     before = read_text(checkpoint, CONFIG_FILE)
@@ -188,7 +179,7 @@ class Taking:
     track: Track
 
 
-def _write(checkpoint: Checkpoint, manifest: Manifest, routing: Routing | None, target: Path, take: Taking) -> Routed:
+def _write(checkpoint: Checkpoint, manifest: Manifest, routing: Router | None, target: Path, take: Taking) -> Routed:
     """Write a checkpoint with a router or without; every file but config and record is taken over as a file."""
     refuse_linked(checkpoint.path, manifest)
     files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if not file.startswith(f"{REPORTS_FOLDER}/")]
@@ -235,9 +226,9 @@ def _check_two_paths(manifest: Manifest, path: str | Path) -> None:
         raise PlanError.from_problems(dict.fromkeys(problems))
 
 
-def _check_paths(manifest: Manifest, routing: Routing) -> None:
+def _check_paths(manifest: Manifest, routing: Router) -> None:
     """Refuse a router that could not tell the paths of a model apart."""
-    if routing.router == "cosine" and not list(forks_of(manifest)):
+    if isinstance(routing, CosineRouter) and not list(forks_of(manifest)):
         raise PlanError(
             "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
             "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."

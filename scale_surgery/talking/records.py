@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.routing.settings import Setting, shown_settings
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.talking.settings import GenerationSettings
 
 # end: the model ended its answer. length: there were as many tokens as an answer may have. context: as many as the
@@ -132,7 +132,7 @@ class Generation:
 
     model: str
     base: str | None
-    routing: Setting | None
+    routing: Router | None
     has_template: bool
     settings: GenerationSettings
     answers: tuple[Answer, ...]
@@ -140,7 +140,7 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        routing = shown_settings(self.routing)
+        routing = None if self.routing is None else self.routing.settings
         own = {"model": self.model, "base": self.base, "routing": routing, "has_template": self.has_template}
         answers = {name: [one.to_json() for one in getattr(self, name)] for name in ("answers", "base_answers")}
         return {**own, "settings": asdict(self.settings), **answers}

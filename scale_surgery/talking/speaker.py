@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
+from scale_surgery.checkpoint.expansions import BASE_NAME, path_names, weighed_names
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.paths import MixedPaths
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Track, no_track
-from scale_surgery.routing.settings import Setting, read_setting
 from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import watched
 from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.routers import describe, router_of
 from scale_surgery.talking.interrupt import StopAtOnce
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings
@@ -81,17 +81,14 @@ class Speaker:
     Attributes:
         subject: The model, and its tokenizer.
         network: The loaded model.
-        routing: How it routes, or mixes the paths of a composed model; None where it does not.
+        routing: How it routes; None where it does not.
+        paths: Names of the paths that its router weighs, the base's first; none where it has but one expansion.
     """
 
     subject: Subject
     network: Any
-    routing: Setting | None
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Names of the paths of a composed model, the base's first."""
-        return self.routing.names if isinstance(self.routing, MixedPaths) else ()
+    routing: Router | None
+    paths: tuple[str, ...]
 
     @property
     def base_name(self) -> str | None:
@@ -105,7 +102,7 @@ class Speaker:
         """What kind of model it is, in one line."""
         kind = "fused" if self.subject.is_fused else "expanded" if self.subject.is_expanded else "stock"
         kind = "composed" if self.paths else kind
-        return kind if self.routing is None else f"{kind}, routed: {self.routing.description}"
+        return kind if self.routing is None else f"{kind}, routed: {describe(self.routing)}"
 
     def speak(
         self,
@@ -268,7 +265,8 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
         with track("loading", 1) as advance:
             network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
             advance(1)
-        yield Speaker(subject, network, read_setting(specs))
+        routing = router_of(specs)
+        yield Speaker(subject, network, routing, weighed_names(specs) if routing else ())
 
 
 def _specs(subject: Subject) -> Any:

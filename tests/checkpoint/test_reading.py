@@ -17,9 +17,9 @@ from safetensors import SafetensorError, deserialize
 
 from scale_surgery import (
     PlanError,
+    PosteriorRouter,
     Probes,
     Request,
-    Routing,
     RunOptions,
     SurgeryError,
     TrainingSettings,
@@ -105,7 +105,7 @@ OF_AN_EXPANSION: dict[str, Callable[[Path, Path], object]] = {
     "verify": lambda path, out: verify(path, probes=None),
     "report": lambda path, out: report(path, files_only=True),
     "extract": lambda path, out: extract(path, out),
-    "route-export": lambda path, out: route_export(path, out, Routing()),
+    "route-export": lambda path, out: route_export(path, out, PosteriorRouter()),
     "merge": lambda path, out: merge(path, out),
     "train": lambda path, out: train(path, [Path(__file__)], out, TrainingSettings(steps=1)),
 }

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from scale_surgery.deriving.derive import derive
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import STREAMS, Architecture
-from scale_surgery.planning.routing_specs import path_problems
+from scale_surgery.planning.paths import path_problems
 from tests.deriving.configs import OPTIONS
 from tests.each import mostly
 

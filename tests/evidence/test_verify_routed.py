@@ -14,16 +14,27 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import Probes, Request, Routing, RunOptions, Verification, expand, inspect, route_export, verify
+from scale_surgery import (
+    CosineRouter,
+    PosteriorRouter,
+    Probes,
+    Request,
+    RunOptions,
+    Verification,
+    expand,
+    inspect,
+    route_export,
+    verify,
+)
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
 from tests.each import mostly
 
 ROUTINGS = {
-    "mixture": Routing(switch_rate=0),
-    "switching": Routing(),
-    "cosine": Routing("cosine", threshold=0.9),
-    "strict": Routing("cosine", threshold=0.9, strict=True),
+    "mixture": PosteriorRouter(switch_rate=0),
+    "switching": PosteriorRouter(),
+    "cosine": CosineRouter(threshold=0.9),
+    "strict": CosineRouter(threshold=0.9, strict=True),
 }
 Copy = Callable[[str], Path]
 
@@ -72,7 +83,7 @@ def promise(result: Verification, name: str):
 @pytest.mark.parametrize("name", mostly(ROUTINGS, ("mixture", "cosine").__contains__))
 def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verification], name: str) -> None:
     result = verified(name)
-    assert result.passed and result.routing == ROUTINGS[name] and result.state == "trained"
+    assert result.passed and result.routing == ROUTINGS[name].of(1) and result.state == "trained"
     claimed = {found.name for found in result.promises if found.claimed}
     assert claimed == {"recoverable", "base_stream_always"} | ({"bounded_forgetting"} if name == "mixture" else set())
     assert promise(result, "base_stream_always").evidence.startswith("8 W12 blocks exist, on the adapt path alone; ")
@@ -86,7 +97,7 @@ def test_the_bound_in_numbers(verified: Callable[[str], Verification]) -> None:
     assert held.holds and held.evidence.startswith("at most ln 2 = 0.693 nats a text; ")
     switching = promise(verified("switching"), "bounded_forgetting")
     assert not switching.claimed and switching.problems == (
-        "switch rate 0.01: the bound grows with the text, expected 0.",
+        "each further token adds 0.01 nats to the bound, expected none: switch rate 0.",
     )
     assert switching.evidence.startswith(
         "no bound for all lengths: ln 2 = 0.693 nats a text and 0.01 more a token, by switching; "
@@ -167,7 +178,7 @@ def test_inspect_says_how_it_routes(place: Path) -> None:
     for name, routing in ROUTINGS.items():
         found = inspect(place / name).expanded
         assert found is not None and found.routing is not None
-        assert found.routing.description == routing.description
+        assert found.routing == routing.of(1)
     unrouted = inspect(place / "adapt").expanded
     assert unrouted is not None and unrouted.routing is None
 

@@ -47,7 +47,7 @@ class Call:
         return draw_request(self.dice, is_odd=self.has_odd_options)
 
     @property
-    def routing(self) -> s.Routing:
+    def routing(self) -> Any:
         """How to route."""
         return draw_routing(self.dice, is_odd=self.has_odd_options)
 

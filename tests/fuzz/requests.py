@@ -7,8 +7,9 @@ import math
 import random
 from typing import Any
 
-from scale_surgery import Request, Routing
+from scale_surgery import CosineRouter, PosteriorRouter, Request
 from scale_surgery.fields import fields_of
+from scale_surgery.modeling.expanded_routers import Router
 
 NUMBERS = (-1, 0, 1, 2, 3, 7, 8, 40, 10**9, 2**63, 10**400, 0.5, 1.0, 1e-300, -0.0, math.nan, math.inf, -math.inf, True)
 TEXTS = (
@@ -77,17 +78,19 @@ def draw_request(dice: random.Random, *, is_odd: bool) -> Request:
     return _odd(dice, usual) if is_odd else usual
 
 
-def draw_routing(dice: random.Random, *, is_odd: bool) -> Routing:
+def draw_routing(dice: random.Random, *, is_odd: bool) -> Router:
     """How to route."""
-    usual = dice.choice([Routing(), Routing(switch_rate=0.05), Routing("cosine", threshold=0.9, strict=True)])
+    usual = dice.choice(
+        [PosteriorRouter(), PosteriorRouter(switch_rate=0.05), CosineRouter(threshold=0.9, strict=True)]
+    )
     return _odd(dice, usual) if is_odd else usual
 
 
 def _odd(dice: random.Random, usual: Any) -> Any:
-    fields = list(fields_of(type(usual)).values())
-    chosen = dice.sample(fields, dice.randint(1, min(3, len(fields))))
-    values = {field.name: _value(dice, field.choices) for field in chosen}
-    return dataclasses.replace(usual, **values)
+    names = [field.name for field in dataclasses.fields(usual) if field.init]
+    chosen = dice.sample(names, dice.randint(1, min(3, len(names))))
+    choices = {} if isinstance(usual, Router) else {name: own.choices for name, own in fields_of(type(usual)).items()}
+    return dataclasses.replace(usual, **{name: _value(dice, choices.get(name, ())) for name in chosen})
 
 
 def _value(dice: random.Random, choices: tuple[str, ...]) -> Any:

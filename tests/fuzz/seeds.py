@@ -7,9 +7,9 @@ from pathlib import Path
 
 from scale_surgery import (
     EvalData,
+    PosteriorRouter,
     Probes,
     Request,
-    Routing,
     TrainingSettings,
     expand,
     extract,
@@ -38,7 +38,7 @@ def make_seeds(place: Path) -> None:
     expand(base, Request("1", variant="adapt", collaborate="both"), place / "expanded")
     expand(base, Request("0", method="grow"), place / "grown")
     expand(sharded, Request("0", method="depth"), place / "deep")
-    route_export(place / "expanded", place / "routed", Routing())
+    route_export(place / "expanded", place / "routed", PosteriorRouter())
     register()
     load(place / "expanded").save_pretrained(place / "saved")
     merge(place / "expanded", place / "fused", probes=Probes(new_tokens=0))

@@ -16,7 +16,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from scale_surgery import DataError, Request, Routing, SurgeryError, TrainingSettings, load_plan, plan
+from scale_surgery import (
+    DataError,
+    Request,
+    SurgeryError,
+    TrainingSettings,
+    load_plan,
+    plan,
+)
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.names import is_inside
@@ -29,6 +36,7 @@ from scale_surgery.planning.request import complete
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.running.documents import read_documents
 from scale_surgery.show.visible import visible
+from scale_surgery.surgery.routers import RouterOptions
 
 # the same examples in every run; `pytest --hypothesis-seed` draws others
 REPEATED = settings(derandomize=True, deadline=None, max_examples=200)
@@ -153,7 +161,11 @@ def filled(owner: type, usual: Any, most: int = 1) -> st.SearchStrategy[Any]:
 
 
 @given(
-    st.one_of(filled(Request, Request("0")), filled(Routing, Routing()), filled(TrainingSettings, TrainingSettings()))
+    st.one_of(
+        filled(Request, Request("0")),
+        filled(RouterOptions, RouterOptions()),
+        filled(TrainingSettings, TrainingSettings()),
+    )
 )
 def test_any_value_of_an_option_is_judged(options: Any) -> None:
     """What is found fine can be written as JSON, and is the same when it is read again."""

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from scale_surgery import Probes, RunOptions, expand, route_export, strip, verify
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from tests import routed
 from tests.conftest import digests
 from tests.modeling import test_promises_of_paths
@@ -121,8 +121,8 @@ def test_generation_with_other_caches(trio_of: Callable[..., Trio], device: str,
         assert_same_generation(found, wanted)
 
 
-@pytest.mark.parametrize("routing", (Routing("posterior", switch_rate=0.0), Routing("cosine", strict=True)), ids=str)
-def test_a_trained_checkpoint_that_routes(tmp_path: Any, device: str, routing: Routing) -> None:
+@pytest.mark.parametrize("routing", (PosteriorRouter(switch_rate=0.0), CosineRouter(strict=True)), ids=str)
+def test_a_trained_checkpoint_that_routes(tmp_path: Any, device: str, routing: Router) -> None:
     request = Request("2-3", variant="adapt", collaborate="both", init_w22="random")
     expanded = expand(
         SHIPPED_MODEL, replace(request, svd="exact"), tmp_path / "expanded", run=RunOptions(device=device)

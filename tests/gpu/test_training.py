@@ -29,7 +29,7 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from tests.conftest import digests, load
 from tests.modeling import test_training_modes as modes
 from tests.modeling.test_training_modes import autocast, check, check_noise, enable_checkpointing, gradients
@@ -109,7 +109,7 @@ class Grown:
     """A way to grow the shipped model, and the promise that a trained one keeps beside the bytes of the base."""
 
     request: Request
-    router: Routing | None = None
+    router: Router | None = None
     keeps: str | None = None
 
 
@@ -119,7 +119,7 @@ GROWN = {
     "grow-freeze": Grown(Request("2-3", method="grow")),
     "grow-train": Grown(Request("2-3", method="grow", variant="grow-train")),
     "depth": Grown(Request("1,3", method="depth")),
-    "routed": Grown(Request("2-3", variant="adapt"), Routing("posterior", switch_rate=0.0), "bounded_forgetting"),
+    "routed": Grown(Request("2-3", variant="adapt"), PosteriorRouter(switch_rate=0.0), "bounded_forgetting"),
 }
 MODES = {
     "default": {},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from scale_surgery import Routing
+from scale_surgery import PosteriorRouter
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
@@ -233,7 +233,7 @@ def test_a_certificate_of_other_tensors_is_not_shown(own: Path) -> None:
 
 
 def test_routed_and_fused_models(expanded: Path, tmp_path: Path) -> None:
-    folder = route_export(expanded, tmp_path / "routed", Routing(switch_rate=0)).path
+    folder = route_export(expanded, tmp_path / "routed", PosteriorRouter(switch_rate=0)).path
     routed = card(folder)
     assert "| router | posterior, all paths alike, switch rate 0; one forward pass" in routed
     assert "model.routing_disabled()" in routed and "routed" in metadata(routed)["tags"]

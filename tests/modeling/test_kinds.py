@@ -25,9 +25,10 @@ from scale_surgery.modeling.expanded_model import ExpandedPreTrainedModel, _Wide
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
 from scale_surgery.modeling.expanded_paths import BASE, Call, Paths, Running
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
+from scale_surgery.modeling.expanded_routers import ROUTERS, PosteriorRouter
 from scale_surgery.modeling.modeling_scale import model_of
 from scale_surgery.planning.architecture import Architecture, Block, Sizes
-from scale_surgery.planning.routing_specs import Routing, base_specs
+from scale_surgery.planning.paths import base_specs
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
 from tests.by_hand import (
     HEAD_UP,
@@ -288,7 +289,11 @@ def test_no_gradient_passes_through_experts_below_what_learns(made, name, layer,
 
 def test_a_router_reads_two_heads_of_one_stream_where_edges_alone_are_expanded(made, tmp_path):
     path = write_expanded(
-        made("mixtral")[0], tmp_path / "routed", preserving_specs(), names_of(MIXTRAL), router=Routing().specs()
+        made("mixtral")[0],
+        tmp_path / "routed",
+        preserving_specs(),
+        names_of(MIXTRAL),
+        router=PosteriorRouter().of(1).settings,
     )
     base, model = load(made("mixtral")[0]), shaken(load(path), "w21", "w22", "up_weight")
     with torch.no_grad():
@@ -343,7 +348,7 @@ def write_mixtral(
     """An expansion of these layers, which collaborates in all but the first, and a router."""
     facts, collaboration = mixtral_facts(kept), Collaboration(layers[1:] if groups else (), groups)
     plan = build_specs(facts, SIZES, Widths(UP, 1, 4), layers, collaboration) | {"dtype": None}
-    said, settings = base_specs(facts, SIZES, {}), Routing(router).specs()
+    said, settings = base_specs(facts, SIZES, {}), ROUTERS[router]().of(1).settings
     return write_expanded(base, path, plan, names_of(MIXTRAL), base_specs=said, router=settings)
 
 
@@ -424,7 +429,7 @@ def routed_llama(stock: type, layers: tuple[int, ...], fork: tuple[int, ...], ro
     """A routed expansion of a stock class, of random weights."""
     config = transformers.LlamaConfig(**SMALL)
     plan = build_specs(LLAMA, SIZES, Widths(20, 1, 4), layers, Collaboration(fork, ("attn", "ffn"))) | {"dtype": None}
-    specs = config_key(plan, base_specs(LLAMA, SIZES, {}), **Routing(router).specs())
+    specs = config_key(plan, base_specs(LLAMA, SIZES, {}), **ROUTERS[router]().of(1).settings)
     own = model_of(stock, transformers.LlamaConfig)
     plain = config.to_dict() | {"scale_surgery": specs}
     del plain["model_type"]

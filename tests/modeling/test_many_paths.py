@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoModel, DynamicCache, StaticCache
 
 from scale_surgery.checkpoint.expansions import expansion_of
-from scale_surgery.modeling import expanded_routers
+from scale_surgery.modeling import expanded_routing
 from tests.composed import LLAMA
 from tests.conftest import load
 from tests.each import mostly
@@ -182,7 +182,7 @@ def test_pieces_and_texts_that_are_packed_or_padded(
     whole = logits(model, prompt, position_ids=positions_of(prompt["attention_mask"]))
     with monkeypatch.context() as patch:
         # one call, whose logits are made some positions at a time
-        patch.setattr(expanded_routers, "AT_ONCE", 4 * 3 * 5 * 97)
+        patch.setattr(expanded_routing, "AT_ONCE", 4 * 3 * 5 * 97)
         made = logits(model, prompt, position_ids=positions_of(prompt["attention_mask"]))
     torch.testing.assert_close(made[:, 5:], whole[:, 5:], atol=DRIFT, rtol=1e-4)
     for sizes in ((1,) * 14, (6, 5, 1, 2), (13, 1)):

@@ -9,8 +9,7 @@ import torch
 
 from scale_surgery import Request, expand, extract
 from scale_surgery.modeling.expanded_attention import Part, joined_parts
-from scale_surgery.modeling.expanded_mixture import normalizers
-from scale_surgery.modeling.expanded_routers import follow_paths
+from scale_surgery.modeling.expanded_mixture import follow_paths, normalizers
 from scale_surgery.modeling.expanded_state import state_of
 from tests.composed import LLAMA, Made
 from tests.conftest import shake

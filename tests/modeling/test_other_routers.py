@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from scale_surgery.modeling import expanded_routers
-from scale_surgery.modeling.expanded_routers import ROUTERS, Evidence, Router
+from scale_surgery import CheckpointError, GenerationSettings, Probes, evaluate, generate, verify
+from scale_surgery.modeling import expanded_routing
+from scale_surgery.modeling.expanded_routers import ROUTERS, Router
+from scale_surgery.modeling.expanded_routing import Evidence
 from scale_surgery.modeling.expanded_state import state_of
+from scale_surgery.routing.calibrate import route_calibrate
+from scale_surgery.routing.report import route_report
+from scale_surgery.show.tables_calibrate import render_calibration
+from scale_surgery.show.tables_route_report import render_route_report
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.surgery.route import route_export
+from scale_surgery.surgery.routers import describe
 from tests.composed import LLAMA
 from tests.conftest import load
 from tests.each import mostly
 from tests.routed import padded, random_ids
+from tests.routing.test_report import shown
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 IDS = random_ids(2, 13)
@@ -26,6 +38,7 @@ IDS = random_ids(2, 13)
 class Newest(Router):
     """The newest expansion, always; it reads nothing."""
 
+    router: str = field(default="newest", init=False)
     reads_tokens: ClassVar[bool] = False
     is_hard: ClassVar[bool] = True
 
@@ -39,8 +52,9 @@ class Newest(Router):
 class Shares(Router):
     """Shares that never change: it reads nothing, and mixes."""
 
+    router: str = field(default="shares", init=False)
     reads_tokens: ClassVar[bool] = False
-    shares: tuple[float, ...]
+    shares: tuple[float, ...] = ()
 
     def problems(self, expansions: int) -> list[str]:
         return [] if len(self.shares) == 1 + expansions else [f"shares: are {len(self.shares)}"]
@@ -54,6 +68,7 @@ class Shares(Router):
 class LastToken(Router):
     """Weighs by how well each path predicted the last token alone, and begins with equal weights."""
 
+    router: str = field(default="last_token", init=False)
     sharpness: float = 2.0
 
     def weights(self, evidence: Evidence) -> Tensor:
@@ -66,6 +81,7 @@ class LastToken(Router):
 class BestOfLastToken(LastToken):
     """The path that predicted the last token best, and no other."""
 
+    router: str = field(default="best_of_last_token", init=False)
     is_hard: ClassVar[bool] = True
 
 
@@ -135,7 +151,7 @@ def test_it_gives_what_it_was_defined_to_give(
             routed = wanted[:, :-1].gather(-1, following)[..., 0]
             torch.testing.assert_close(scores.routed[kept].double(), routed[kept], atol=1e-4, rtol=1e-4)
     whole = model(**prompt).logits
-    monkeypatch.setattr(expanded_routers, "AT_ONCE", 1)
+    monkeypatch.setattr(expanded_routing, "AT_ONCE", 1)
     torch.testing.assert_close(model(**prompt).logits[mask], whole[mask], atol=1e-5, rtol=1e-5)
     with model.use_expansion(list(LLAMA)):
         posterior = model(**prompt).logits.log_softmax(-1)
@@ -214,3 +230,35 @@ def test_its_numbers_are_checked(made_of: Callable[..., Any]) -> None:
         model.set_expansion(["law"], router="shares", shares=[0.2, 0.3, 0.5])
     with pytest.raises(ValueError, match=r"^router: is .*'sharpness'"):
         model.set_expansion(["law"], router="newest", sharpness=1)
+
+
+@of_each_kind
+def test_it_goes_through_every_command(
+    speaking: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Written, verified, measured, asked, shown token by token and calibrated, as any other."""
+    kind, numbers = TOYS[name]
+    router = kind(**{key: tuple(own) if isinstance(own, list) else own for key, own in numbers.items()})
+    if name == "shares":
+        router = kind((0.1, 0.2, 0.3, 0.4))
+    routed, text = tmp_path / "routed", tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 3, encoding="utf-8")
+    assert route_export(speaking[1], routed, router).routing == router
+    assert read_manifest(routed).routing == router and load(routed).choice.router == router
+    found = verify(routed, probes=Probes(new_tokens=4))
+    held = {promise.name: promise.holds for promise in found.promises}
+    assert found.passed and held["paths_as_alone"] and held["base_stream_always"] and not held["bounded_forgetting"]
+    assert f"the {name} router promises no bound" in [promise.evidence for promise in found.promises]
+    scores = evaluate(routed, text, text).scores
+    assert len({score.old.nats for score in scores if score.old}) > 1, "the mixture and the base differ"
+    (answer,) = generate(routed, "the quick", GenerationSettings(temperature=0, max_new_tokens=8)).answers
+    ids = AutoTokenizer.from_pretrained(routed)("the quick", return_tensors="pt")["input_ids"]
+    alone = load(routed).generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
+    assert [token.id for token in answer.tokens] == alone[0, ids.shape[1] :].tolist()
+    assert describe(router) in " ".join(shown(render_route_report(route_report(routed, text))).split())
+    result = route_calibrate(routed, text, text)
+    assert [outcome.routing for outcome in result.outcomes] == [router] and result.proposed == result.present
+    assert f"{name} router over 4 paths" in shown(render_calibration(result))
+    monkeypatch.delitem(ROUTERS, name)
+    with pytest.raises(CheckpointError, match=rf"routing\.router is '{name}', expected one of posterior, cosine"):
+        read_manifest(routed)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from scale_surgery.modeling import expanded_mixture, expanded_modules, expanded_routers
+from scale_surgery.modeling import expanded_mixture, expanded_modules, expanded_routing
 from scale_surgery.modeling.expanded_mixture import follow, mix
 from scale_surgery.modeling.expanded_modules import LinearBlocks
 from scale_surgery.modeling.expanded_paths import Paths
-from scale_surgery.modeling.expanded_routers import CosineRouter, Features, PathFeatures, PosteriorRouter, route
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
+from scale_surgery.modeling.expanded_routing import Features, PathFeatures, route
 from scale_surgery.modeling.expanded_state import Tokens, find_restarts
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
@@ -533,7 +534,7 @@ def test_what_does_not_weigh_by_the_past_breaks_the_bound(monkeypatch: Any) -> N
     assert excess(PosteriorRouter((0.5, 0.5), 0.0), *steady) <= math.log(2) + room(steady[0])
     late = ADVERSARIAL["a little"]
     assert excess(PosteriorRouter((0.5, 0.5), 0.3), *late) > math.log(2) + 1, "a switch rate costs"
-    monkeypatch.setattr(expanded_routers, "follow", lambda before, evidence, *_: torch.zeros_like(evidence))
+    monkeypatch.setattr(expanded_mixture, "follow", lambda before, evidence, *_: torch.zeros_like(evidence))
     assert excess(PosteriorRouter((0.5, 0.5), 0.0), *steady) > math.log(2) + 10
 
 
@@ -749,7 +750,7 @@ def test_scores_are_those_of_the_models(
         assert torch.equal(weight, (cosines_of(model, prompt)[:, :-1] <= model.choice.router.threshold).float())
         assert torch.equal(found.routed, torch.where(weight.bool(), adapt, preserve))
         assert torch.equal(preserve, found.base) == (routing == "strict")
-    monkeypatch.setattr(expanded_routers, "AT_ONCE", 2 * 5 * 97)
+    monkeypatch.setattr(expanded_routing, "AT_ONCE", 2 * 5 * 97)
     for one, other in zip(model.score_tokens(**prompt)[:4], found[:4], strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 

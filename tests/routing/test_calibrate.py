@@ -24,10 +24,11 @@ from safetensors.torch import load_file, save_file
 from scale_surgery import (
     CalibrationSettings,
     CheckpointError,
+    CosineRouter,
     DataError,
     PlanError,
+    PosteriorRouter,
     Request,
-    Routing,
     RunOptions,
     SurgeryError,
     evaluate,
@@ -37,8 +38,7 @@ from scale_surgery import (
 )
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.meter import Score
-from scale_surgery.modeling import expanded_routers
-from scale_surgery.planning.routing_specs import read_routing
+from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import Limits, choose, given_options, propose, read_limits
@@ -55,7 +55,7 @@ from scale_surgery.routing.path_scores import (
     scored_cosines,
     winning_weights,
 )
-from scale_surgery.routing.settings import round_threshold, settings_of, shown_settings
+from scale_surgery.routing.settings import round_threshold, settings_of
 from scale_surgery.routing.short_prompts import Beginnings, beginnings
 from scale_surgery.routing.sweep import Measured, Reference
 from scale_surgery.running.documents import read_documents
@@ -63,6 +63,7 @@ from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, stride, tokenize
 from scale_surgery.show.figure_calibration import calibration_figure, plot_calibration
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
+from scale_surgery.surgery.routers import router_of, weights_of
 from tests.conftest import digests, load
 from tests.each import mostly
 from tests.evidence.test_evaluate import perturb, with_tokenizer
@@ -74,9 +75,9 @@ STORY = "the quick brown fox jumps over the lazy dog and sleeps until the sun is
 ASKED = [{"question": f"{word}?", "answer": answer} for word, answer in (("who", "me"), ("where is it", "at home"))]
 MORE = [{"question": f"{a}{b}", "answer": f"{b}{c}"} for a, b, c in itertools.product("abc", "defg", "hij")]
 ROUTINGS = {
-    "posterior": Routing("posterior", prior=0.3, switch_rate=0.02),
-    "cosine": Routing("cosine", threshold=0.9),
-    "strict": Routing("cosine", threshold=0.9, strict=True),
+    "posterior": PosteriorRouter(prior=0.3, switch_rate=0.02),
+    "cosine": CosineRouter(threshold=0.9),
+    "strict": CosineRouter(threshold=0.9, strict=True),
 }
 
 
@@ -287,11 +288,11 @@ def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[
 
 def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
     base, present, own = measured(100, 300), measured(100, 200), measured(110, 150)
-    found = Reference(base, measured(500, 100), present).outcome(Routing(), own)
+    found = Reference(base, measured(500, 100), present).outcome(PosteriorRouter(), own)
     assert (found.forgetting, found.learning, found.kept) == (pytest.approx(0.1), 1.5, 0.75)
     assert found.gain.value == pytest.approx(0.5)
     for nats in (300, 350):
-        assert Reference(base, measured(500, nats), present).outcome(Routing(), own).kept is None
+        assert Reference(base, measured(500, nats), present).outcome(PosteriorRouter(), own).kept is None
 
 
 def measured(old: float, new: float) -> Measured:
@@ -343,7 +344,7 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
     ways = (base_alone, adapt_alone, best_alone, routed_by(model.choice.router))
     (whole,) = read_paths(model, sequences, 10)
     monkeypatch.setattr(path_scores, "TOGETHER", 200)
-    monkeypatch.setattr(expanded_routers, "AT_ONCE", 2 * 7 * 33)
+    monkeypatch.setattr(expanded_routing, "AT_ONCE", 2 * 7 * 33)
     parts = read_paths(model, sequences, 7)
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
     assert len(whole.answers.row) == sum(len(part.answers.row) for part in parts) > 50
@@ -377,14 +378,15 @@ def test_winning_weights_are_those_that_a_search_finds() -> None:
 
 
 def test_settings_that_are_tried(place: Path, calibration_of: Callable[[str], Calibration]) -> None:
-    present = ROUTINGS["posterior"]
-    tried = settings_of(present, (), ())
-    assert tried[:2] == (present, replace(present, prior=None, switch_rate=0.01))
+    present: Any = ROUTINGS["posterior"].of(1)
+    read = read_paths(load(place / "posterior"), tokenize(read_documents(new(place)), letters()), 8)
+    tried = settings_of(present, (), read)
+    assert tried[:2] == (present, PosteriorRouter().of(1))
     assert {routing.switch_rate for routing in tried} == {0, 0.0001, 0.001, 0.003, 0.01, 0.02, 0.03, 0.1}
-    assert {routing.weights()[0] for routing in tried} == {0.01, 0.05, 0.2, 0.3, 0.5, 0.8, 0.95, 0.99}
+    assert {weights_of(routing)[0] for routing in tried} == {0.01, 0.05, 0.2, 0.3, 0.5, 0.8, 0.95, 0.99}
     assert len(tried) == len(set(tried)) == 50
     read = read_paths(load(place / "strict"), tokenize(read_documents(new(place)), letters()), 8)
-    known = replace(ROUTINGS["strict"], threshold=0.5)
+    known = CosineRouter(threshold=0.5, strict=True)
     tried = settings_of(known, read, read)
     assert tried[0] == known and all(routing.strict for routing in tried)
     thresholds = [routing.threshold for routing in tried]
@@ -409,7 +411,7 @@ def test_thresholds_keep_two_figures_of_the_distance_from_1(cosine: float, thres
 def outcome(threshold: float, forgetting: float, learning: float, **changes: Any) -> Outcome:
     """What a setting scores, 100 tokens a side and a base with 1 and 3 nats per token."""
     old_side, new_side = Measurement(100 + 100 * forgetting, 100, 0, 0), Measurement(300 - 100 * learning, 100, 0, 0)
-    routing = Routing("cosine", threshold=threshold)
+    routing = CosineRouter(threshold=threshold)
     gain, short = Estimate(learning, 0.001), short_prompts(threshold)
     made = Outcome(routing, old_side, new_side, forgetting, learning, learning / 2, threshold, threshold, gain, short)
     return replace(made, **changes)
@@ -450,7 +452,7 @@ def told(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     """A routed model as it is made, texts that its base wrote, and texts that its adapt path wrote."""
     folder = tmp_path_factory.mktemp("told")
     model = Path(shutil.copytree(place / "posterior", folder / "model"))
-    set_routing(model, Routing())
+    set_routing(model, PosteriorRouter())
     for side in (0, 1):
         lines(folder / f"{side}.jsonl", *({"text": text} for text in written_by(model, side, 40)))
     return model, folder / "0.jsonl", folder / "1.jsonl"
@@ -624,13 +626,13 @@ def test_what_few_texts_do_not_show_is_not_taken_for_no_loss(lost: list[float], 
 
 
 def bounded(prior: float, rate: float) -> Outcome:
-    return replace(outcome(0.5, 0.0, 1.0), routing=Routing("posterior", prior=prior, switch_rate=rate))
+    return replace(outcome(0.5, 0.0, 1.0), routing=PosteriorRouter(prior, rate).of(1))
 
 
 def test_the_bound_that_was_asked_for_is_named() -> None:
     """Where no setting keeps the bounds."""
     some = [bounded(0.5, 0.01), bounded(0.9, 0.1)]
-    lowest = "the lowest is 0.01005 nats, with prior 0.5, switch rate 0.01. Raise it."
+    lowest = "the lowest is 0.01005 nats, with all paths alike, switch rate 0.01. Raise it."
     per_token = f"--bound-per-token 0.001: no setting bounds a further token so tightly; {lowest}"
     per_text = (
         "--bound 0.01: no setting bounds a text so tightly; the lowest is 0.1054 nats, with prior 0.9, switch rate "
@@ -708,7 +710,7 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
     after = digests(model)
     assert {file for file in after if after[file] != before.get(file)} == {"config.json", "surgery.json"}
     config = json.loads((model / "config.json").read_text())
-    assert read_routing(config["scale_surgery"]) == done.proposed.routing
+    assert router_of(config["scale_surgery"]) == done.proposed.routing
     # what is right already is not written again, so that a verification stays
     again = route_calibrate(model, old(place), new(place), replace(settings, write=True), **options)
     assert not again.written and digests(model) == after
@@ -876,7 +878,7 @@ def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path
     model = Path(shutil.copytree(place / "cosine", tmp_path / "odd"))
     config = json.loads((model / "config.json").read_text())
     for change, said in (
-        ({"threshold": 7}, "threshold is 7, expected a cosine, from -1 to 1."),
+        ({"threshold": 7}, "threshold: is 7, expected a cosine, from -1 to 1."),
         ({"router": "dice"}, "router is 'dice', expected one of posterior, cosine."),
     ):
         router = config["scale_surgery"]["router"] | change
@@ -908,7 +910,7 @@ def test_the_table_fits_80_columns_and_has_the_rows_that_matter(
     assert heads == ["base", "adapt", "present"]
     shown = choose_shown(result)
     assert result.present in shown and result.proposed in shown
-    default = replace(Routing(ROUTINGS[router].router), strict=result.present.routing.strict)  # type: ignore[union-attr]
+    default = CosineRouter(strict=router == "strict") if router != "posterior" else PosteriorRouter().of(1)
     assert default in [outcome.routing for outcome in shown]
     every = shown_of(result, details=True)
     assert f"{len(result.outcomes)} of {len(result.outcomes)} settings" in every
@@ -923,12 +925,12 @@ def calibration(*outcomes: Outcome, **changes: Any) -> Calibration:
     texts = (("old.txt",), ("new.txt",), 64, 32, None, None, False)
     best, limits = outcomes[-1], Limits(0.02, None, None, None, 0.01)
     chosen = (outcomes[0], best, best, best, limits, 0.01, True)
-    made = Calibration(Path("routed"), "routed", base, adapt, *chosen, ordered, 0.02, *texts)
+    made = Calibration(Path("routed"), "routed", (), base, adapt, *chosen, ordered, 0.02, *texts)
     return replace(made, **changes)
 
 
 def test_the_options_that_set_the_same_limits_once_more() -> None:
-    present = replace(outcome(0.5, 0.1, 1.5), routing=Routing("posterior", prior=0.5, switch_rate=0.01))
+    present = replace(outcome(0.5, 0.1, 1.5), routing=PosteriorRouter((0.5, 0.5), switch_rate=0.01))
     assert present.routing is not None
     for settings, options in (
         (CalibrationSettings(), ()),
@@ -1096,7 +1098,7 @@ def test_command_writes_and_draws(place: Path, tmp_path: Path) -> None:
     content = json.loads(run(model, *sides(place), *options, "--json").stdout)
     assert content["written"] and content["plot"] == str(plot) and plot.read_bytes().startswith(b"\x89PNG")
     config = json.loads((model / "config.json").read_text())
-    assert shown_settings(read_routing(config["scale_surgery"])) == content["proposed"]["routing"]
+    assert config["scale_surgery"]["router"] == content["proposed"]["routing"]
     assert "nothing: the model routes so already" in run(model, *sides(place), *options).stdout
 
 

@@ -15,12 +15,13 @@ from click.testing import CliRunner
 from scale_surgery import CalibrationSettings, CheckpointError, PlanError, set_routing
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
-from scale_surgery.planning.paths import MixedPaths, read_paths
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import render_calibration
 from scale_surgery.surgery.intact import find_damage
 from scale_surgery.surgery.record import read_manifest
+from scale_surgery.surgery.routers import is_even, router_of, weights_of
 from tests.composed import Made, mixed
 from tests.conftest import load
 from tests.routing.test_calibrate import free
@@ -58,6 +59,11 @@ def calibrate(place: Path, settings: CalibrationSettings, **options: Any) -> Cal
     return route_calibrate(place / "composed", place / "old.jsonl", place / "new.jsonl", settings, **options)
 
 
+def is_uneven(router: Any) -> bool:
+    """Whether expansions begin with different weights."""
+    return not is_even(weights_of(router)[1:])
+
+
 @pytest.fixture(scope="module")
 def found(place: Path) -> Calibration:
     return calibrate(place, free("posterior"))
@@ -78,10 +84,10 @@ def nats(place: Path, side: str, **options: Any) -> float:
 
 def test_numbers_are_those_of_the_model_with_that_setting(place: Path, found: Calibration) -> None:
     """Another prior and another rate, from what was read once, against the model that mixes so."""
-    assert found.present.routing == MixedPaths(("base", *NAMES), (0.25,) * 4, 0.05)
+    assert found.present.routing == PosteriorRouter((0.25,) * 4, 0.05)
     assert math.isclose(found.present.old.nats, nats(place, "old"), rel_tol=1e-5)
     tried = {outcome.routing: outcome for outcome in found.outcomes}
-    uneven = [own for own in tried if isinstance(own, MixedPaths) and not own.splits_evenly and own.switch_rate == 0.1]
+    uneven = [own for own in tried if is_uneven(own) and own.switch_rate == 0.1]
     assert len(uneven) >= 8
     for setting in uneven[:2]:
         own = nats(place, "new", prior=setting.prior, switch_rate=0.1)
@@ -91,8 +97,8 @@ def test_numbers_are_those_of_the_model_with_that_setting(place: Path, found: Ca
 
 def test_priors_follow_the_texts_and_bound_every_path(found: Calibration) -> None:
     settings = [outcome.routing for outcome in found.outcomes]
-    assert len(set(settings)) == len(settings) and all(isinstance(own, MixedPaths) for own in settings)
-    asked = next(own for own in settings if isinstance(own, MixedPaths) and not own.splits_evenly)
+    assert len(set(settings)) == len(settings) and all(isinstance(own, PosteriorRouter) for own in settings)
+    asked = next(own for own in settings if is_uneven(own))
     base, medicine, law, music = asked.prior
     # 0, 1 and 3 of four texts, and half a text each
     assert [round(own * 5.5 / (1 - base), 6) for own in (medicine, law, music)] == [0.5, 1.5, 3.5]
@@ -100,7 +106,7 @@ def test_priors_follow_the_texts_and_bound_every_path(found: Calibration) -> Non
     # without switches no text loses more than the bound against the best path for it; with one path alone it may
     for outcome in found.outcomes:
         setting = outcome.routing
-        if isinstance(setting, MixedPaths) and setting.switch_rate == 0:
+        if isinstance(setting, PosteriorRouter) and setting.switch_rate == 0:
             assert -1e-3 <= outcome.new.nats - found.adapt.new.nats <= 4 * setting.bound + 1e-3
     assert found.base.new.nats - found.adapt.new.nats > 4 * math.log(4), "the control"
 
@@ -109,9 +115,9 @@ def test_no_text_may_lose_more_than_now_unless_that_is_asked_for(place: Path, fo
     careful = calibrate(place, CalibrationSettings(most_forgetting=9.0))
     assert careful.limits.bound == pytest.approx(math.log(4))
     own = careful.best.routing
-    assert isinstance(own, MixedPaths) and own.is_even and own.switch_rate <= 0.05
+    assert isinstance(own, PosteriorRouter) and is_even(weights_of(own)) and own.switch_rate <= 0.05
     looser = found.best.routing
-    assert isinstance(looser, MixedPaths) and not looser.is_even, "the control"
+    assert isinstance(looser, PosteriorRouter) and not is_even(weights_of(looser)), "the control"
     assert found.best.learning > careful.best.learning
 
 
@@ -123,7 +129,7 @@ def test_it_is_shown_and_drawn(found: Calibration) -> None:
     labels = [own.get_text() for own in calibration_figure(found).legends[0].get_texts()]
     assert "best path alone" in labels and sum(label.startswith("switch rate") for label in labels) == 8
     content = json.loads(json.dumps(found.to_json()))
-    assert content["proposed"]["routing"]["prior"].keys() == {"base", *NAMES}
+    assert len(content["proposed"]["routing"]["prior"]) == 4 and content["paths"] == ["base", *NAMES]
 
 
 def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: Path) -> None:
@@ -136,13 +142,13 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     content = json.loads(result.stdout)
     assert content["written"] is True and (tmp_path / "plot.svg").stat().st_size > 10_000
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    setting = read_paths(checkpoint.config["scale_surgery"])
-    assert setting is not None and setting.settings == content["proposed"]["routing"]
-    assert record.routing == setting.routing and not find_damage(checkpoint, record).problems
+    assert checkpoint.config["scale_surgery"]["router"] == content["proposed"]["routing"]
+    assert record.routing == router_of(checkpoint.config["scale_surgery"])
+    assert not find_damage(checkpoint, record).problems
     model = load(folder)
-    assert model.choice.router.prior == pytest.approx(setting.prior)
+    assert model.choice.router.settings == content["proposed"]["routing"]
     # the control: the folder that it was copied from is another
-    assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05)
+    assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05).of(3)
 
 
 def test_numbers_are_set_in_both_files_or_in_none(
@@ -153,8 +159,8 @@ def test_numbers_are_set_in_both_files_or_in_none(
     with pytest.raises(PlanError) as refused:
         set_routing(folder, mixed((0.5, 0.3, 0.2), 1.5))
     assert str(refused.value).splitlines() == [
-        "switch-rate: 1.5, expected a share, at least 0 and less than 1.",
-        "shares: (0.6, 0.4), expected 3 positive numbers of sum 1, one for each expansion.",
+        "prior: is [0.5, 0.3, 0.2], expected 4 positive weights of sum 1, the base's first.",
+        "switch_rate: is 1.5, expected a share of at least 0 and less than 1.",
     ]
     refuse_to_write(folder / "surgery.json")
     with pytest.raises(CheckpointError, match=r"composed: cannot be written \(Input/output error\)"):

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from scale_surgery.cli.program import main
-from scale_surgery.planning.paths import MixedPaths
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.records import DocumentRoute, FileRoute, PathTotals, RouteReport, TokenPaths
 from scale_surgery.routing.report import route_report
 from scale_surgery.show.pages.paths import render_path_page
@@ -52,7 +52,7 @@ def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made,
         assert math.isclose(tokens[at].mixed_log_probability, float(given[-1]), rel_tol=1e-4)
         weights = model.score_tokens(window).weights[0, place]
         assert torch.allclose(torch.tensor(tokens[at].weights), weights, atol=1e-5)
-    assert report.routing == MixedPaths(NAMES, (0.25,) * 4, 0.05) and report.base == "base"
+    assert report.routing == PosteriorRouter((0.25,) * 4, 0.05) and report.base == "base"
     assert tokens[0].weights is None and tokens[0].log_probabilities is None
 
 
@@ -66,7 +66,7 @@ def test_totals_are_means_over_the_tokens_that_count(report: RouteReport) -> Non
     assert math.isclose(sum(file.totals.shares), 1, rel_tol=1e-6) and report.shares == file.totals.shares
     assert len(set(file.totals.nats_per_token)) == len(NAMES), "the control: the paths differ"
     content = strictly(json.dumps(report.to_json()))
-    assert content["routing"] == {"router": "posterior", "prior": dict.fromkeys(NAMES, 0.25), "switch_rate": 0.05}
+    assert content["routing"] == {"router": "posterior", "prior": [0.25] * 4, "switch_rate": 0.05}
     assert list(content["files"][0]["shares"]) == list(content["tokens"][5]["weights"]) == list(NAMES)
     assert content["tokens"][0]["weights"] is None
 
@@ -81,7 +81,7 @@ def handmade(*tokens: TokenPaths, names: tuple[str, ...] = NAMES[:3]) -> RouteRe
     even = (1 / len(names),) * len(names)
     totals = PathTotals(1, len(tokens), (2.0, 1.0, 3.0, *[3.0] * (len(names) - 3)), even, 1.5)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
-    return RouteReport("composed", "base", MixedPaths(names, even, 0.01), 64, 32, None, files)
+    return RouteReport("composed", "base", PosteriorRouter(even, 0.01), names, 64, 32, None, files)
 
 
 TOKENS = (
@@ -98,7 +98,7 @@ TOKENS = (
 def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
     text = shown(render_route_report(handmade(*TOKENS))).splitlines()
     assert text[3:7] == ["a.txt", "<s>An⟦medicine: na Berg⟧ is⟦law: ↵⟧", "⟦law: [b]new⟧", ""]
-    assert text[7].startswith("routing  (posterior over 3 paths, prior 0.333 each, switch rate 0.01;")
+    assert text[7].startswith("routing  (posterior, all paths alike, switch rate 0.01;")
     assert [line.split() for line in text[-5:]] == [
         ["a.txt", "7"], ["base", "2.0000", "33.3%"], ["medicine", "1.0000", "33.3%"], ["law", "3.0000", "33.3%"],
         ["mixed", "1.5000"],
@@ -186,7 +186,7 @@ def test_the_command_writes_what_is_asked_for(speaking: tuple[Made, Path], tmp_p
     asked = [word for file in outputs for word in ("-o", str(file))]
     result = CliRunner().invoke(main, ["route-report", str(speaking[1]), "--text", str(tmp_path / "a.txt"), *asked])
     assert result.exit_code == 0, result.output
-    assert "posterior over 4 paths" in result.output.replace("\n", " ")
+    assert "posterior, all paths alike" in result.output.replace("\n", " ")
     rows = [strictly(line) for line in outputs[1].read_text().splitlines()]
     assert rows == strictly(outputs[2].read_text())["tokens"] and len(rows) == 12
     assert "law" in outputs[0].read_text()

@@ -24,10 +24,11 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from scale_surgery import (
     CheckpointError,
+    CosineRouter,
     DataError,
     PlanError,
+    PosteriorRouter,
     Request,
-    Routing,
     RunOptions,
     SurgeryError,
     evaluate,
@@ -36,6 +37,7 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.program import main
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report, write_jsonl
 from scale_surgery.routing.token_texts import token_texts
@@ -81,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = save_tiny(place / "base", "llama", vocab_size=258)
     bytes_tokenizer().save_pretrained(base)
     perturb(expand(base, Request("0-2", variant="adapt", collaborative_layers="1-2"), place / "wide").path)
-    routers = {"posterior": Routing(), "cosine": Routing("cosine", threshold=0.9)}
+    routers = {"posterior": PosteriorRouter(), "cosine": CosineRouter(threshold=0.9)}
     routers["strict"] = replace(routers["cosine"], strict=True)
     for name, routing in routers.items():
         route_export(place / "wide", place / name, routing)
@@ -105,11 +107,11 @@ def tokens_of(report: RouteReport) -> list[TokenRoute]:
     return [token for file in report.files for document in file.documents for token in document.tokens]
 
 
-def handmade(*tokens: TokenRoute, routing: Routing | None = None) -> RouteReport:
+def handmade(*tokens: TokenRoute, routing: Router | None = None) -> RouteReport:
     """A report of one document."""
     totals = Totals(1, len(tokens), 1.0, 1.0, 2.0, 1.5, 0.25)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
-    return RouteReport("routed", "base", routing or Routing(), 64, 32, None, files)
+    return RouteReport("routed", "base", routing or PosteriorRouter().of(1), (), 64, 32, None, files)
 
 
 def token(position: int, text: str, weight: float | None = None, **changes: Any) -> TokenRoute:
@@ -662,7 +664,7 @@ def test_command_gives_json(place: Path, report_of: Callable[[str], RouteReport]
     texts = [part for name in ("story.txt", "asked.jsonl", "evil.txt") for part in ("--text", place / name)]
     content = strictly(run(place / "posterior", *texts, "--batch-size", "2", "--json").stdout)
     assert content == report_of("posterior").to_json()
-    assert content["routing"] == {"router": "posterior", "prior": 0.5, "switch_rate": 0.01, "strict": True}
+    assert content["routing"] == {"router": "posterior", "prior": [0.5, 0.5], "switch_rate": 0.01}
     assert content["base"] == "base" and len(content["files"]) == 3
 
 

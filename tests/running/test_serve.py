@@ -27,9 +27,9 @@ from click.testing import CliRunner
 
 from scale_surgery import (
     GenerationSettings,
+    PosteriorRouter,
     Probes,
     Request,
-    Routing,
     ServingError,
     compose,
     expand,
@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """An expanded model with tensors that differ from the base's, the same with a router, and that fused."""
     place = tmp_path_factory.mktemp("served")
     wide = shake(expand(SHIPPED, Request("last:2", variant="adapt", collaborate="both"), place / "expanded").path)
-    route_export(wide, place / "routed", Routing("posterior", switch_rate=0.05))
+    route_export(wide, place / "routed", PosteriorRouter(switch_rate=0.05))
     merge(place / "routed", place / "fused", probes=Probes(new_tokens=0))
     (place / "routed" / "chat_template.jinja").write_text(CHAT)
     shutil.copytree(SHIPPED, place / "stock")

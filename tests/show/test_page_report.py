@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner, Result
 from jinja2 import UndefinedError
 
-from scale_surgery import CheckpointError, Report, Request, Routing, expand, report
+from scale_surgery import CheckpointError, PosteriorRouter, Report, Request, expand, report
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
@@ -360,7 +360,9 @@ def test_terminal_fits_eighty_columns(found: Report) -> None:
 def test_terminal_of_large_numbers_fits_too() -> None:
     large = Norms(123456.0, 98765.0, 99999.0, 123456.0)
     rows = [tensor(99, "up_proj", "up_weight", norms=large, rank=1023.4, change_rank=1000.1, shape=(128000, 4096))]
-    text = shown(render_report(handmade(*rows, tensor(98), routing=Routing(), variant="grow-freeze"), details=True))
+    text = shown(
+        render_report(handmade(*rows, tensor(98), routing=PosteriorRouter().of(1), variant="grow-freeze"), details=True)
+    )
     assert max(map(len, text.splitlines())) <= 80
     assert "123456" in text and "1023.4" in text
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     Adopted,
+    PosteriorRouter,
     Probes,
     Request,
-    Routing,
     SurgeryError,
     adopt,
     apply,
@@ -525,7 +525,7 @@ def test_a_model_that_sees_images(tmp_path: Path) -> None:
 
 
 def test_a_routed_model_keeps_its_router(pair: Pair, tmp_path: Path) -> None:
-    routed = route_export(pair.path, tmp_path / "routed", Routing("posterior", switch_rate=0.05)).path
+    routed = route_export(pair.path, tmp_path / "routed", PosteriorRouter(switch_rate=0.05)).path
     model = move(load(routed))
     saved = save(model, tmp_path / "saved")
     done = adopt(saved, routed, tmp_path / "out")

@@ -17,7 +17,17 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import scale_surgery
-from scale_surgery import Request, Routing, apply, compose, expand, extract, load_expansion, route_export, strip
+from scale_surgery import (
+    PosteriorRouter,
+    Request,
+    apply,
+    compose,
+    expand,
+    extract,
+    load_expansion,
+    route_export,
+    strip,
+)
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
@@ -161,12 +171,12 @@ def test_what_cannot_be_composed(llama: Made, folder: Path, tmp_path: Path, made
     assert "name: law is an expansion of this model already" in str(refused.value)
     assert "name: is 'a-b', expected letters" in str(refused.value)
     own = {name: llama.extracts[name] for name in ("law", "music")}
-    with pytest.raises(PlanError, match=r"shares: \(.*\), expected 2 positive numbers of sum 1.*expansions are law, m"):
+    with pytest.raises(PlanError, match=r"prior: is \[.*\], expected 3 positive weights of sum 1, the base's first"):
         compose(llama.base, own, tmp_path / "out", routing=mixed((0.5, 0.3, 0.1, 0.1)))
     with pytest.raises(PlanError) as refused:
-        wrong = Routing(prior=math.nan, shares=(math.nan, 0.5), switch_rate=math.nan)
+        wrong = PosteriorRouter(prior=math.nan, switch_rate=math.nan)
         compose(llama.base, own, tmp_path / "out", routing=wrong)
-    assert [line.split(":")[0] for line in refused.value.lines] == ["prior", "shares", "switch-rate"]
+    assert [line.split(":")[0] for line in refused.value.lines] == ["prior", "switch_rate"]
     with pytest.raises(PlanError, match=r"expected an expansion of .*: medicine or law or music or chess"):
         extract(folder, tmp_path / "out", name="history")
     with pytest.raises(PlanError, match=r"expected an expansion of .*: law"):
@@ -191,7 +201,7 @@ def test_what_python_gives_otherwise(llama: Made, folder: Path, tmp_path: Path) 
         r"name: is 1, expected letters, digits and underscores": {"extracts": {1: own}},
         r"extracts: 3 is no folder, expected the path of one or a Hub id": {"extracts": {"law": 3}},
         r"base_weights: is 'symlink', expected one of: auto, copy, link": {"base_weights": "symlink"},
-        r"routing: is {'prior': None}, expected scale_surgery.Routing": {"routing": {"prior": None}},
+        r"router: is {'prior': None}, expected one such as scale_surgery.Post": {"routing": {"prior": None}},
     }
     for message, wrong in refused.items():
         with pytest.raises(PlanError, match=message):
@@ -392,7 +402,7 @@ def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None
     assert load(first).config.scale_surgery["router"] == router
     assert load(first).choice.router.settings == router
     wrong = run(llama.base, *two, "--names", "medicine,law", "--prior", "0.5,0.5", "-o", tmp_path / "wrong")
-    assert wrong.exit_code == 2 and "--prior 0.5,0.5: expected 3 positive weights of sum 1" in wrong.output
+    assert wrong.exit_code == 1 and "prior: is [0.5, 0.5], expected 3 positive weights of sum 1" in wrong.output
     assert not (tmp_path / "wrong").exists()
     # what is named twice is removed once
     removed = ("--remove", "law", "--remove", "law", "--prior", "0.7,0.3")

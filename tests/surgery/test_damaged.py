@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
+    PosteriorRouter,
     Request,
-    Routing,
     TrainingSettings,
     expand,
     extract,
@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "the record": (forge_hash, "model.norm.weight: sha256 "),
 }
 WRITERS: dict[str, Callable[[Path, Path], object]] = {
-    "route-export": lambda path, out: route_export(path, out, Routing()),
+    "route-export": lambda path, out: route_export(path, out, PosteriorRouter()),
     "expand": lambda path, out: expand(path, Request("0", name="law"), out),
     "extract": lambda path, out: extract(path, out),
     "merge": lambda path, out: merge(path, out),

@@ -18,8 +18,8 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verify import verify
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
@@ -126,7 +126,7 @@ COMMANDS = {
     "train": lambda path, out: train(path, [__file__], out),
     "route-export": lambda path, out: route_export(path, out),
     "unroute": lambda path, out: unroute(path, out),
-    "set_routing": lambda path, out: set_routing(path, Routing()),
+    "set_routing": lambda path, out: set_routing(path, PosteriorRouter()),
     "inspect": lambda path, out: inspect(path),
     "expand": lambda path, out: expand(path, Request("0"), out),
     "evaluate": lambda path, out: evaluate([path], [__file__], []),

@@ -24,8 +24,8 @@ from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.modeling.expanded_modules import ExpandedModule, GrownBlocks
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery import blocks
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
@@ -44,7 +44,7 @@ from tests.tiny import FAMILIES, save_tiny
 
 FREEZE = Request("0,2", method="grow")
 TRAIN = Request("0,2", method="grow", variant="grow-train")
-ROUTINGS = (Routing("posterior", switch_rate=0), Routing("cosine"))
+ROUTINGS = (PosteriorRouter(switch_rate=0), CosineRouter())
 IDS = torch.tensor([[5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]])
 
 
@@ -334,7 +334,7 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
     woven(FEW, ROUTINGS, among=FACTS),
     ids=lambda own: own if isinstance(own, str) else own.router,
 )
-def test_routed(family: str, routing: Routing, grown_of: Callable[..., Path], tmp_path: Path) -> None:
+def test_routed(family: str, routing: Router, grown_of: Callable[..., Path], tmp_path: Path) -> None:
     """The preserve path of a routed grown model is its base, which counts whole there."""
     routed = route_export(shake(grown_of(family, TRAIN)), tmp_path / "routed", routing).path
     result = verify(routed, record=False)
@@ -347,7 +347,7 @@ def test_a_preserve_path_that_counts_half_is_noticed(
     grown_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: on the preserve path the base product must count whole."""
-    routed = route_export(shake(grown_of("llama")), tmp_path / "routed", Routing(switch_rate=0)).path
+    routed = route_export(shake(grown_of("llama")), tmp_path / "routed", PosteriorRouter(switch_rate=0)).path
     join = ExpandedModule.join
 
     def halved(self: Any, found: Any, layout: Any) -> Any:

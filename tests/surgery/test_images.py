@@ -10,9 +10,18 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from scale_surgery import Request, Routing, expand, extract, load_expansion, route_export, strip, verify
+from scale_surgery import (
+    Request,
+    expand,
+    extract,
+    load_expansion,
+    route_export,
+    strip,
+    verify,
+)
 from scale_surgery.deriving.derive import derive
 from scale_surgery.errors import CheckpointError
+from scale_surgery.modeling.expanded_routers import ROUTERS
 from tests.conftest import digests, shake
 from tests.each import mostly
 
@@ -126,7 +135,7 @@ def test_what_is_added_between_layers_goes_to_both_paths(tmp_path, router):
     config = twin_config("qwen3_vl")
     base = write_base(config, torch.float32, tmp_path / "base")
     made = expand(base, Request("0,1", variant="adapt", collaborate="both"), tmp_path / "expanded")
-    routed = route_export(shake(made.path), tmp_path / "routed", Routing(router)).path
+    routed = route_export(shake(made.path), tmp_path / "routed", ROUTERS[router]()).path
     stock, expanded, model = map(load, (base, made.path, routed))
     prompt = inputs("qwen3_vl", config, torch.float32)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from scale_surgery import Request, apply, expand, extract, load_expansion
 from scale_surgery.checkpoint import expansions
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.surgery.route import route_export
 from tests.composed import LLAMA, Made
 from tests.conftest import load, shake
@@ -164,7 +164,7 @@ def test_generation_keeps_its_state_in_the_cache(llama):
 @torch.no_grad()
 def test_two_paths_are_those_of_a_routed_model(llama, tmp_path):
     """K = 1: the same log-probabilities as the model that route-export writes, whole and cached."""
-    folder = route_export(llama.folders["law"], tmp_path / "routed", Routing(prior=0.3, switch_rate=0.02)).path
+    folder = route_export(llama.folders["law"], tmp_path / "routed", PosteriorRouter(prior=0.3, switch_rate=0.02)).path
     routed, model = load(folder), llama.composed("law")
     model.set_expansion(["law"], prior=[0.3, 0.7], switch_rate=0.02)
     for prompt in PROMPTS:

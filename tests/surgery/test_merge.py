@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from scale_surgery import (
     CheckpointError,
+    CosineRouter,
     PlanError,
+    PosteriorRouter,
     Probes,
     Request,
-    Routing,
     RunOptions,
     TrainingSettings,
     evaluate,
@@ -37,6 +38,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
+from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.running.drift import measure_drift
 from scale_surgery.surgery.fused import check_fusible
 from scale_surgery.surgery.joining import join, joined_tensors, take
@@ -44,7 +46,7 @@ from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, digests, load, shake
 from tests.each import each_shape, mostly
 
-ROUTERS = (Routing(), Routing("cosine", threshold=0.9))
+ROUTERS = (PosteriorRouter(), CosineRouter(threshold=0.9))
 
 
 def change(file: Path, name: str, index: tuple[int, ...]) -> None:
@@ -126,7 +128,7 @@ def test_half_precision_and_other_requests(
     ),
 )
 def test_a_routed_model_keeps_its_router(
-    expanded_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path, family: str, router: Routing
+    expanded_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path, family: str, router: Router
 ) -> None:
     expanded = expanded_of(family)
     routed = route_export(expanded, tmp_path / "routed", router).path

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.inspect import inspect
-from scale_surgery.planning.routing_specs import Routing
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
@@ -27,7 +27,7 @@ from tests.conftest import digests, load
 from tests.routed import REQUESTS, Trio, random_ids, train
 
 trio_of = routed.trio_of
-COSINE = Routing("cosine", threshold=0.25)
+COSINE = CosineRouter(threshold=0.25)
 EXTRAS = {
     "README.md": b"---\nlicense: mit\n---\r\n# caf\xc3\xa9, no final newline",
     "chat_template.jinja": b"{{ messages }}\r\n",
@@ -82,8 +82,8 @@ def changed_files(before: dict[str, str], after: dict[str, str]) -> set[str]:
 
 
 @pytest.mark.parametrize("how", ("auto", "copy", "link"))
-@pytest.mark.parametrize("routing", (Routing(), COSINE), ids=("posterior", "cosine"))
-def test_only_config_and_manifest_change(expanded: Path, tmp_path: Path, routing: Routing, how: Any) -> None:
+@pytest.mark.parametrize("routing", (PosteriorRouter().of(1), COSINE), ids=("posterior", "cosine"))
+def test_only_config_and_manifest_change(expanded: Path, tmp_path: Path, routing: Router, how: Any) -> None:
     before = digests(expanded)
     done = route_export(expanded, tmp_path / "routed", routing, base_weights=how)
     assert digests(expanded) == before, "the input is as it was"
@@ -101,7 +101,7 @@ def test_only_config_and_manifest_change(expanded: Path, tmp_path: Path, routing
 
 def test_what_config_and_manifest_say(expanded: Path, tmp_path: Path) -> None:
     before = json.loads((expanded / "config.json").read_text())
-    route = Routing("cosine", threshold=0.25, strict=True)
+    route = CosineRouter(threshold=0.25, strict=True)
     path = route_export(expanded, tmp_path / "routed", route).path
     config, manifest = json.loads((path / "config.json").read_text()), read_manifest(path)
     own = config["scale_surgery"].pop("router")
@@ -110,7 +110,7 @@ def test_what_config_and_manifest_say(expanded: Path, tmp_path: Path) -> None:
     assert manifest == replace(read_manifest(expanded), routing=route), "nothing else"
     assert manifest.training == ({"steps": 3},)
     assert read_manifest(expanded).routing is None
-    posterior = route_export(expanded, tmp_path / "posterior", Routing(prior=0.2, switch_rate=0.0)).path
+    posterior = route_export(expanded, tmp_path / "posterior", PosteriorRouter(prior=0.2, switch_rate=0.0)).path
     own = json.loads((posterior / "config.json").read_text())["scale_surgery"]["router"]
     assert own == {"router": "posterior", "prior": [0.2, 0.8], "switch_rate": 0.0}, "a prior for each path"
 
@@ -124,7 +124,7 @@ def test_what_was_verified_was_another_model(expanded: Path, tmp_path: Path) -> 
     assert (added.verified, added.changed_since) == ("passed 2026-01-01", "the router changed since")
     edit_manifest(path, lambda own: own | {"verification": own["verification"] | {"routing": own["routing"]}})
     assert inspect(path).expanded.changed_since is None  # type: ignore[union-attr]
-    set_routing(path, Routing(prior=0.2))
+    set_routing(path, PosteriorRouter(prior=0.2))
     assert inspect(path).expanded.changed_since == "the router's numbers changed since"  # type: ignore[union-attr]
 
 
@@ -192,7 +192,7 @@ def test_a_cap_that_config_leaves_out_is_the_default(base_of: Callable[..., Path
 def test_un_routing_gives_back_every_byte(expanded: Path, tmp_path: Path, how: Any) -> None:
     before = digests(expanded)
     routed_path = route_export(expanded, tmp_path / "routed", COSINE, base_weights=how).path
-    set_routing(routed_path, Routing("cosine", threshold=0.75))
+    set_routing(routed_path, CosineRouter(threshold=0.75))
     there = digests(routed_path)
     done = unroute(routed_path, tmp_path / "back", base_weights=how)
     assert digests(tmp_path / "back") == before
@@ -238,7 +238,7 @@ def test_what_was_learned_since_stays(expanded: Path, tmp_path: Path) -> None:
 
 def test_strip_of_a_routed_model_is_the_base(sharded_base: Path, expanded: Path, tmp_path: Path) -> None:
     before = digests(sharded_base)
-    for index, routing in enumerate((Routing(), COSINE)):
+    for index, routing in enumerate((PosteriorRouter(), COSINE)):
         path = route_export(expanded, tmp_path / f"routed{index}", routing).path
         strip(path, tmp_path / f"stripped{index}")
         assert digests(tmp_path / f"stripped{index}") == before
@@ -254,44 +254,48 @@ def test_a_base_with_a_cap_comes_back(trio_of: Callable[..., Trio], tmp_path: Pa
 
 
 def test_set_routing(expanded: Path, tmp_path: Path) -> None:
-    path, ids = route_export(expanded, tmp_path / "routed", Routing(prior=0.5)).path, random_ids(2, 9)
+    path, ids = route_export(expanded, tmp_path / "routed", PosteriorRouter(prior=0.5)).path, random_ids(2, 9)
     before = digests(path)
     with torch.no_grad():
         one = train(load(path))(ids).logits
-        set_routing(path, Routing(prior=0.2, switch_rate=0.0))
+        set_routing(path, PosteriorRouter(prior=0.2, switch_rate=0.0))
         other = train(load(path))(ids).logits
     assert changed_files(before, digests(path)) == {"config.json", "surgery.json"}
     assert not torch.equal(one, other)
     config = json.loads((path / "config.json").read_text())["scale_surgery"]["router"]
     assert (config["prior"], config["switch_rate"]) == ([0.2, 0.8], 0.0)
-    assert read_manifest(path).routing == Routing(prior=0.2, switch_rate=0.0)
+    assert read_manifest(path).routing == PosteriorRouter((0.2, 0.8), switch_rate=0.0)
     assert read_manifest(path).verification == read_manifest(expanded).verification
-    set_routing(path, Routing(prior=0.5))
+    set_routing(path, PosteriorRouter(prior=0.5))
     assert digests(path) == before
 
 
 @pytest.mark.parametrize(
     ("was", "asked", "text"),
     (
-        (Routing(), COSINE, "its router is posterior, .*cannot become cosine"),
-        (COSINE, Routing("cosine", threshold=0.25, strict=True), "its router is cosine.*cannot become cosine.*strict"),
-        (None, Routing(), "its router is none"),
+        (PosteriorRouter(), COSINE, "its router is posterior, .*cannot become cosine"),
+        (COSINE, CosineRouter(threshold=0.25, strict=True), "its router is cosine.*cannot become cosine.*strict"),
+        (None, PosteriorRouter(), "its router is none"),
     ),
     ids=("another router", "another strictness", "no router"),
 )
 def test_set_routing_changes_numbers_only(
-    expanded: Path, tmp_path: Path, was: Routing | None, asked: Routing, text: str
+    expanded: Path, tmp_path: Path, was: Router | None, asked: Router, text: str
 ) -> None:
     path = expanded if was is None else route_export(expanded, tmp_path / "routed", was).path
     before = digests(path)
     with pytest.raises(CheckpointError, match=text):
         set_routing(path, asked)
-    with pytest.raises(PlanError, match="threshold: 2"):
-        set_routing(path, Routing("cosine", threshold=2))
+    with pytest.raises(PlanError, match="threshold: is 2, expected a cosine"):
+        set_routing(path, CosineRouter(threshold=2))
     assert digests(path) == before
 
 
 # ---- refused
+
+
+def router_with(numbers: dict[str, float]) -> Router:
+    return CosineRouter(**numbers) if "threshold" in numbers else PosteriorRouter(**numbers)
 
 
 def assert_nothing_written(folder: Path, *known: str) -> None:
@@ -299,14 +303,12 @@ def assert_nothing_written(folder: Path, *known: str) -> None:
 
 
 def test_every_bad_number_is_named_at_once(expanded: Path, tmp_path: Path) -> None:
-    bad: Any = Routing("oracle", threshold=1.01, prior=0.0, switch_rate=1.0)  # type: ignore[arg-type]
+    bad = PosteriorRouter(prior=0.0, switch_rate=1.0)
     with pytest.raises(PlanError) as error:
         route_export(expanded, tmp_path / "routed", bad)
     assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
-        "router",
-        "threshold",
         "prior",
-        "switch-rate",
+        "switch_rate",
     ]
     assert all("expected" in line for line in str(error.value).splitlines())
     assert_nothing_written(tmp_path, "expanded", "sharded")
@@ -319,27 +321,28 @@ def test_every_bad_number_is_named_at_once(expanded: Path, tmp_path: Path) -> No
         ({"threshold": float("nan")}, "threshold"),
         ({"prior": 1.0}, "prior"),
         ({"prior": float("nan")}, "prior"),
-        ({"switch_rate": -0.001}, "switch-rate"),
-        ({"switch_rate": float("inf")}, "switch-rate"),
+        ({"switch_rate": -0.001}, "switch_rate"),
+        ({"switch_rate": float("inf")}, "switch_rate"),
     ),
 )
 def test_a_number_out_of_range_is_refused(expanded: Path, tmp_path: Path, numbers: dict[str, float], name: str) -> None:
     with pytest.raises(PlanError, match=rf"^{name}: .*, expected [^\n]*$"):
-        route_export(expanded, tmp_path / "routed", Routing(**numbers))  # type: ignore[arg-type]
+        route_export(expanded, tmp_path / "routed", router_with(numbers))
     assert_nothing_written(tmp_path, "expanded", "sharded")
 
 
 @pytest.mark.parametrize("numbers", ({"threshold": -1.0}, {"threshold": 1.0}, {"switch_rate": 0.0}))
 def test_the_ends_of_the_ranges_are_allowed(expanded: Path, tmp_path: Path, numbers: dict[str, float]) -> None:
-    router: Any = "cosine" if "threshold" in numbers else "posterior"
-    route = Routing(router, **numbers)  # type: ignore[arg-type]
+    route = router_with(numbers)
     assert load(route_export(expanded, tmp_path / "routed", route, base_weights="link").path).is_routing_enabled
 
 
 def test_a_router_takes_the_place_of_another(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     trio = trio_of("llama")
-    again = route_export(trio.path, tmp_path / "again", Routing(switch_rate=0), base_weights="link").path
-    straight = route_export(trio.expanded_path, tmp_path / "straight", Routing(switch_rate=0), base_weights="link").path
+    again = route_export(trio.path, tmp_path / "again", PosteriorRouter(switch_rate=0), base_weights="link").path
+    straight = route_export(
+        trio.expanded_path, tmp_path / "straight", PosteriorRouter(switch_rate=0), base_weights="link"
+    ).path
     assert digests(again) == digests(straight)
 
 
@@ -357,7 +360,7 @@ def test_what_has_no_router_or_no_expansion_is_refused(trio_of: Callable[..., Tr
 
 def test_cosine_cannot_part_the_paths_of_a_preserve_model(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     folder = trio_of("llama", "preserve").expanded_path
-    for routing in (COSINE, Routing("cosine", strict=True)):
+    for routing in (COSINE, CosineRouter(strict=True)):
         with pytest.raises(PlanError, match=r"^router: cosine compares .*Take --router posterior"):
             route_export(folder, tmp_path / "routed", routing)
     assert_nothing_written(tmp_path)
@@ -408,10 +411,10 @@ def test_a_manifest_cannot_write_or_read_outside_the_folder(
         [],
         "posterior",
         {"router": "posterior"},
-        asdict(Routing()) | {"colour": "blue"},
-        asdict(Routing()) | {"router": "oracle"},
-        asdict(Routing()) | {"prior": [0.5, 0.5]},
-        asdict(Routing()) | {"prior": 1},
+        PosteriorRouter().of(1).settings | {"colour": "blue"},
+        PosteriorRouter().of(1).settings | {"router": "oracle"},
+        PosteriorRouter().of(1).settings | {"prior": [0.5, 0.4]},
+        PosteriorRouter().of(1).settings | {"prior": 1},
     ),
     ids=str,
 )
@@ -444,18 +447,18 @@ def test_the_command_and_back(trio_of: Callable[..., Trio], tmp_path: Path) -> N
     text = run(folder, "-o", there, "--prior", "0.25", "--switch-rate", "0", "--base-weights", "link").output
     assert "posterior, prior 0.25, switch rate 0" in text
     assert "from layer 1 of 3 on" in text and "1.67 x" in text
-    assert read_manifest(there).routing == Routing(prior=0.25, switch_rate=0.0)
+    assert read_manifest(there).routing == PosteriorRouter((0.25, 0.75), switch_rate=0.0)
     found = json.loads(run(there, "-o", back, "--router", "none", "--json").output)
     assert found["routing"] is None
     assert digests(back) == digests(folder)
     text = run(folder, "-o", there, "--router", "cosine", "--threshold", "0", "--strict", "--overwrite").output
     assert "cosine, threshold 0, strict" in text
-    assert read_manifest(there).routing == Routing("cosine", threshold=0.0, strict=True)
+    assert read_manifest(there).routing == CosineRouter(threshold=0.0, strict=True)
 
 
 def test_by_default_it_is_the_posterior_router(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     run(trio_of("llama", "deep").expanded_path, "-o", tmp_path / "there", "--quiet")
-    assert read_manifest(tmp_path / "there").routing == Routing("posterior", switch_rate=0.01)
+    assert read_manifest(tmp_path / "there").routing == PosteriorRouter((0.5, 0.5), switch_rate=0.01)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +487,7 @@ def test_options_of_another_router_are_refused(
 
 def test_what_is_wrong_is_one_line_without_a_traceback(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     text = run(trio_of("llama", "deep").expanded_path, "-o", tmp_path / "there", "--prior", "1", code=1).output
-    assert "prior: 1.0, expected a probability" in " ".join(text.split())
+    assert "--prior is 1.0, expected a probability" in " ".join(text.split())
     assert "Traceback" not in text
     assert_nothing_written(tmp_path)
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import CheckpointError, Request, Routing, expand, extract, report, route_export, strip, verify
+from scale_surgery import (
+    CheckpointError,
+    PosteriorRouter,
+    Request,
+    expand,
+    extract,
+    report,
+    route_export,
+    strip,
+    verify,
+)
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from tests.conftest import shake
@@ -130,10 +140,10 @@ def test_a_grown_model_cannot_pass_for_another(grown: Path) -> None:
 
 
 def test_a_router_s_numbers_are_in_their_ranges(adapt: Path, tmp_path: Path) -> None:
-    routed = route_export(adapt, tmp_path / "routed", Routing()).path
+    routed = route_export(adapt, tmp_path / "routed", PosteriorRouter()).path
     refuse(
-        edit(routed, lambda content: content["routing"].update(prior=0)),
-        "routing.prior is 0, expected a probability",
+        edit(routed, lambda content: content["routing"].update(prior=[0, 1])),
+        "routing.prior: is [0, 1], expected 2 positive weights",
     )
 
 

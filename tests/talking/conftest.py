@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
 from scale_surgery.planning.request import Request
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
@@ -31,12 +31,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bytes_tokenizer().save_pretrained(base)
     expand(base, Request("0-2", variant="adapt", collaborative_layers="1-2", init_w22="random"), place / "wide")
     shake(place / "wide")
-    route_export(place / "wide", place / "posterior", Routing(switch_rate=0.05))
+    route_export(place / "wide", place / "posterior", PosteriorRouter(switch_rate=0.05))
     # a threshold that sends tokens to both sides
     model = load(place / "wide")
     model.set_expansion(["default"], router="cosine", threshold=0.0)
     cosines = model.score_tokens(random_ids(4, 64)).observed
-    route_export(place / "wide", place / "cosine", Routing("cosine", threshold=between(cosines)))
+    route_export(place / "wide", place / "cosine", CosineRouter(threshold=between(cosines)))
     merge(place / "posterior", place / "fused")
     shake(expand(base, Request("0,2", method="depth"), place / "deep").path)
     return place

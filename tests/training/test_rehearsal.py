@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from scale_surgery import (
     DataError,
     EvalData,
+    PosteriorRouter,
     Request,
-    Routing,
     TrainingError,
     TrainingSettings,
     TrainingStart,
@@ -80,7 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     expand(SHIPPED_MODEL, Request("2-3"), folder / "preserve")
     expand(SHIPPED_MODEL, Request("2-3", method="grow"), folder / "grow")
     expand(SHIPPED_MODEL, Request("1,3", method="depth"), folder / "depth")
-    route_export(folder / "adapt", folder / "routed", Routing())
+    route_export(folder / "adapt", folder / "routed", PosteriorRouter())
     return folder
 
 

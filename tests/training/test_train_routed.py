@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from scale_surgery import (
+    CosineRouter,
     EvalData,
+    PosteriorRouter,
     Probes,
     Request,
-    Routing,
     TrainingError,
     TrainingSettings,
     evaluate,
@@ -37,9 +38,9 @@ from tests.conftest import digests, load
 from tests.each import mostly
 
 ROUTERS = {
-    "posterior": Routing(),
-    "cosine": Routing("cosine", threshold=0.9),
-    "strict": Routing("cosine", threshold=0.99, strict=True),
+    "posterior": PosteriorRouter(),
+    "cosine": CosineRouter(threshold=0.9),
+    "strict": CosineRouter(threshold=0.99, strict=True),
 }
 SETTINGS = TrainingSettings(steps=5, sequence_length=48, batch_size=2, learning_rate=3e-3, log_every=1)
 

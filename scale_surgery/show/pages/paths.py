@@ -16,6 +16,7 @@ from scale_surgery.show.pages.routing import Document, Token, lines_of, page_col
 from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.path_colours import OTHERS_COLOUR, PATH_COLOURS, Colouring, choose_colours
 from scale_surgery.show.visible import visible_line, visible_text
+from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import DocumentRoute, FileRoute, PathTotals, RouteReport, TokenPaths
@@ -78,7 +79,7 @@ def render_path_page(report: RouteReport) -> str:
     return fill(
         "path_report.html",
         title=f"Which path gave each token: {report.model}",
-        facts=f"Base {report.base} · router {report.routing.description}",
+        facts=f"Base {report.base} · router {describe(report.routing)}",
         light=_variables(LIGHT),
         dark=_variables(DARK),
         places=[Place(place, _letter(place, colouring), name) for place, name in colouring.named_places()],

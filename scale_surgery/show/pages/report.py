@@ -34,6 +34,7 @@ from scale_surgery.show.tables_report import (
     format_share,
     separations,
 )
+from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams, TensorChange
@@ -112,7 +113,7 @@ def render_page(report: Report) -> str:
 def describe_model(report: Report) -> str:
     """The base of a model, and how it was made."""
     kind = report.method if report.variant == report.method else f"{report.method}, {report.variant}"
-    kind += "" if report.routing is None else f" · router {report.routing.description}"
+    kind += "" if report.routing is None else f" · router {describe(report.routing)}"
     return f"Base {report.base_name} · {kind}"
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.planning.routing_specs import Routing
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
 from scale_surgery.show.visible import visible, visible_line, visible_text
+from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenPaths, TokenRoute, Totals
@@ -73,7 +73,7 @@ def render_page(report: RouteReport) -> str:
     return fill(
         "route_report.html",
         title=f"Which path gave each token: {report.model}",
-        facts=f"Base {report.base} · router {report.routing.description}",
+        facts=f"Base {report.base} · router {describe(report.routing)}",
         light=_variables(LIGHT),
         dark=_variables(DARK),
         places=PLACES,
@@ -147,8 +147,8 @@ def shown_token(token: TokenRoute | TokenPaths, kinds: Sequence[str]) -> Token:
 def _paths(report: RouteReport) -> dict[str, str]:
     """Names of the paths that the card shows, and of their fields; what is the base model's is shown once."""
     base = {"base": "base_log_probability", "preserve side": "preserve_log_probability"}
-    is_strict = isinstance(report.routing, Routing) and report.routing.is_strict
-    known = {"preserve path (base)": "base_log_probability"} if is_strict else base
+    preserve, _ = report.routing.paths(("expansion",))
+    known = base if preserve.expansion else {"preserve path (base)": "base_log_probability"}
     return {**known, "adapt path": "adapt_log_probability", "routed": "routed_log_probability"}
 
 
@@ -161,7 +161,7 @@ def _data(report: RouteReport) -> dict[str, Any]:
         # the script shows both as they are, the text between quotes, with its line breaks
         names = [visible_text(record["text"]), visible_line(record["piece"])]
         rows.append([*names, record["id"], record["position"], logs, record["cosine"], record["adapt_weight"]])
-    return {"tokens": rows, "paths": list(paths), "decides": report.routing.router == "cosine"}
+    return {"tokens": rows, "paths": list(paths), "decides": report.routing.is_hard}
 
 
 def _notes(report: RouteReport) -> Iterator[str]:

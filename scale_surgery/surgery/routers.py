@@ -1,0 +1,147 @@
+"""Routers in files, in options and in words; what they do stands in `modeling/expanded_routers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
+
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
+from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
+from scale_surgery.checkpoint.schema import in_one_line, misfits
+from scale_surgery.errors import PlanError
+from scale_surgery.fields import Range, problems_of
+from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
+
+# weights that differ by less are the same
+EVEN = 1e-9
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """How each token is routed over K + 1 paths: the base, and the base with each of K expansions.
+
+    Attributes:
+        router: posterior mixes all paths by how well each predicted the text so far. cosine decides by the cosine of
+            the base logits of two paths (SCALE, arXiv 2511.03270, eq. 5).
+        threshold: Cosine above which a token takes the preserve path (cosine).
+        prior: Weight of the base at the start of a text (posterior). Default: as much as that of every other path.
+        switch_rate: Share of its weight that each path gives to the others at every token (posterior).
+        strict: The preserve path gives out the base model's logits alone (cosine). With posterior it always does.
+    """
+
+    router: str = field(default="posterior", metadata={"choices": lambda: ROUTERS})
+    threshold: Annotated[float, Range(least=-1, most=1, noun="a cosine")] = CosineRouter.threshold
+    prior: Annotated[float, Range(above=0, below=1, noun="a probability")] | None = None
+    switch_rate: Annotated[float, Range(least=0, below=1, noun="a share")] = PosteriorRouter.switch_rate
+    strict: bool = False
+
+    def make(self) -> Router:
+        """The router, of the numbers that it has.
+
+        Raises:
+            PlanError: If a value is out of range; all are named.
+        """
+        if problems := problems_of(self):
+            raise PlanError.from_problems(problems)
+        kind = ROUTERS[self.router]
+        known = {own.name for own in fields(kind) if own.init}.intersection(vars(self))
+        router: Router = kind(**{name: getattr(self, name) for name in known})
+        return router
+
+
+def router_for(router: Router, expansions: int) -> Router:
+    """A router with all its numbers, for so many expansions.
+
+    Args:
+        router: What was asked for.
+        expansions: How many the model has.
+
+    Raises:
+        PlanError: If its numbers make no sense for them; every number that does not is named.
+    """
+    if not isinstance(router, Router):
+        raise PlanError(f"router: is {router!r}, expected one such as scale_surgery.PosteriorRouter().")
+    try:
+        return make_router(router.settings, expansions)
+    except ValueError as error:
+        raise PlanError.from_problems(str(error).split("\n")) from error
+
+
+def read_router(settings: Any, expansions: int, place: str) -> Router | None:
+    """A router as a file keeps it; None where it keeps none.
+
+    Args:
+        settings: Plain JSON values.
+        expansions: How many the model has.
+        place: What the values are called.
+
+    Raises:
+        PlanError: If a value is of another kind than a router has, or out of range; all are named.
+    """
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping):
+        raise PlanError(f"{place} is {settings!r}, expected an object")
+    if not isinstance(name := settings.get("router"), str) or name not in ROUTERS:
+        raise PlanError(f"{place}.router is {name!r}, expected one of {', '.join(ROUTERS)}")
+    kind = ROUTERS[name]
+    # no number is guessed
+    missing = [f"{place}.{own.name} is missing" for own in fields(kind) if own.name not in settings]
+    if problems := [*missing, *misfits(settings, kind, place)]:
+        raise PlanError(in_one_line(problems))
+    try:
+        return make_router(dict(settings), expansions, place)
+    except ValueError as error:
+        raise PlanError(in_one_line([line.removesuffix(".") for line in str(error).split("\n")])) from error
+
+
+def router_of(specs: Mapping[str, Any]) -> Router | None:
+    """How a model routes, by the key `scale_surgery` of its config.json; None where it does not.
+
+    Raises:
+        PlanError: If a value is of another kind than a router has, or out of range.
+    """
+    try:
+        return read_router(specs.get(ROUTER_KEY), len(specs_of_expansions(specs)), f"{CONFIG_KEY}.{ROUTER_KEY}")
+    except PlanError as error:
+        raise PlanError(f"{CONFIG_FILE}: {error}. Run route-export again.") from error
+
+
+def weights_of(router: PosteriorRouter) -> tuple[float, ...]:
+    """Weights of the paths at the start of a text, of a router that has them all."""
+    assert isinstance(router.prior, tuple)
+    return router.prior
+
+
+def is_even(weights: Sequence[float]) -> bool:
+    """Whether weights are all the same."""
+    return max(weights) - min(weights) <= EVEN
+
+
+def is_default(router: Router, expansions: int) -> bool:
+    """Whether the numbers of a router are those that nobody chose; what it switches on or off may be either."""
+    switches = {name: value for name, value in router.settings.items() if isinstance(value, bool)}
+    return router == type(router)(**switches).of(expansions)
+
+
+def numbers_of(router: Router) -> str:
+    """The numbers of a router in words; of weights of paths the base's is the first."""
+    said = {name.replace("_", " "): value for name, value in router.settings.items() if name != "router"}
+    return ", ".join(_in_words(name, value) for name, value in said.items() if value is not False)
+
+
+def _in_words(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    if not isinstance(value, list):
+        return f"{name} {value:.10g}"
+    if is_even(value):
+        return "all paths alike"
+    return f"{name} " + (f"{value[0]:.10g}" if len(value) == 2 else ", ".join(f"{own:.3g}" for own in value))
+
+
+def describe(router: Router) -> str:
+    """A router and its numbers in one line."""
+    return f"{router.router}, {numbers_of(router)}"
