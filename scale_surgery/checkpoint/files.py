@@ -50,7 +50,8 @@ def finished_file(file: Path) -> Iterator[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         # nobody else has this name, or can put a link into the folder; safetensors' writer puts a file of its own there
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=file.parent, ignore_cleanup_errors=True) as folder:
+        folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=file.parent)
+        try:
             temporary = Path(folder, file.name)
             yield temporary
             if temporary.stat().st_nlink == 1:
@@ -58,6 +59,10 @@ def finished_file(file: Path) -> Iterator[Path]:
                 temporary.chmod(0o666 & ~_umask())
             sync(temporary)
             temporary.rename(file)
+        finally:
+            # a disk that fails once may let go of it the second time
+            for _ in range(2):
+                shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         if UNFINISHED not in str(error.filename):
             raise

@@ -148,7 +148,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         module = find_module(parent, name)
         expand_module(module, spec["kind"], self.running, place)
         if "axis" in spec:
-            module.head_axis = spec["axis"]
+            module.head_axis, module.base_heads = spec["axis"], spec["heads"]
         sections = spec.get("sections") or [base for base, _ in spec.get("out_features", ())]
         if len(sections) > 1:
             module.sections = tuple(sections)

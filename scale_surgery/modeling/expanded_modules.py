@@ -467,14 +467,22 @@ class ExpandedActivation(ExpandedModule):
 
 
 class ExpandedHeadNorm(ExpandedModule):
-    """A norm inside each head, shared by all heads."""
+    """A norm inside each head, shared by all heads.
+
+    Attributes:
+        head_axis: The axis of the heads.
+        base_heads: Heads of the base; of keys, where queries pass through it too.
+    """
 
     # its result lies in memory as its input does, and attention chooses its path by that
     keeps_strides = True
 
     def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
         # clone() keeps the order of strides, so the base's heads lie in memory as they do in the base model
-        return [part.clone() for part in x.split(layout.widths_of(x.shape[self.head_axis]), self.head_axis)]
+        heads = [self.base_heads if own is None else own for own in layout.up_in]
+        # of queries there are more by one factor, in every stream
+        factor = x.shape[self.head_axis] // sum(heads)
+        return [part.clone() for part in x.split([factor * own for own in heads], self.head_axis)]
 
     def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
         parts = [own.movedim(self.head_axis, -2) for group in found for own in group if own is not None]

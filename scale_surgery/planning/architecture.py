@@ -172,6 +172,11 @@ class Block:
         """Query heads that share one key/value head."""
         return self.query_heads // max(1, self.key_value_heads)
 
+    def heads_through(self, norm: InnerNorm) -> int:
+        """Heads that pass through an inner norm; of one through which queries and keys pass, those of keys."""
+        heads = {"query": self.query_heads, "key_value": self.key_value_heads}
+        return min(heads[own.stream] for own in self.inner_norms if own.name == norm.name)
+
 
 @dataclass(frozen=True)
 class Kind:

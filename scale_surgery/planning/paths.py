@@ -90,9 +90,8 @@ def _modules(kind: Kind, sizes: Sizes) -> Spec:
     specs = {linear.name: _stock(_sections(linear)) for linear in kind.linears}
     specs |= {norm.name: _stock() for norm in (*kind.pre_norms, *kind.post_norms)}
     for block in kind.blocks:
-        heads = {"query": block.query_heads, "key_value": block.key_value_heads}
         for norm in block.inner_norms:
-            own = {"kind": "head_norm", "heads": heads[norm.stream], "axis": norm.head_axis}
+            own = {"kind": "head_norm", "heads": block.heads_through(norm), "axis": norm.head_axis}
             specs[norm.name] = _stock() if norm.head_axis is None else own
         specs |= {name: {"kind": "activation", "base": block.inner} for name in block.activations}
         if block.treatment == "block":

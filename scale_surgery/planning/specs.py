@@ -236,14 +236,13 @@ def _block_specs(block: Block, sizes: Sizes, widths: Widths) -> Spec:
 
 
 def _inner_norm_specs(block: Block, sizes: Sizes, up: Mapping[Stream, int]) -> Spec:
-    heads = {"query": block.query_heads, "key_value": block.key_value_heads}
     specs: Spec = {}
     for norm in block.inner_norms:
         if up[norm.stream] and norm.head_axis is None:
             whole = Norm(norm.name, norm.style)
-            specs[norm.name] = _norm_spec(whole, sizes, heads[norm.stream] * block.head_size, up[norm.stream])
+            specs[norm.name] = _norm_spec(whole, sizes, block.heads_through(norm) * block.head_size, up[norm.stream])
         elif up[norm.stream]:
-            specs[norm.name] = {"kind": "head_norm", "heads": heads[norm.stream], "axis": norm.head_axis}
+            specs[norm.name] = {"kind": "head_norm", "heads": block.heads_through(norm), "axis": norm.head_axis}
     return specs
 
 

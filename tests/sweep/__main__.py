@@ -18,7 +18,7 @@ import click
 
 from tests.sweep.several import take_several
 from tests.sweep.table import render
-from tests.sweep.take import Row, model_types
+from tests.sweep.take import Row, is_broken, model_types
 
 # enough that a process's imports are paid for, and few enough that what a type leaves behind does not pile up
 TYPES_AT_ONCE = 8
@@ -50,7 +50,11 @@ def main(types: tuple[str, ...], jobs: int, rows: Path | None, table: Path | Non
         table.write_text(render(done), encoding="utf-8")
     passed = sum(not row.broken for row in done)
     click.echo(f"{passed} of {len(done)} pass")
-    sys.exit(passed < least)
+    # what need not work is refused in words, and nothing of it breaks
+    tried = [(f"{row.model_type}: {name}: {said}", said) for row in done for name, said in row.works.items()]
+    spoiled = [line for line, said in tried if is_broken(said)]
+    click.echo("\n".join(spoiled))
+    sys.exit(passed < least or bool(spoiled))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tests.sweep.files import BrokenError, check_files
 from tests.sweep.reader import Reader, ids_of
 
 STEPS = 3
+BROKEN = "broken: "
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -170,6 +171,11 @@ def hash_of(tensor: nn.Parameter) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+def is_broken(said: str) -> bool:
+    """Whether something that was tried stopped with an error that is no refusal."""
+    return said.startswith(BROKEN)
+
+
 def tried(work: Callable[[Path, Reader], None], folder: Path, reader: Reader) -> str:
     """Whether something works: "yes", or why it does not; what is refused is said in the words of the refusal."""
     try:
@@ -177,7 +183,7 @@ def tried(work: Callable[[Path, Reader], None], folder: Path, reader: Reader) ->
     except SurgeryError as error:
         return str(error).splitlines()[0]
     except Exception as error:  # whatever it is, it stands in the table
-        return "broken: " + " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return BROKEN + " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return "yes"
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import expand
+from scale_surgery import Request, expand, route_export
 from scale_surgery.deriving.derive import derive
+from tests.conftest import load, shake
 from tests.each import mostly
+from tests.routed import random_ids
 from tests.sweep.reader import Reader
-from tests.sweep.take import blocks_of, default_config, take_through
+from tests.sweep.take import blocks_of, default_config, take_through, twin_config, write_base
 
 # a type for each way of being made: experts, latents, sinks, state spaces, positions, biases, parallel and scaled parts
 SPREAD = {
@@ -71,6 +74,22 @@ def test_a_type_goes_the_whole_way(reader, model_type):
 @pytest.mark.parametrize("model_type", mostly(sorted(SPREAD.keys() - WHOLE), PROVED.__contains__))
 def test_facts_about_a_type_are_proved_on_its_twin(model_type):
     assert treatments(blocks_of(derive(default_config(model_type)))) == SPREAD[model_type]
+
+
+@torch.no_grad()
+def test_queries_and_keys_that_pass_through_one_norm_are_routed(tmp_path):
+    """Of Llama 4: as many query heads as the norm is told of key heads would be too few."""
+    base = write_base(twin_config("llama4_text"), torch.float32, tmp_path / "base")
+    wide = shake(expand(base, Request("last:2", variant="adapt", collaborate="both"), tmp_path / "wide").path)
+    routed, ids = load(route_export(wide, tmp_path / "routed").path), random_ids(2, 9)
+    paths = routed.path_logits(ids)
+    assert torch.equal(paths[0], load(base)(ids).logits) and torch.equal(paths[1], load(wide)(ids).logits)
+    assert not torch.equal(*paths), "the control: the paths differ"
+    # side by side they are the same
+    sides = routed.score_tokens(ids).sides
+    for side, own in zip(sides.unbind(-1), paths, strict=True):
+        alone = own.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(side, alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", mostly(REASONS, WHOLE.__contains__))
