@@ -61,12 +61,6 @@ def path_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
     return (BASE_NAME, *names) if names not in ((), (DEFAULT_NAME,)) else ()
 
 
-def weighed_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of all paths where a router weighs several expansions, the base's first; none where there is but one."""
-    names = path_names(specs)
-    return names if len(names) > 2 else ()
-
-
 def place_of_specs(specs: Mapping[str, Any], number: int = 0) -> str:
     """Where config.json has what it says of an expansion, by its place among them, for messages."""
     return CONFIG_KEY if "method" in specs else f"{CONFIG_KEY}.{EXPANSIONS_KEY}[{number}]"

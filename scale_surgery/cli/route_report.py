@@ -42,13 +42,11 @@ def route_report_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.routing.report import route_report, write_jsonl
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.pages.paths import write_path_page
     from scale_surgery.show.pages.routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
     check_output_files(outputs, [model, *texts])
     report = route_report(model, texts, run=take(RunOptions, options), track=out.track, **options)
     out.show(report, render_route_report(report))
-    page = partial(write_path_page if report.paths else write_page, report)
-    lines = partial(write_jsonl, report)
+    page, lines = partial(write_page, report), partial(write_jsonl, report)
     write_files(outputs, {".html": page, ".jsonl": lines, ".json": as_result(report)}, out)

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.expansions import weighed_names
 from scale_surgery.checkpoint.files import finished_file, plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
@@ -38,7 +37,7 @@ from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.sources import NO_OLD_TEXT
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
-from scale_surgery.surgery.routers import is_even, router_of, weights_of
+from scale_surgery.surgery.routers import is_even, router_of, sides_of, weights_of
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
@@ -54,7 +53,7 @@ class Calibration:
     Attributes:
         path: The model.
         name: What it is called.
-        paths: Names of the paths of a model with several expansions, the base's first; empty of one with one.
+        paths: Names of the paths that the router weighs, the base's first.
         base: What its base model scores.
         adapt: What its adapt path alone scores; of a composed model the best path of each window.
         present: What it scores as it was found.
@@ -96,6 +95,11 @@ class Calibration:
     dtype: Dtype | None
     plot: Path | None
     written: bool
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the model has several expansions."""
+        return len(self.paths) > 2
 
     @property
     def ask(self) -> str | None:
@@ -168,7 +172,7 @@ def route_calibrate(
     (subject,) = open_subjects([folder], run)
     length, step = choose_lengths([subject], sequence_length, step)
     windows = _read_windows(subject, documents, length, step)
-    found = sweep_model(subject, windows, present, run, track, has_several=bool(paths))
+    found = sweep_model(subject, windows, present, run, track, has_several=len(paths) > 2)
     choice = choose(found.outcomes, limits, found.adapt)
     best = choice.proposed
     if settings.write and best.forgetting > limits.forgetting:
@@ -212,7 +216,7 @@ def _say_too_much(folder: Path, choice: Choice, limits: Limits) -> str:
 
 
 def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
-    """How a model routes, as its config.json says, and names of its paths where they are many."""
+    """How a model routes, as its config.json says, and names of what the router weighs."""
     specs = open_checkpoint(folder).config.get("scale_surgery")
     if specs is None:
         raise CheckpointError(
@@ -222,7 +226,7 @@ def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
     routing = router_of(specs)
     if routing is None:
         raise CheckpointError(f"{folder}: has no router. Give it one: scale-surgery route-export {folder} -o ROUTED.")
-    return routing, weighed_names(specs)
+    return routing, sides_of(routing, specs)
 
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:

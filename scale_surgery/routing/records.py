@@ -1,10 +1,11 @@
-"""What is known of each token that a routed or composed model read; see `route_report`."""
+"""What is known of each token that a routed model read; see `route_report`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.modeling.expanded_routers import Router
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
 # digits of a number of a token; float32 has no more
 DIGITS = 6
-# what is known of a token, and what was measured on a file: of two paths, or of many
-OneToken = TypeVar("OneToken")
-Sums = TypeVar("Sums")
 
 
 def rounded(number: float) -> float:
@@ -27,21 +25,20 @@ def rounded(number: float) -> float:
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """One token and how it was routed; logarithms are natural, and None at the first token, which nothing predicts.
+    """One token and what each path made of it; logarithms are natural, and None at the first token.
 
     Attributes:
         position: Its place in the document, from 0.
         text: What it reads as; a character that is split over several tokens stands at one of them.
         piece: How the tokenizer's vocabulary spells it.
         id: Its id.
-        is_counted: Whether totals count it; they leave out prompts, start tokens and the first token.
+        is_counted: Whether totals count it; they leave out prompts, start tokens and the first token, which nothing
+            predicts.
         base_log_probability: Its log-probability under the base model.
-        preserve_log_probability: The same under what the router gives out on the preserve side.
-        adapt_log_probability: The same under the adapt path.
-        routed_log_probability: The same under the routed output.
-        cosine: Cosine of both paths' base logits where it is predicted.
-        adapt_weight: Weight of the adapt path there, from 0 to 1.
-        decision: The path that the router took; None for one that mixes.
+        log_probabilities: The same on each path that the router weighs.
+        weights: Weight of each path where it is predicted; they sum to 1. A router that decides gives one path all.
+        routed_log_probability: Its log-probability under the routed output.
+        cosine: Cosine of both paths' base logits where it is predicted; None where there are more paths than two.
     """
 
     position: int
@@ -50,50 +47,18 @@ class TokenRoute:
     id: int
     is_counted: bool
     base_log_probability: float | None = None
-    preserve_log_probability: float | None = None
-    adapt_log_probability: float | None = None
-    routed_log_probability: float | None = None
-    cosine: float | None = None
-    adapt_weight: float | None = None
-    decision: Literal["preserve", "adapt"] | None = None
-
-    @property
-    def weight(self) -> float | None:
-        """By what the token is marked: the weight of the adapt path."""
-        return self.adapt_weight
-
-
-@dataclass(frozen=True)
-class TokenPaths:
-    """One token and what each path of a composed model made of it; the first attributes are those of `TokenRoute`.
-
-    Attributes:
-        log_probabilities: Its log-probability on each path alone, the base's first.
-        weights: Weight of each path where it is predicted; they sum to 1.
-        mixed_log_probability: Its log-probability under the mixture.
-    """
-
-    position: int
-    text: str
-    piece: str
-    id: int
-    is_counted: bool
     log_probabilities: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
-    mixed_log_probability: float | None = None
-
-    @property
-    def weight(self) -> tuple[float, ...] | None:
-        """By what the token is marked: the weight of each path."""
-        return self.weights
+    routed_log_probability: float | None = None
+    cosine: float | None = None
 
 
 @dataclass(frozen=True)
-class DocumentRoute(Generic[OneToken]):
+class DocumentRoute:
     """The tokens of one document; `source` says where it stands."""
 
     source: str
-    tokens: tuple[OneToken, ...]
+    tokens: tuple[TokenRoute, ...]
 
     def place_in(self, file: str) -> str:
         """Where it stands in its file, such as "line 3"; empty for a file that is one document."""
@@ -108,58 +73,38 @@ class Totals:
         documents: Documents of the file.
         tokens: Tokens that count.
         base_nats_per_token: Loss of the base model.
-        preserve_nats_per_token: Loss of what the router gives out on the preserve side.
-        adapt_nats_per_token: Loss of the adapt path alone.
+        nats_per_token: Loss of each path alone.
+        shares: Mean weight of each path.
         routed_nats_per_token: Loss of the routed model.
-        routed_share: Mean weight of the adapt path.
     """
 
     documents: int
     tokens: int
     base_nats_per_token: float
-    preserve_nats_per_token: float
-    adapt_nats_per_token: float
-    routed_nats_per_token: float
-    routed_share: float
-
-
-@dataclass(frozen=True)
-class PathTotals:
-    """Means over the tokens of a file that count, of a composed model.
-
-    Attributes:
-        documents: Documents of the file.
-        tokens: Tokens that count.
-        nats_per_token: Loss of each path alone, the base's first.
-        shares: Mean weight of each path.
-        mixed_nats_per_token: Loss of the mixture.
-    """
-
-    documents: int
-    tokens: int
     nats_per_token: tuple[float, ...]
     shares: tuple[float, ...]
-    mixed_nats_per_token: float
+    routed_nats_per_token: float
 
 
 @dataclass(frozen=True)
-class FileRoute(Generic[OneToken, Sums]):
+class FileRoute:
     """A file, what was measured on it, and its documents."""
 
     file: str
-    totals: Sums
-    documents: tuple[DocumentRoute[OneToken], ...]
+    totals: Totals
+    documents: tuple[DocumentRoute, ...]
 
 
 @dataclass(frozen=True)
 class RouteReport:
-    """The result of `route_report`; of a composed model its tokens are `TokenPaths`, its totals `PathTotals`.
+    """The result of `route_report`.
 
     Attributes:
         model: What the model is called.
         base: What its base model is called.
         routing: How it routes.
-        paths: Names of the paths of a composed model, the base's first; none of one with a single expansion.
+        paths: Names of the paths that the router weighs: the base, or `preserve` where an up stream goes with it, and
+            the expansions. Numbers of paths are in this order.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
         dtype: What weights were cast to, or None where they stayed as stored.
@@ -173,11 +118,11 @@ class RouteReport:
     sequence_length: int
     step: int
     dtype: Dtype | None
-    files: tuple[FileRoute[Any, Any], ...]
+    files: tuple[FileRoute, ...]
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Mean weight of each path of a composed model over all files."""
+        """Mean weight of each path over all files."""
         tokens = sum(file.totals.tokens for file in self.files)
         sums = zip(*([file.totals.tokens * share for share in file.totals.shares] for file in self.files), strict=True)
         return tuple(sum(own) / tokens for own in sums)
@@ -201,54 +146,38 @@ class RouteReport:
         return {**plain_json(content), "tokens": self.records()}
 
     def _by_name(self, content: dict[str, Any]) -> dict[str, Any]:
-        """What is known of each path of a composed model, by its name; a mixture decides nothing."""
+        """Numbers of paths by the names of these."""
         return {
             key: dict(zip(self.paths, value, strict=True)) if isinstance(value, tuple) else value
             for key, value in content.items()
-            if key != "decision" or self.routing.is_hard
         }
 
 
-def token_of(
-    place: int,
-    names: tuple[str, str, int],
-    is_counted: bool,
-    scores: Sequence[float],
-    routing: Router,
-    paths: tuple[str, ...],
-) -> TokenRoute | TokenPaths:
+def token_of(place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float]) -> TokenRoute:
     """What is known of a token.
 
     Args:
         place: Its place in the document.
         names: What it reads as, its piece and its id.
         is_counted: Whether totals count it.
-        scores: Its log-probability under the base and under what comes out, the cosine, its log-probability on each
-            path, and the weight of each.
-        routing: How the model routes.
-        paths: Names of its paths, where they are many.
+        scores: Its log-probability under the base and under what comes out, the cosine, NaN where there is none, its
+            log-probability on each path, and the weight of each.
     """
     if not place:
-        return (TokenPaths if paths else TokenRoute)(place, *names, is_counted)
+        return TokenRoute(place, *names, is_counted)
     base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))
-    if paths:
-        return TokenPaths(place, *names, is_counted, sides, weights, routed)
-    (preserve, adapt), (_, weight) = sides, weights
-    decision: Any = None if not routing.is_hard else "adapt" if weight == 1 else "preserve"
-    return TokenRoute(place, *names, is_counted, base, preserve, adapt, routed, cosine, weight, decision)
+    return TokenRoute(place, *names, is_counted, base, sides, weights, routed, cosine)
 
 
-def totals_of(documents: int, tokens: int, means: Sequence[float], paths: tuple[str, ...]) -> Totals | PathTotals:
+def totals_of(documents: int, tokens: int, means: Sequence[float]) -> Totals:
     """The same of a file, from the means of these numbers."""
     base, routed, _, sides, weights = _parts(means)
-    losses = tuple(-side for side in sides)
-    if paths:
-        return PathTotals(documents, tokens, losses, weights, -routed)
-    (preserve, adapt), (_, weight) = losses, weights
-    return Totals(documents, tokens, -base, preserve, adapt, -routed, weight)
+    return Totals(documents, tokens, -base, tuple(-side for side in sides), weights, -routed)
 
 
-def _parts(numbers: Sequence[float]) -> tuple[float, float, float, tuple[float, ...], tuple[float, ...]]:
+def _parts(
+    numbers: Sequence[float],
+) -> tuple[float, float, float | None, tuple[float, ...], tuple[float, ...]]:
     base, routed, cosine, *paths = numbers
     half = len(paths) // 2
-    return base, routed, cosine, tuple(paths[:half]), tuple(paths[half:])
+    return base, routed, None if math.isnan(cosine) else cosine, tuple(paths[:half]), tuple(paths[half:])

@@ -1,4 +1,4 @@
-"""What a routed or composed model does with each token of a text: each path's log-probability, and which one gave it.
+"""What a routed model does with each token of a text: each path's log-probability, and which one gave it.
 
 Texts are read as by `evaluate`: the same documents, tokens and overlapping windows, so that totals are its losses.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.expansions import weighed_names
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed, open_model
 from scale_surgery.errors import CheckpointError
@@ -24,7 +23,7 @@ from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport,
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import router_of
+from scale_surgery.surgery.routers import router_of, sides_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,10 +59,10 @@ def route_report(
     revision: str | None = None,
     track: Track = no_track,
 ) -> RouteReport:
-    """Show for each token of texts what each path of a routed or composed model makes of it, and which it came from.
+    """Show for each token of texts what each path of a routed model makes of it, and which it came from.
 
     Args:
-        model: A routed or composed model, a folder or Hub id.
+        model: A routed model, a folder or Hub id.
         texts: A file or saved dataset, or several, as for `data.read_documents`.
         sequence_length: Most tokens that are read at once; by default the model's context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
@@ -72,7 +71,7 @@ def route_report(
         track: Makes progress bars.
 
     Returns:
-        Every token of every file, and totals by file; of a composed model for all of its paths.
+        Every token of every file, and totals by file.
 
     Raises:
         DataError: If a text cannot be read or holds nothing to score, the lengths do not fit, or the model has no
@@ -91,9 +90,7 @@ def route_report(
         scores = [_score(network, reading.windows, run.windows(), advance) for reading in readings]
     base = None if subject.manifest is None else subject.manifest.base_name
     base = base or f"{subject.name}, expansion disabled"
-    files = tuple(
-        _join(reading, own, subject.tokenizer, routing, paths) for reading, own in zip(readings, scores, strict=True)
-    )
+    files = tuple(_join(reading, own, subject.tokenizer) for reading, own in zip(readings, scores, strict=True))
     return RouteReport(subject.name, base, routing, paths, length, step, run.dtype, files)
 
 
@@ -103,7 +100,7 @@ def write_jsonl(report: RouteReport, file: Path) -> None:
 
 
 def _read_routing(model: str | Path, revision: str | None) -> tuple[Router, tuple[str, ...]]:
-    """How a model's config.json says that it routes, and names of its paths where they are many."""
+    """How a model's config.json says that it routes, and names of what the router weighs."""
     _, checkpoint = open_model(model, revision)
     specs = checkpoint.config.get("scale_surgery")
     if specs is None:
@@ -114,7 +111,7 @@ def _read_routing(model: str | Path, revision: str | None) -> tuple[Router, tupl
     routing = router_of(specs)
     if routing is None:
         raise CheckpointError(f"{model}: has no router: write one with scale-surgery route-export.")
-    return routing, weighed_names(specs)
+    return routing, sides_of(routing, specs)
 
 
 def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[Reading]:
@@ -148,9 +145,7 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
     return scores[windows.labels >= 0].T
 
 
-def _join(
-    reading: Reading, scores: Tensor, tokenizer: Any, routing: Router, paths: tuple[str, ...]
-) -> FileRoute[Any, Any]:
+def _join(reading: Reading, scores: Tensor, tokenizer: Any) -> FileRoute:
     """Put the texts and the numbers of a file together."""
     own = reading.sequences
     is_counted = own.labels >= 0
@@ -161,11 +156,8 @@ def _join(
         pieces = map(str, tokenizer.convert_ids_to_tokens(ids))
         names = zip(token_texts(document, ids, tokenizer), pieces, ids, strict=True)
         rows = zip(names, is_counted[start:end].tolist(), scores[:, start:end].T.tolist(), strict=True)
-        documents.append(
-            DocumentRoute(
-                document.source, tuple(token_of(place, *row, routing, paths) for place, row in enumerate(rows))
-            )
-        )
+        tokens = tuple(token_of(place, *row) for place, row in enumerate(rows))
+        documents.append(DocumentRoute(document.source, tokens))
     means = scores[:, is_counted].mean(1).tolist()
-    totals = totals_of(len(documents), int(is_counted.sum()), means, paths)
+    totals = totals_of(len(documents), int(is_counted.sum()), means)
     return FileRoute(reading.file, totals, tuple(documents))

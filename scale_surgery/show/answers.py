@@ -10,16 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.show.layout import GAP, Facts, sentence
-from scale_surgery.show.palette import LIGHT, PLACES, place_of
-from scale_surgery.show.path_colours import (
-    CLOSING,
-    OPENING,
-    BracketedPaths,
-    ColouredPaths,
-    Colouring,
-    PathLegend,
-    path_styles,
-)
+from scale_surgery.show.path_colours import Bracketed, Coloured, Colouring, Legend, has_colour, path_styles
 from scale_surgery.show.visible import visible_text
 
 if TYPE_CHECKING:
@@ -28,8 +19,8 @@ if TYPE_CHECKING:
 # a column of less than this is no text any more
 LEAST_COLUMN = 20
 
-# weight of the adapt path of a routed model, or that of each path of a composed one; None where nothing is known of it
-Weight = float | Sequence[float] | None
+# weight of each path; None where nothing is known of a token
+Weights = Sequence[float] | None
 # how the paths of tokens are shown
 Marking = Literal["colours", "brackets", "nothing"]
 
@@ -47,59 +38,21 @@ def choose_marking(console: Console, look: Look) -> Marking:
     return "colours" if has_colours else "brackets"
 
 
-def has_colour(console: Console) -> bool:
-    """Whether a console shows colours: not into a file, and not with NO_COLOR."""
-    return console.color_system is not None and not console.no_color
-
-
-def styles_of(console: Console) -> list[str]:
-    """Styles of all places of the scale; a terminal of few colours gets three."""
-    if console.color_system in ("standard", "windows"):
-        third = PLACES // 3
-        return (
-            ["black on bright_blue"] * third + ["black on white"] * third + ["black on yellow"] * (PLACES - 2 * third)
-        )
-    return [f"{LIGHT.text} on {colour}" for colour in LIGHT.scale()]
-
-
-class Legend:
-    """What the colours mean, or the brackets where there are no colours."""
-
-    def __init__(self, *, is_plain: bool = False, colouring: Colouring | None = None) -> None:
-        """Say what marks mean.
-
-        Args:
-            is_plain: Whether colours are not wanted.
-            colouring: Colours of the paths of a composed model; by default there are the two of a routed one.
-        """
-        self.is_plain, self.colouring = is_plain, colouring
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        if self.colouring is not None:
-            yield PathLegend(self.colouring, is_plain=self.is_plain or not has_colour(console))
-            return
-        if self.is_plain or not has_colour(console):
-            yield Text(
-                f"in {OPENING}{CLOSING}: mostly from the adapt path; the rest from the preserve path", style="dim"
-            )
-            return
-        scale = (Text("  ", style=style) for style in styles_of(console))
-        yield Text("preserve path ") + Text().join(scale) + Text(" adapt path")
-
-
 def render_opening(
     name: str, rows: Sequence[tuple[str, str]], marking: Marking, colouring: Colouring | None = None
 ) -> RenderableType:
     """Who answers and how, above a conversation, and what the marks mean."""
-    legend = [] if marking == "nothing" else [Legend(is_plain=marking == "brackets", colouring=colouring)]
-    return Group(Facts(name, rows), *legend, Text())
+    facts = Facts(name, rows)
+    if colouring is None or marking == "nothing":
+        return Group(facts, Text())
+    return Group(facts, Legend(colouring, is_plain=marking == "brackets"), Text())
 
 
 class Marks(Protocol):
     """Makes visible where tokens came from, one after the other."""
 
-    def mark(self, text: str, weight: Weight) -> Text:
-        """Show the next token, given what is known of the path that it came from."""
+    def mark(self, text: str, weights: Weights) -> Text:
+        """Show the next token, given the weights of the paths that it came from."""
 
     def end(self) -> Text:
         """Show that no token follows."""
@@ -108,7 +61,7 @@ class Marks(Protocol):
 class Unmarked:
     """Shows tokens as text alone."""
 
-    def mark(self, text: str, weight: Weight) -> Text:
+    def mark(self, text: str, weights: Weights) -> Text:
         """The token."""
         return Text(visible_text(text))
 
@@ -117,53 +70,11 @@ class Unmarked:
         return Text()
 
 
-class Coloured:
-    """Colours the background of tokens from the preserve path to the adapt path."""
-
-    def __init__(self, styles: Sequence[str]) -> None:
-        self.styles = styles
-
-    def mark(self, text: str, weight: Weight) -> Text:
-        """The token in its colour; a line break has none, which a terminal would draw to the end of the line."""
-        style = self.styles[place_of(weight)] if isinstance(weight, float) else ""
-        return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
-
-    def end(self) -> Text:
-        """Nothing: each token ends its own colour."""
-        return Text()
-
-
-class Bracketed:
-    """Puts brackets around tokens that come mostly from the adapt path."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def mark(self, text: str, weight: Weight) -> Text:
-        """The token, behind what opens or closes."""
-        if not text:
-            return Text()
-        is_adapt = isinstance(weight, float) and weight > 0.5
-        closing = CLOSING if self.is_open and not is_adapt else ""
-        space = " " * text.startswith(" ")
-        opening = OPENING if is_adapt and not self.is_open else ""
-        self.is_open = is_adapt
-        return Text(closing + space + opening + visible_text(text.removeprefix(" ")))
-
-    def end(self) -> Text:
-        """What closes."""
-        was_open, self.is_open = self.is_open, False
-        return Text(CLOSING if was_open else "")
-
-
-def make_marks(console: Console, marking: Marking, colouring: Colouring | None = None) -> Marks:
-    """Make what shows the paths of one text's tokens: the two of a routed model, or those of a composed one."""
-    if colouring is not None and marking != "nothing":
-        is_plain = marking == "brackets"
-        return BracketedPaths(colouring.names) if is_plain else ColouredPaths(colouring, path_styles(console))
-    if marking == "colours":
-        return Coloured(styles_of(console))
-    return Bracketed() if marking == "brackets" else Unmarked()
+def make_marks(console: Console, marking: Marking, colouring: Colouring | None) -> Marks:
+    """Make what shows the paths of one text's tokens."""
+    if colouring is None or marking == "nothing":
+        return Unmarked()
+    return Bracketed(colouring.names) if marking == "brackets" else Coloured(colouring, path_styles(console))
 
 
 class SideBySide:

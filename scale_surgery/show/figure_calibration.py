@@ -134,7 +134,7 @@ def _labels(result: Calibration) -> dict[str, str]:
     """Marks by name of the outcome, and what the legend says."""
     return {
         "base": "base model",
-        "adapt": "best path alone" if result.paths else "adapt path alone",
+        "adapt": "best path alone" if result.has_several else "adapt path alone",
         "present": f"present: {result.present.numbers}",
         "proposed": f"best: {result.proposed.numbers}",
     }
@@ -153,7 +153,7 @@ def _draw_legend(figure: Figure, panels: int, result: Calibration) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     options: dict[str, Any] = {"ncols": 2 * panels}
     if not _is_cosine(result):
-        whose = " of the base" * bool(result.paths)
+        whose = " of the base" * result.has_several
         options = {"ncols": 3, "title": f"larger points: lower prior{whose}", "title_fontsize": 8}
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, markerscale=0.65, **options)
 

@@ -81,6 +81,11 @@ def choose_colours(names: Sequence[str], shares: Sequence[float] | None = None) 
     return Colouring(tuple(names), tuple(places.get(path, len(PATH_COLOURS)) for path in range(len(names))))
 
 
+def has_colour(console: Console) -> bool:
+    """Whether a console shows colours: not into a file, and not with NO_COLOR."""
+    return console.color_system is not None and not console.no_color
+
+
 def path_styles(console: Console) -> list[str]:
     """Styles of all places on a console."""
     if console.color_system in ("standard", "windows"):
@@ -89,14 +94,14 @@ def path_styles(console: Console) -> list[str]:
     return [*own, f"{LIGHT.text} on {OTHERS_COLOUR} underline"]
 
 
-class PathLegend:
+class Legend:
     """What the colours of paths mean, or the brackets where there are no colours."""
 
-    def __init__(self, colouring: Colouring, *, is_plain: bool) -> None:
+    def __init__(self, colouring: Colouring, *, is_plain: bool = False) -> None:
         self.colouring, self.is_plain = colouring, is_plain
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        if self.is_plain:
+        if self.is_plain or not has_colour(console):
             yield Text(
                 f"in {OPENING}name: {CLOSING}: from that expansion, which has most of the weight; the rest from the "
                 "base, or from no path alone",
@@ -111,15 +116,15 @@ class PathLegend:
         yield Text("   ").join([*chips, Text("no colour: no path has half the weight", style="dim")])
 
 
-class ColouredPaths:
+class Coloured:
     """Colours the background of tokens by the path that they come from."""
 
     def __init__(self, colouring: Colouring, styles: Sequence[str]) -> None:
         self.colouring, self.styles = colouring, styles
 
-    def mark(self, text: str, weight: float | Sequence[float] | None) -> Text:
+    def mark(self, text: str, weights: Sequence[float] | None) -> Text:
         """The token in its colour; a line break has none, which a terminal would draw to the end of the line."""
-        place = self.colouring.place_of(_of_paths(weight))
+        place = self.colouring.place_of(weights)
         style = "" if place is None else self.styles[place]
         return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
 
@@ -128,18 +133,18 @@ class ColouredPaths:
         return Text()
 
 
-class BracketedPaths:
+class Bracketed:
     """Puts brackets around tokens of an expansion, with its name."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.path = 0
 
-    def mark(self, text: str, weight: float | Sequence[float] | None) -> Text:
+    def mark(self, text: str, weights: Sequence[float] | None) -> Text:
         """The token, behind what opens or closes; no bracket goes over the end of a line."""
         if not text:
             return Text()
-        path = leading(_of_paths(weight)) or 0
+        path = leading(weights) or 0
         before, self.path = self.path, path
         shown, line_end = text.removesuffix("\n"), "\n" * text.endswith("\n")
         if path != before:
@@ -154,8 +159,3 @@ class BracketedPaths:
         """What closes."""
         was, self.path = self.path, 0
         return Text(CLOSING if was else "")
-
-
-def _of_paths(weight: float | Sequence[float] | None) -> Sequence[float] | None:
-    """Weights of many paths; a number alone says nothing of them."""
-    return None if isinstance(weight, float | int) else weight

@@ -53,8 +53,9 @@ def choose_shown(result: Calibration) -> list[Outcome]:
     """
     named = (result.present, result.proposed, result.best, result.loosest)
     always = [outcome for outcome in result.outcomes if outcome in named]
-    expansions = max(1, len(result.paths) - 1)
-    always += [outcome for outcome in result.outcomes if outcome.routing and is_default(outcome.routing, expansions)]
+    always += [
+        outcome for outcome in result.outcomes if outcome.routing and is_default(outcome.routing, len(result.paths) - 1)
+    ]
     best = list(_unbeaten(result.outcomes))
     reach = [DIFFERENT * (max(values) - min(values)) for values in zip(*map(_place, best), strict=True)]
     kept: list[Outcome] = []
@@ -89,7 +90,7 @@ def _render_heading(result: Calibration) -> RenderableType:
     router = result.present.routing
     assert router is not None
     kind = f"{router.router} router"
-    if result.paths:
+    if result.has_several:
         kind += f" over {len(result.paths)} paths: {', '.join(result.paths)}"
     kind += "".join(f", {name}" for name, value in router.settings.items() if value is True)
     return Group(Text(f"{result.name}: {kind}", style="bold"), Text("; ".join(sides)))
@@ -103,7 +104,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    other = "best path" if result.paths else "adapt"
+    other = "best path" if result.has_several else "adapt"
     first = {"base": result.base, other: result.adapt, "present": result.present, "best": result.proposed}
     for name, outcome in first.items():
         table.add_row(name, *_cells(outcome, numbers, sides))
@@ -162,7 +163,7 @@ def _render_short(result: Calibration) -> RenderableType:
     table = plain_table()
     table.add_column("tokens\nread", justify="right")
     for name in shown:
-        table.add_column(f"{name}\n{'expanded' if result.paths else 'adapted'}", justify="right", no_wrap=True)
+        table.add_column(f"{name}\n{'expanded' if result.has_several else 'adapted'}", justify="right", no_wrap=True)
         table.add_column("\nforgets", justify="right", no_wrap=True)
     for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
         cells = [cell for length in row for cell in (_share(length.weight), _nats(length.forgetting))]
@@ -174,7 +175,7 @@ def _render_short(result: Calibration) -> RenderableType:
 
 def _render_choice(result: Calibration) -> RenderableType:
     best, present = result.proposed, result.present
-    other = "best" if result.paths else "adapt"
+    other = "best" if result.has_several else "adapt"
     kept = "" if best.kept is None else f", {_share(best.kept)} of what the {other} path learns"
     rows = [
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),

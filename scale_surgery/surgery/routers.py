@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
+from scale_surgery.checkpoint.expansions import BASE_NAME, DEFAULT_NAME, ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.schema import in_one_line, misfits
@@ -14,6 +14,8 @@ from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
 
+# what a path without W12 of its own is called, whose up stream reads the base stream
+PRESERVE = "preserve"
 # weights that differ by less are the same
 EVEN = 1e-9
 
@@ -107,6 +109,17 @@ def router_of(specs: Mapping[str, Any]) -> Router | None:
         return read_router(specs.get(ROUTER_KEY), len(specs_of_expansions(specs)), f"{CONFIG_KEY}.{ROUTER_KEY}")
     except PlanError as error:
         raise PlanError(f"{CONFIG_FILE}: {error}. Run route-export again.") from error
+
+
+def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of what a router weighs: `base`, or `preserve` where an up stream goes with it, and the expansions.
+
+    Args:
+        router: The router.
+        specs: The key `scale_surgery` of the model's config.json.
+    """
+    names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
+    return tuple((path.expansion or BASE_NAME) if path.writes else PRESERVE for path in router.paths(names))
 
 
 def weights_of(router: PosteriorRouter) -> tuple[float, ...]:

@@ -251,7 +251,7 @@ class Session:
         name, _, value = words.partition(" ")
         if name:
             self.settings = changed(
-                self.settings, name, value.strip(), has_template=self.has_template, paths=self.speaker.paths
+                self.settings, name, value.strip(), has_template=self.has_template, paths=self.speaker.choices
             )
         self._note(self.settings.describe(self.speaker.network.generation_config))
 
@@ -266,7 +266,7 @@ def changed(
         name: Name of the option, without the dashes before it.
         text: Its value; without one, its default.
         has_template: Whether a chat template is used, which alone takes a system message.
-        paths: Names of the paths of a composed model, which alone has expansions to choose from.
+        paths: Names that can be chosen; none where the only expansion has no name.
 
     Raises:
         PlanError: If it cannot be changed, or not to that.

@@ -92,6 +92,7 @@ def summarise(
         model=speaker.subject.name,
         base=speaker.base_name,
         routing=speaker.routing,
+        paths=speaker.paths,
         has_template=has_template(speaker.subject, settings),
         settings=settings,
         answers=tuple(answers),

@@ -23,25 +23,13 @@ class Token:
         id: Its id.
         text: What it reads as; of a character that is split over several tokens all stands at the last one. Special
             tokens read as nothing.
-        adapt_weight: How much of the prediction that it was drawn from comes from the adapt path, or from all
-            expansions of a composed model, from 0 to 1; None where the model does not route.
-        path_weights: How much of it comes from the base and from each expansion of a composed model.
+        weights: How much of the prediction that it was drawn from comes from each path that the router weighs; None
+            where the model does not route.
     """
 
     id: int
     text: str
-    adapt_weight: float | None = None
-    path_weights: tuple[float, ...] | None = None
-
-    @property
-    def weight(self) -> float | tuple[float, ...] | None:
-        """By what it is marked."""
-        return self.adapt_weight if self.path_weights is None else self.path_weights
-
-    def to_json(self) -> dict[str, Any]:
-        """The token as JSON values; only those of a composed model have weights of many paths."""
-        content = asdict(self)
-        return {name: value for name, value in content.items() if name != "path_weights" or value is not None}
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,14 +55,13 @@ class Answer:
 
     @property
     def routed_share(self) -> float | None:
-        """Mean of the tokens' `adapt_weight`; None where the model does not route or said nothing."""
-        weights = [token.adapt_weight for token in self.tokens if token.adapt_weight is not None]
+        """Mean weight of all expansions together; None where the model does not route or said nothing."""
+        weights = [sum(token.weights[1:]) for token in self.tokens if token.weights is not None]
         return sum(weights) / len(weights) if weights else None
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain JSON values."""
-        tokens = [token.to_json() for token in self.tokens]
-        own = {"tokens": tokens, "text": self.text, "routed_share": self.routed_share}
+        own = {"text": self.text, "routed_share": self.routed_share}
         content: dict[str, Any] = plain_json(asdict(self) | own)
         return content
 
@@ -100,7 +87,7 @@ class Said:
         place: Of which prompt, from 0.
         is_base: Whether the base says it, with the expansion disabled.
         token: The token.
-        paths: Names of the paths of a composed model, of which the token has weights.
+        paths: Names of the paths of which the token has weights.
     """
 
     place: int
@@ -124,6 +111,7 @@ class Generation:
         model: What the model is called.
         base: What its base model is called; None where it has none.
         routing: How it routes; None where it does not.
+        paths: Names of the paths that its router weighs, of which tokens have weights.
         has_template: Whether a chat template was used; otherwise the texts were continued.
         settings: How it was asked.
         answers: An answer to each prompt.
@@ -133,6 +121,7 @@ class Generation:
     model: str
     base: str | None
     routing: Router | None
+    paths: tuple[str, ...]
     has_template: bool
     settings: GenerationSettings
     answers: tuple[Answer, ...]
@@ -141,6 +130,7 @@ class Generation:
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
         routing = None if self.routing is None else self.routing.settings
-        own = {"model": self.model, "base": self.base, "routing": routing, "has_template": self.has_template}
+        own: dict[str, Any] = {"model": self.model, "base": self.base, "routing": routing, "paths": list(self.paths)}
+        own["has_template"] = self.has_template
         answers = {name: [one.to_json() for one in getattr(self, name)] for name in ("answers", "base_answers")}
         return {**own, "settings": asdict(self.settings), **answers}

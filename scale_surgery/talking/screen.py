@@ -9,10 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from scale_surgery.errors import counted
-from scale_surgery.show.answers import Legend, Marking, SideBySide, choose_marking, make_marks
+from scale_surgery.show.answers import Marking, SideBySide, choose_marking, make_marks
 from scale_surgery.show.console import Output
 from scale_surgery.show.layout import sentence
-from scale_surgery.show.path_colours import Colouring, choose_colours
+from scale_surgery.show.path_colours import Colouring, Legend, choose_colours
 from scale_surgery.talking.records import Generation, Look, Said, Token
 
 
@@ -26,7 +26,7 @@ class Screen:
             out: Where they are shown.
             marking: How the paths of a routed model's tokens are shown.
             names: Who answers: the model, or its base and the model.
-            colouring: Colours of the paths of a composed model.
+            colouring: Colours of the paths of a routed model.
         """
         self.out, self.marking, self.names, self.colouring = out, marking, names, colouring
         self.stack = ExitStack()
@@ -38,13 +38,13 @@ class Screen:
         self.draw: Callable[[Any], None] | None = None
 
     def colour(self, paths: Sequence[str]) -> None:
-        """Give each path of a composed model a colour, before the first token."""
+        """Give each path a colour, before the first token."""
         self.colouring = choose_colours(paths)
         self._begin()
 
     def add(self, token: Token, place: int = 0) -> None:
         """Show the next token of one of them."""
-        part = self.marks[place].mark(token.text, token.weight)
+        part = self.marks[place].mark(token.text, token.weights)
         if len(self.names) == 1:
             self.out.stream(part)
             return
@@ -96,9 +96,9 @@ class Teller:
     def end(self, result: Generation) -> None:
         """End the last answer, and say what the marks mean and what else is to be known."""
         self._end()
-        if result.routing is not None and self.screen.marking != "nothing":
+        if self.screen.colouring is not None and self.screen.marking != "nothing":
             self.out.say("")
-            self.out.say(Legend(is_plain=self.screen.marking == "brackets", colouring=self.screen.colouring))
+            self.out.say(Legend(self.screen.colouring, is_plain=self.screen.marking == "brackets"))
         if not (result.has_template or result.settings.raw):
             self.out.warn(f"{result.model} has no chat template, so it went on with the text.")
         full = sum(answer.ended == "context" for answer in result.answers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import BASE_NAME, path_names, weighed_names
+from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.subjects import Subject, open_subjects
@@ -21,7 +21,7 @@ from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import describe, router_of
+from scale_surgery.surgery.routers import describe, router_of, sides_of
 from scale_surgery.talking.interrupt import StopAtOnce
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings
@@ -48,11 +48,8 @@ class Listener:
         special: set[int],
         weights: Sequence[tuple[float, ...]] | None,
         tell: Callable[[Token], None],
-        *,
-        names_paths: bool,
     ) -> None:
         self.reader, self.special, self.weights, self.tell = reader, special, weights, tell
-        self.names_paths = names_paths
         self.tokens: list[Token] = []
         self.is_after_prompt = False
 
@@ -64,9 +61,8 @@ class Listener:
         for id_ in ids.flatten().tolist():
             # on some devices tokens come later than the forward pass that follows them
             weights = None if self.weights is None else self.weights[len(self.tokens)]
-            adapt = None if weights is None else sum(weights[1:])
             text = "" if id_ in self.special else self.reader.read(id_)
-            token = Token(id_, text, adapt, weights if self.names_paths else None)
+            token = Token(id_, text, weights)
             self.tokens.append(token)
             self.tell(token)
 
@@ -82,13 +78,15 @@ class Speaker:
         subject: The model, and its tokenizer.
         network: The loaded model.
         routing: How it routes; None where it does not.
-        paths: Names of the paths that its router weighs, the base's first; none where it has but one expansion.
+        paths: Names of the paths that its router weighs; none where it does not route.
+        choices: Names by which a path can be asked for; none where its only expansion was given none.
     """
 
     subject: Subject
     network: Any
     routing: Router | None
     paths: tuple[str, ...]
+    choices: tuple[str, ...]
 
     @property
     def base_name(self) -> str | None:
@@ -101,7 +99,7 @@ class Speaker:
     def description(self) -> str:
         """What kind of model it is, in one line."""
         kind = "fused" if self.subject.is_fused else "expanded" if self.subject.is_expanded else "stock"
-        kind = "composed" if self.paths else kind
+        kind = "composed" if len(self.paths) > 2 else kind
         return kind if self.routing is None else f"{kind}, routed: {describe(self.routing)}"
 
     def speak(
@@ -134,7 +132,7 @@ class Speaker:
         most = min(settings.max_new_tokens, (self.subject.context or 10**9) - len(ids))
         with watched(self.network) as weights:
             special = set(tokenizer.all_special_ids) | ends
-            listener = Listener(reader, special, weights, tell, names_paths=bool(self.paths))
+            listener = Listener(reader, special, weights, tell)
             try:
                 self._generate(ids, most, settings, listener, is_stopped)
             except StopAtOnce:
@@ -266,7 +264,8 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
             network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
             advance(1)
         routing = router_of(specs)
-        yield Speaker(subject, network, routing, weighed_names(specs) if routing else ())
+        paths = () if routing is None else sides_of(routing, specs)
+        yield Speaker(subject, network, routing, paths, path_names(specs))
 
 
 def _specs(subject: Subject) -> Any:

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from scale_surgery.cli.program import main
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
-from scale_surgery.routing.records import DocumentRoute, FileRoute, PathTotals, RouteReport, TokenPaths
+from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report
-from scale_surgery.show.pages.paths import render_path_page
+from scale_surgery.show.pages.routing import render_page
 from scale_surgery.show.palette import DARK, LIGHT, parse_colour
 from scale_surgery.show.path_colours import PATH_COLOURS, choose_colours, leading
 from scale_surgery.show.tables_route_report import render_route_report
@@ -49,7 +49,7 @@ def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made,
         window, place = ids[:, left : left + 40], at - left - 1
         given = [own(window).logits[0, place].log_softmax(-1)[tokens[at].id] for own in (*alone, model)]
         assert torch.allclose(torch.tensor(tokens[at].log_probabilities), torch.stack(given[:-1]), rtol=1e-4)
-        assert math.isclose(tokens[at].mixed_log_probability, float(given[-1]), rel_tol=1e-4)
+        assert math.isclose(tokens[at].routed_log_probability, float(given[-1]), rel_tol=1e-4)
         weights = model.score_tokens(window).weights[0, place]
         assert torch.allclose(torch.tensor(tokens[at].weights), weights, atol=1e-5)
     assert report.routing == PosteriorRouter((0.25,) * 4, 0.05) and report.base == "base"
@@ -71,15 +71,15 @@ def test_totals_are_means_over_the_tokens_that_count(report: RouteReport) -> Non
     assert content["tokens"][0]["weights"] is None
 
 
-def token(position: int, text: str, *weights: float, best: int = 0) -> TokenPaths:
+def token(position: int, text: str, *weights: float, best: int = 0) -> TokenRoute:
     logs = tuple(-1.0 if path == best else -3.0 for path in range(len(weights)))
-    known = (logs, weights, -1.0) if weights else ()
-    return TokenPaths(position, text, text, 7, position > 0, *known)
+    known: tuple[Any, ...] = (logs[0], logs, weights, -1.0) if weights else ()
+    return TokenRoute(position, text, text, 7, position > 0, *known)
 
 
-def handmade(*tokens: TokenPaths, names: tuple[str, ...] = NAMES[:3]) -> RouteReport:
+def handmade(*tokens: TokenRoute, names: tuple[str, ...] = NAMES[:3]) -> RouteReport:
     even = (1 / len(names),) * len(names)
-    totals = PathTotals(1, len(tokens), (2.0, 1.0, 3.0, *[3.0] * (len(names) - 3)), even, 1.5)
+    totals = Totals(1, len(tokens), 2.0, (2.0, 1.0, 3.0, *[3.0] * (len(names) - 3)), even, 1.5)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
     return RouteReport("composed", "base", PosteriorRouter(even, 0.01), names, 64, 32, None, files)
 
@@ -101,7 +101,7 @@ def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
     assert text[7].startswith("routing  (posterior, all paths alike, switch rate 0.01;")
     assert [line.split() for line in text[-5:]] == [
         ["a.txt", "7"], ["base", "2.0000", "33.3%"], ["medicine", "1.0000", "33.3%"], ["law", "3.0000", "33.3%"],
-        ["mixed", "1.5000"],
+        ["routed", "1.5000"],
     ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_the_terminal_colours_paths() -> None:
 
 
 def test_the_page_colours_by_weight_and_by_evidence() -> None:
-    page = parse(render_path_page(handmade(*TOKENS)))
+    page = parse(render_page(handmade(*TOKENS)))
     assert page.tokens == [
         ["t n", "<s>"],
         ["t w0 s e0 f", "An"],
@@ -128,15 +128,15 @@ def test_the_page_colours_by_weight_and_by_evidence() -> None:
     ]
     data = strictly(page.data)
     assert data["paths"] == list(NAMES[:3]) and data["places"] == [0, 1, 2]
-    assert data["tokens"][2] == ["na", "na", 7, 2, [-3.0, -1.0, -3.0], [0.1, 0.8, 0.1], -1.0]
+    assert data["tokens"][2] == ["na", "na", 7, 2, [-3.0, -1.0, -3.0], [0.1, 0.8, 0.1], -1.0, None]
     assert [tag for tag, _ in page.tags].count("script") == 2
-    assert all(name in page.text for name in (*NAMES[:3], "mixed", "33.3%", "1.5000"))
+    assert all(name in page.text for name in (*NAMES[:3], "routed", "33.3%", "1.5000"))
 
 
 def test_names_and_texts_cannot_leave_the_page() -> None:
     text = "</script><script>alert(1)</script><!--"
     evil = replace(handmade(token(0, "a"), token(1, text, 1.0, 0.0, 0.0)), model="<u>model", base="<s>base")
-    page = parse(render_path_page(evil))
+    page = parse(render_page(evil))
     assert [tag for tag, _ in page.tags].count("script") == 2 and not [tag for tag, _ in page.tags if tag in ("u", "s")]
     assert strictly(page.data)["tokens"][1][0] == text == page.tokens[1][1]
 
@@ -148,7 +148,7 @@ def test_of_too_many_paths_the_smallest_share_a_pattern() -> None:
     assert colouring.places == (0, 8, 1, 2, 3, 4, 5, 6, 8, 8, 7)
     assert list(colouring.named_places())[-1] == (8, "others (own1, own8, own9)")
     assert choose_colours(names).places == (*range(8), 8, 8, 8)
-    page = render_path_page(handmade(token(0, "<s>"), names=names))
+    page = render_page(handmade(token(0, "<s>"), names=names))
     assert "others (own8, own9, own10)" in parse(page).text
     assert leading([0.2, 0.5, 0.3]) == 1 and leading([0.4, 0.3, 0.3]) is None and leading(None) is None
 

@@ -44,7 +44,7 @@ from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.documents import Document
 from scale_surgery.running.texts import tokenize
 from scale_surgery.show.pages.routing import render_page, write_page
-from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, parse_colour, place_of
+from scale_surgery.show.palette import DARK, LIGHT, Palette, parse_colour
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
 from scale_surgery.show.visible import visible, visible_line, visible_text
 from tests.conftest import load
@@ -109,13 +109,13 @@ def tokens_of(report: RouteReport) -> list[TokenRoute]:
 
 def handmade(*tokens: TokenRoute, routing: Router | None = None) -> RouteReport:
     """A report of one document."""
-    totals = Totals(1, len(tokens), 1.0, 1.0, 2.0, 1.5, 0.25)
+    totals = Totals(1, len(tokens), 1.0, (1.0, 2.0), (0.75, 0.25), 1.5)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
-    return RouteReport("routed", "base", routing or PosteriorRouter().of(1), (), 64, 32, None, files)
+    return RouteReport("routed", "base", routing or PosteriorRouter().of(1), ("base", "law"), 64, 32, None, files)
 
 
 def token(position: int, text: str, weight: float | None = None, **changes: Any) -> TokenRoute:
-    numbers = () if weight is None else (-1.0, -1.0, -2.0, -1.5, 0.5, weight)
+    numbers: tuple[Any, ...] = () if weight is None else (-1.0, (-1.0, -2.0), (1 - weight, weight), -1.5, 0.5)
     return replace(TokenRoute(position, text, text, 7, position > 0, *numbers), **changes)
 
 
@@ -133,7 +133,7 @@ def test_totals_are_the_losses_of_evaluate(place: Path, report_of: Callable[[str
     for file, side in zip(report_of(router).files, ("old", "new"), strict=False):
         totals = file.totals
         assert totals.tokens == getattr(base, side).scored
-        losses = (totals.base_nats_per_token, totals.routed_nats_per_token, totals.adapt_nats_per_token)
+        losses = (totals.base_nats_per_token, totals.routed_nats_per_token, totals.nats_per_token[1])
         for own, score in zip(losses, (base, routed, adapt), strict=True):
             assert math.isclose(own, getattr(score, side).nats_per_token, rel_tol=1e-5)
         assert not math.isclose(losses[0], losses[2], rel_tol=1e-3)
@@ -154,11 +154,11 @@ def test_every_token_is_scored_in_the_first_window_that_holds_it(place: Path) ->
         preserve, adapt = (logits[0, at - left - 1].log_softmax(-1) for logits in model.path_logits(window))
         own = tokens[at]
         assert math.isclose(own.base_log_probability, float(preserve[own.id]), rel_tol=1e-4)
-        assert math.isclose(own.adapt_log_probability, float(adapt[own.id]), rel_tol=1e-4)
+        assert math.isclose(own.log_probabilities[1], float(adapt[own.id]), rel_tol=1e-4)
         routed = model(window).logits[0, at - left - 1].log_softmax(-1)
         assert math.isclose(own.routed_log_probability, float(routed[own.id]), rel_tol=1e-4)
         weight = float(model.score_tokens(window).weights[0, at - left - 1, 1])
-        assert math.isclose(own.adapt_weight, weight, rel_tol=1e-4)
+        assert math.isclose(own.weights[1], weight, rel_tol=1e-4)
     assert len(tokens) > 2 * length and (report.sequence_length, report.step) == (length, step)
 
 
@@ -169,18 +169,23 @@ def test_batches_change_nothing(place: Path, report_of: Callable[[str], RouteRep
         assert one.id == other.id
         if one.position:
             assert math.isclose(one.routed_log_probability, other.routed_log_probability, rel_tol=1e-4)
-            assert math.isclose(one.adapt_weight, other.adapt_weight, rel_tol=1e-3, abs_tol=1e-6)
+            assert math.isclose(one.weights[1], other.weights[1], rel_tol=1e-3, abs_tol=1e-6)
 
 
 def test_totals_are_means_over_the_tokens_that_count(report_of: Callable[[str], RouteReport]) -> None:
     for file in report_of("cosine").files:
         counted = [token for document in file.documents for token in document.tokens if token.is_counted]
         assert len(counted) == file.totals.tokens
-        for name in ("base", "preserve", "adapt", "routed"):
+        for name in ("base", "routed"):
             mean = sum(getattr(token, f"{name}_log_probability") for token in counted) / len(counted)
             assert math.isclose(getattr(file.totals, f"{name}_nats_per_token"), -mean, rel_tol=1e-5)
-        share = sum(token.adapt_weight for token in counted) / len(counted)
-        assert math.isclose(file.totals.routed_share, share, rel_tol=1e-5)
+        for path in range(2):
+            loss, share = (
+                sum(getattr(token, name)[path] for token in counted) / len(counted)
+                for name in ("log_probabilities", "weights")
+            )
+            assert math.isclose(file.totals.nats_per_token[path], -loss, rel_tol=1e-5)
+            assert math.isclose(file.totals.shares[path], share, rel_tol=1e-5)
 
 
 def test_prompts_are_shown_and_do_not_count(report_of: Callable[[str], RouteReport]) -> None:
@@ -188,22 +193,23 @@ def test_prompts_are_shown_and_do_not_count(report_of: Callable[[str], RouteRepo
     assert [token.text for token in document.tokens] == ["<s>", *"Who, Anna?", " ", *"Berg", "</s>"]
     assert [token.is_counted for token in document.tokens] == [False] * 11 + [True] * 6
     first, *rest = document.tokens
-    assert first.routed_log_probability is None and first.adapt_weight is None and first.cosine is None
+    assert first.routed_log_probability is None and first.weights is None and first.cosine is None
     assert all(token.routed_log_probability is not None for token in rest)
     assert [token.position for token in document.tokens] == list(range(17))
 
 
 def test_cosine_decides_and_its_preserve_side_is_not_the_base(report_of: Callable[[str], RouteReport]) -> None:
-    tokens = [token for token in tokens_of(report_of("cosine")) if token.position]
-    assert {token.decision for token in tokens} == {"preserve", "adapt"}
+    report: Any = report_of("cosine")
+    assert report.paths == ("preserve", "default") and report_of("strict").paths == ("base", "default")
+    tokens: Any = [token for token in tokens_of(report) if token.position]
+    assert {token.weights for token in tokens} == {(1, 0), (0, 1)}
     for token_ in tokens:
         is_adapt = token_.cosine <= 0.9
-        assert (token_.decision, token_.adapt_weight) == (("adapt", 1) if is_adapt else ("preserve", 0))
-        chosen = token_.adapt_log_probability if is_adapt else token_.preserve_log_probability
-        assert token_.routed_log_probability == chosen
-    assert any(token_.preserve_log_probability != token_.base_log_probability for token_ in tokens)
-    for token_ in tokens_of(report_of("strict")):
-        assert token_.preserve_log_probability == token_.base_log_probability
+        assert token_.weights == (not is_adapt, is_adapt)
+        assert token_.routed_log_probability == token_.log_probabilities[is_adapt]
+    assert any(token_.log_probabilities[0] != token_.base_log_probability for token_ in tokens)
+    strict: Any = [token for token in tokens_of(report_of("strict")) if token.position]
+    assert all(token_.log_probabilities[0] == token_.base_log_probability for token_ in strict)
 
 
 def test_remote_code_gives_the_same(place: Path, report_of: Callable[[str], RouteReport]) -> None:
@@ -228,11 +234,10 @@ def test_jsonl_is_a_line_a_token(report_of: Callable[[str], RouteReport], tmp_pa
     assert rows == report.records() and len(rows) == len(tokens_of(report))
     assert list(rows[0]) == [
         "file", "document", "position", "text", "piece", "id", "is_counted", "base_log_probability",
-        "preserve_log_probability", "adapt_log_probability", "routed_log_probability", "cosine", "adapt_weight",
-        "decision",
+        "log_probabilities", "weights", "routed_log_probability", "cosine",
     ]  # fmt: skip
+    assert list(rows[1]["weights"]) == list(rows[1]["log_probabilities"]) == ["preserve", "default"]
     assert [row["document"] for row in rows if row["file"].endswith("asked.jsonl") and not row["position"]] == [0, 1]
-    assert not any("decision" in row for row in report_of("posterior").records())
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokens.jsonl"]
 
 
@@ -244,9 +249,10 @@ def test_a_model_that_gives_nan_gives_json(place: Path, tmp_path: Path) -> None:
     save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
     report = route_report(broken, place / "asked.jsonl")
     content = strictly(json.dumps(report.to_json()))
-    assert content["tokens"][1]["adapt_log_probability"] == "NaN" == content["files"][0]["adapt_nats_per_token"]
+    own = (content["tokens"][1]["log_probabilities"], content["files"][0]["nats_per_token"])
+    assert [numbers["default"] for numbers in own] == ["NaN", "NaN"]
     assert isinstance(content["tokens"][1]["base_log_probability"], float)
-    assert strictly(parse(render_page(report)).data)["tokens"][1][4][2] == "NaN"
+    assert strictly(parse(render_page(report)).data)["tokens"][1][4][1] == "NaN"
     assert "nan" in shown(render_route_report(report))
 
 
@@ -365,31 +371,12 @@ def test_page_holds_every_token_and_needs_nothing_else(report_of: Callable[[str]
     data = strictly(page.data)
     named = [[visible_text(token.text), visible_line(token.piece), token.id, token.position] for token in tokens]
     assert [row[:4] for row in data["tokens"]] == named
-    assert data["paths"] == ["base", "preserve side", "adapt path", "routed"] and data["decides"] is True
-    assert data["tokens"][1][4] == [
-        tokens[1].base_log_probability, tokens[1].preserve_log_probability, tokens[1].adapt_log_probability,
-        tokens[1].routed_log_probability,
-    ]  # fmt: skip
+    assert data["paths"] == ["preserve", "default"]
+    own = tokens[1]
+    numbers: Any = [own.log_probabilities, own.weights]
+    assert data["tokens"][1][4:] == [*map(list, numbers), own.routed_log_probability, own.cosine]
     for file in report.files:
-        assert Path(file.file).name in page.text and f"{file.totals.routed_share:.1%}" in page.text
-
-
-def test_page_colours_by_weight_and_by_evidence() -> None:
-    report = handmade(
-        token(0, "<s>"),
-        token(1, "old", 0.0, adapt_log_probability=-9.0),
-        token(2, " new", 1.0, base_log_probability=-9.0),
-        token(3, " even", 0.5, adapt_log_probability=-1.0, is_counted=False),
-        token(4, "", 0.75, piece="<0xE6>"),
-    )
-    found = parse(render_page(report)).tokens
-    assert found == [
-        ["t n", "<s>"],
-        ["t w0 e0", "old"],
-        ["t w20 e20", "new"],
-        ["t w10 e10 p", "even"],
-        ["t w15 e8 x", "⟨E6⟩"],
-    ]
+        assert Path(file.file).name in page.text and f"{file.totals.shares[1]:.1%}" in page.text
 
 
 def test_a_token_cannot_leave_the_data() -> None:
@@ -437,30 +424,9 @@ COLOUR_VISION = {
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
-def test_text_is_readable_on_every_colour(palette: Palette) -> None:
-    scale = palette.scale()
-    assert len(scale) == len(set(scale)) == PLACES
-    assert (scale[0], scale[PLACES // 2], scale[-1]) == palette.stops
-    assert min(contrast(palette.text, colour) for colour in (*scale, palette.background, palette.surface)) >= 5.5
-    assert contrast(palette.muted, palette.background) >= 4.5 and contrast(palette.adapt, palette.background) >= 3
-
-
-@pytest.mark.parametrize("vision", COLOUR_VISION)
-@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
-def test_paths_are_told_apart_with_any_colour_vision(palette: Palette, vision: str) -> None:
-    def distance(preserve: str, adapt: str) -> float:
-        one, other = (seen_by(colour, COLOUR_VISION[vision]) for colour in (preserve, adapt))
-        return float((one - other).abs().max() / max(one.abs().max(), other.abs().max()))
-
-    preserve, _, adapt = palette.stops
-    assert distance(preserve, adapt) > 0.5
-    # the test can fail: a green and a red that people confuse
-    assert vision == "tritan" or distance("#7f9a3d", "#c98a3f") < 0.5
-
-
-def test_places() -> None:
-    assert [place_of(share) for share in (-1, 0, 0.024, 0.026, 0.5, 1, 2)] == [0, 0, 0, 1, 10, 20, 20]
-    assert place_of(math.nan) == PLACES // 2
+def test_text_is_readable(palette: Palette) -> None:
+    assert min(contrast(palette.text, colour) for colour in (palette.background, palette.surface)) >= 5.5
+    assert contrast(palette.muted, palette.background) >= 4.5 and contrast(palette.accent, palette.background) >= 3
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to show the page")
@@ -508,51 +474,41 @@ def shown(rendered: object, width: int = 80, colours: str | None = None) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_terminal_without_colours_brackets_the_adapt_path() -> None:
+def test_terminal_without_colours_brackets_the_expansion() -> None:
     report = handmade(
         token(0, "<s>"), token(1, "An", 0.1), token(2, "na", 0.9), token(3, " Berg", 0.8), token(4, " is", 0.5),
         token(5, "\n", 0.2), token(6, "[b]new", 1.0),
     )  # fmt: skip
     text = shown(render_route_report(report))
-    assert text.splitlines() == [
-        "in ⟦⟧: mostly from the adapt path; the rest from the preserve path",
+    assert [line.rstrip() for line in text.splitlines()] == [
+        "in ⟦name: ⟧: from that expansion, which has most of the weight; the rest from",
+        "the base, or from no path alone",
         "",
         "a.txt",
-        "<s>An⟦na Berg⟧ is↵",
-        "⟦[b]new⟧",
+        "<s>An⟦law: na Berg⟧ is↵",
+        "⟦law: [b]new⟧",
         "",
-        "routing  (posterior, all paths alike, switch rate 0.01; losses in nats per ",
+        "routing  (posterior, all paths alike, switch rate 0.01; losses in nats per",
         "token)",
-        "       tokens    base   adapt  routed  routed share",
-        "a.txt       7  1.0000  2.0000  1.5000         25.0%",
+        "          tokens  loss alone  share",
+        "a.txt          7",
+        "  base                1.0000  75.0%",
+        "  law                 2.0000  25.0%",
+        "  routed              1.5000",
     ]
-
-
-@pytest.mark.parametrize(
-    ("colours", "preserve", "adapt"),
-    [
-        ("truecolor", "\x1b[38;2;22;24;29;48;2;166;211;245m", "\x1b[38;2;22;24;29;48;2;242;153;74m"),
-        ("standard", "\x1b[30;104m", "\x1b[30;43m"),
-    ],
-)
-def test_terminal_with_colours(colours: str, preserve: str, adapt: str) -> None:
-    report = handmade(token(0, "<s>"), token(1, "old", 0.0), token(2, " new", 1.0))
-    text = shown(render_route_report(report), colours=colours)
-    assert f"{preserve}old" in text and f"{adapt} new" in text
-    assert "preserve path" in text and "⟦" not in text
 
 
 def test_terminal_fits_80_columns_and_is_not_written_to_by_texts(report_of: Callable[[str], RouteReport]) -> None:
     text = shown(render_route_report(report_of("cosine")))
     assert max(map(len, text.splitlines())) <= 80
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
-    assert "[bold]␛[31m␇⟨U+202E⟩" in re.sub("[⟦⟧\n]", "", text)
+    assert "[bold]␛[31m␇⟨U+202E⟩" in re.sub("⟦default: |[⟧\n]", "", text)
 
 
 def test_terminal_shows_so_many_tokens_and_counts_the_rest() -> None:
     report = handmade(token(0, "a"), *(token(place, "b", 0.5) for place in range(1, MOST_SHOWN + 25)))
     text = shown(render_route_report(report))
-    assert text.count("b") == MOST_SHOWN - 1 + len("b")  # and one in "base"
+    assert text.count("b") == MOST_SHOWN - 1 + 2  # and one in each "base"
     assert "... 25 more tokens; -o FILE.html or FILE.jsonl shows all" in text
 
 

@@ -172,7 +172,7 @@ def test_lines_are_seen_and_told_apart(mode: str, palette: Palette) -> None:
     # each layer stands out more than the one below, so that lightness alone tells them apart
     assert seen == sorted(seen) and all(after / before > 1.2 for before, after in pairwise(seen))
     assert seen[0] > 1.8
-    assert contrast(palette.text, palette.stops[0]) >= 4.5
+    assert contrast(palette.text, palette.heat) >= 4.5
 
 
 def on_a_telephone(page: str, numbers: str, tmp_path: Path) -> list[int]:

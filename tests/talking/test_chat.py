@@ -44,7 +44,7 @@ from tests.each import mostly
 SECONDS = 300
 QUESTION = questions(people(1)[0])[1].prompt
 GREEDY = GenerationSettings(temperature=0, max_new_tokens=12)
-# of the background of a token, from the preserve path to the adapt path
+# of the background of a token, that of its path
 COLOUR = re.compile(r"\x1b\[38;2;22;24;29;48;2;\d+;\d+;\d+m")
 # a pseudo-terminal becomes that of a new session, so that Ctrl-C is the signal that it is; SIGINT is ignored, as in
 # what a script starts in the background
@@ -115,7 +115,7 @@ def chatting(*arguments: object, **environment: str) -> Iterator[tuple[Terminal,
 def test_a_conversation_in_a_terminal(place: Path) -> None:
     settings = ("--max-new-tokens", "1500", "--temperature", "0")
     with chatting(place / "posterior", *settings, TERM="xterm-256color", COLORTERM="truecolor") as (terminal, child):
-        assert "Ctrl-C stops an answer" in terminal.text and "adapt path" in terminal.text
+        assert "Ctrl-C stops an answer" in terminal.text and "no colour: no path" in terminal.text
         # it streams: a token is there long before the last one
         terminal.type("Anna\n")
         terminal.wait_for(COLOUR.pattern)
@@ -151,7 +151,7 @@ def test_a_terminal_without_colours(place: Path, monkeypatch: pytest.MonkeyPatch
     assert not re.search(r"\x1b\[[\d;]*[34]8;", text), "no colours"
     plain, marked = (found[1] for found in re.finditer(r"> (.*?)\n\S*stopped after", text, re.DOTALL))
     assert "⟦" in marked and "⟦" not in plain and "paths are shown by brackets" in text
-    assert marked.replace("⟦", "").replace("⟧", "").endswith(plain)
+    assert marked.replace("⟦default: ", "").replace("⟧", "").endswith(plain)
 
 
 def press(times: int) -> None:

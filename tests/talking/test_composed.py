@@ -29,14 +29,14 @@ def test_the_mixture_answers_and_says_whom_each_token_came_from(speaking: tuple[
     assert ids_of(answer) == by_transformers(folder, PROMPTS[0], do_sample=False, max_new_tokens=48)
     read = AutoTokenizer.from_pretrained(folder)(PROMPTS[0], return_tensors="pt")["input_ids"]
     scores = load(folder).score_tokens(torch.cat((read, torch.tensor([ids_of(answer)])), 1))
-    weights = torch.tensor([token.path_weights for token in answer.tokens])
+    weights = torch.tensor([token.weights for token in answer.tokens])
     torch.testing.assert_close(weights, scores.weights[0, read.shape[1] - 1 :], atol=DRIFT, rtol=0)
     assert (weights.amax(0) - weights.amin(0)).max() > 50 * DRIFT, "the control: they are not all alike"
     assert found.base == "base" and found.routing is not None
     content = found.to_json()
     assert content["routing"]["prior"] == [0.25] * len(NAMES)
     first = content["answers"][0]["tokens"][0]
-    assert first["adapt_weight"] == pytest.approx(1 - first["path_weights"][0])
+    assert content["paths"] == list(NAMES) and sum(first["weights"]) == pytest.approx(1)
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_one_path_answers_alone(speaking: tuple[Made, Path]) -> None:
         answers[name] = tuple(map(ids_of, found.answers))
         expected = [by_transformers(alone, prompt, do_sample=False, max_new_tokens=24) for prompt in PROMPTS]
         assert list(answers[name]) == expected
-        assert all(token.path_weights is None for answer in found.answers for token in answer.tokens)
+        assert all(token.weights is None for answer in found.answers for token in answer.tokens)
         if name == "law":
             assert tuple(map(ids_of, found.base_answers)) == answers["base"]
     assert len({str(own) for own in answers.values()}) == len(NAMES), "the control: they differ"
@@ -95,7 +95,7 @@ def test_a_conversation_changes_who_answers(speaking: tuple[Made, Path]) -> None
     assert first == third and first["text"] != second["text"]
     alone = generate(speaking[0].folders["law"], "Anna", replace(GREEDY, max_new_tokens=12))
     assert second["text"] == alone.answers[0].text
-    assert first["tokens"][0]["path_weights"] and "path_weights" not in second["tokens"][0]
+    assert first["tokens"][0]["weights"] and second["tokens"][0]["weights"] is None
     said = run("chat", speaking[1], input="/set expansion history\n")
     assert "composed, routed: posterior, all paths alike" in said
     assert "expansion history: is no path of this model, expected base or medicine or law or music." in said.replace(

@@ -52,7 +52,7 @@ def test_greedy_answers_are_those_of_transformers(place: Path, kind: str) -> Non
     for prompt, answer in zip(PROMPTS, found.answers, strict=True):
         assert ids_of(answer) == by_transformers(place / kind, prompt, do_sample=False, max_new_tokens=24)
         assert (answer.prompt, answer.read) == (prompt, 1 + len(prompt.encode()))
-        assert [token.adapt_weight is not None for token in answer.tokens] == [kind in ROUTED] * len(answer.tokens)
+        assert [token.weights is not None for token in answer.tokens] == [kind in ROUTED] * len(answer.tokens)
     assert (found.model, found.base_answers) == (kind, ())
 
 
@@ -103,7 +103,7 @@ def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
     (answer,) = generate(place / kind, PROMPTS[0], replace(GREEDY, max_new_tokens=64)).answers
     read = AutoTokenizer.from_pretrained(place / kind)(PROMPTS[0], return_tensors="pt")["input_ids"]
     scores = load(place / kind).score_tokens(torch.cat((read, torch.tensor([ids_of(answer)])), 1))
-    found = torch.tensor([token.adapt_weight for token in answer.tokens])
+    found = torch.tensor([token.weights[1] for token in answer.tokens])
     torch.testing.assert_close(found, scores.weights[0, read.shape[1] - 1 :, 1], atol=DRIFT, rtol=0)
     assert found.max() - found.min() > 100 * DRIFT, "the control: they are not all alike"
     assert answer.routed_share == pytest.approx(float(found.mean()))
@@ -120,7 +120,7 @@ def test_a_prompt_that_is_read_in_parts_is_one_pass(place: Path, monkeypatch: py
     (parts,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
     assert len(calls) > len(parts.tokens), "the control"
     assert ids_of(parts) == ids_of(whole)
-    found = [[token.adapt_weight for token in answer.tokens] for answer in (parts, whole)]
+    found = [[token.weights[1] for token in answer.tokens] for answer in (parts, whole)]
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
@@ -151,7 +151,7 @@ def test_each_token_is_told_when_it_comes(place: Path) -> None:
     told: list[Said] = []
     found = generate(place / "posterior", PROMPTS, replace(GREEDY, max_new_tokens=4), compare=True, tell=told.append)
     wanted = [
-        Said(place_, is_base, token)
+        Said(place_, is_base, token, ("base", "default"))
         for place_ in range(2)
         for is_base, answers in ((True, found.base_answers), (False, found.answers))
         for token in answers[place_].tokens
@@ -329,9 +329,9 @@ def test_command_marks_paths_where_it_is_asked_to(place: Path) -> None:
     plain, marked = run(*asked).stdout, run(*asked, "--paths").stdout
     text, _, legend = marked.rpartition("\n\n")
     assert "⟦" not in plain and plain == run(*asked, "--no-paths").stdout
-    assert f"{text}\n".replace("⟦", "").replace("⟧", "") == plain
-    assert legend == "in ⟦⟧: mostly from the adapt path; the rest from the preserve path\n"
-    weights = [token.adapt_weight or 0 for token in answer.tokens if token.text]
+    assert f"{text}\n".replace("⟦default: ", "").replace("⟧", "") == plain
+    assert legend.startswith("in ⟦name: ⟧: from that expansion")
+    weights = [(token.weights or (1, 0))[1] for token in answer.tokens if token.text]
     assert ("⟦" in text) == any(weight > 0.5 for weight in weights)
     assert any(weight > 0.5 for weight in weights) and any(weight < 0.5 for weight in weights), "both are there"
 

@@ -148,7 +148,7 @@ def page_colours() -> dict[str, dict[str, str]]:
 
 def _variables(palette: Palette, mode: str) -> dict[str, str]:
     colours = {name: getattr(palette, name) for name in ("background", "text", "muted", "line")}
-    colours |= LINES[mode] | {"heat": palette.stops[0]}
+    colours |= LINES[mode] | {"heat": palette.heat}
     return colours | {f"step{place}": colour for place, colour in enumerate(STEPS[mode])}
 
 

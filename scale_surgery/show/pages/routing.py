@@ -1,4 +1,4 @@
-"""A route report as one HTML page that needs nothing else: tokens coloured by path, the numbers of each on hover.
+"""A route report as one HTML page that needs nothing else: tokens coloured by path, the numbers of all paths on hover.
 
 The page itself is templates/route_report.html; here is what its gaps are filled with.
 """
@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.show.pages.filling import fill, write
-from scale_surgery.show.palette import DARK, LIGHT, PLACES, Palette, place_of
+from scale_surgery.show.palette import DARK, LIGHT, Palette
+from scale_surgery.show.path_colours import OTHERS_COLOUR, PATH_COLOURS, Colouring, choose_colours
 from scale_surgery.show.visible import visible, visible_line, visible_text
 from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.records import FileRoute, RouteReport, TokenPaths, TokenRoute, Totals
+    from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute
 
-# difference of log-probabilities, in nats, at which the scale of evidence ends
-EVIDENCE = 4.0
+# nats by which a path has to be ahead of every other to be the one that predicted a token best
+LEAD = 0.1
+PATTERN = "repeating-linear-gradient(45deg, {} 0 3px, #e4e6ea 3px 6px)"
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,33 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A colour of the page: its number, the letter that says the same without it, and who has it."""
+
+    number: int
+    letter: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A path in the summary of a file, with the width of a bar in per cent."""
+
+    name: str
+    place: int
+    loss: str
+    bar: str
+    share: str
+
+
+@dataclass(frozen=True)
 class File:
-    """A file of the page: its row of the summary, with the width of a bar in per cent, and its documents."""
+    """A file of the page: its summary, and its documents."""
 
     name: str
     cells: list[str]
-    bar: str
-    share: str
+    rows: list[Row]
+    routed: str
     documents: list[Document]
 
 
@@ -70,46 +92,57 @@ def render_page(report: RouteReport) -> str:
     Returns:
         HTML that refers to no other file.
     """
+    colouring = choose_colours(report.paths, report.shares)
     return fill(
         "route_report.html",
         title=f"Which path gave each token: {report.model}",
         facts=f"Base {report.base} · router {describe(report.routing)}",
         light=_variables(LIGHT),
         dark=_variables(DARK),
-        places=PLACES,
-        evidence=f"{EVIDENCE:g}",
-        files=list(map(_file, report.files)),
+        places=[Place(place, _letter(place, colouring), name) for place, name in colouring.named_places()],
+        lead=f"{LEAD:g}",
+        files=[_file(file, colouring) for file in report.files],
         notes=list(_notes(report)),
-        data=_data(report),
+        data=_data(report, colouring),
     )
 
 
-def page_colours(palette: Palette) -> dict[str, str]:
-    """Colours of what is no token."""
-    names = ("background", "text", "muted", "line", "surface", "adapt", "focus")
-    return {name: getattr(palette, name) for name in names}
-
-
 def _variables(palette: Palette) -> dict[str, str]:
-    return page_colours(palette) | {f"c{place}": colour for place, colour in enumerate(palette.scale())}
+    """Colours of a page, and what is written on each; the base's is that of the page itself."""
+    own = {0: (PATH_COLOURS[0], LIGHT.text) if palette is LIGHT else (palette.line, palette.text)}
+    own |= {place: (colour, LIGHT.text) for place, colour in enumerate(PATH_COLOURS) if place}
+    own |= {len(PATH_COLOURS): (PATTERN.format(OTHERS_COLOUR), LIGHT.text)}
+    colours = {
+        name: getattr(palette, name) for name in ("background", "text", "muted", "line", "surface", "accent", "focus")
+    }
+    colours |= {f"p{place}": colour for place, (colour, _) in own.items()}
+    return colours | {f"on{place}": text for place, (_, text) in own.items()}
 
 
-def _file(file: FileRoute[TokenRoute, Totals]) -> File:
+def _letter(place: int, colouring: Colouring) -> str:
+    """What says without colour where a path begins; the base has none."""
+    return "+" if place == colouring.others else chr(ord("a") + place - 1) if place else ""
+
+
+def _file(file: FileRoute, colouring: Colouring) -> File:
     totals = file.totals
-    losses = (totals.base_nats_per_token, totals.adapt_nats_per_token, totals.routed_nats_per_token)
+    numbers = zip(colouring.names, colouring.places, totals.nats_per_token, totals.shares, strict=True)
     return File(
         file.file,
-        [f"{totals.documents:,}", f"{totals.tokens:,}", *(f"{loss:.4f}" for loss in losses)],
-        f"{0.0 if math.isnan(totals.routed_share) else 100 * totals.routed_share:.1f}",
-        f"{totals.routed_share:.1%}",
+        [f"{totals.documents:,}", f"{totals.tokens:,}"],
         [
-            Document(one.place_in(file.file), one.source, list(lines_of(one.tokens, map(_token, one.tokens))))
+            Row(name, place, f"{loss:.4f}", f"{0.0 if math.isnan(share) else 100 * share:.1f}", f"{share:.1%}")
+            for name, place, loss, share in numbers
+        ],
+        f"{totals.routed_nats_per_token:.4f}",
+        [
+            Document(one.place_in(file.file), one.source, list(_lines_of(one.tokens, _shown(one, colouring))))
             for one in file.documents
         ],
     )
 
 
-def lines_of(tokens: Sequence[TokenRoute | TokenPaths], shown: Iterable[Token]) -> Iterator[list[Token]]:
+def _lines_of(tokens: Sequence[TokenRoute], shown: Iterable[Token]) -> Iterator[list[Token]]:
     """Tokens of the page up to the end of each line of the document.
 
     Args:
@@ -126,56 +159,67 @@ def lines_of(tokens: Sequence[TokenRoute | TokenPaths], shown: Iterable[Token]) 
         yield line
 
 
-def _token(token: TokenRoute) -> Token:
-    kinds = []
-    if token.adapt_weight is None or token.base_log_probability is None or token.adapt_log_probability is None:
-        kinds.append("n")
-    else:
-        gain = token.adapt_log_probability - token.base_log_probability
-        kinds += [f"w{place_of(token.adapt_weight)}", f"e{place_of((gain / EVIDENCE + 1) / 2)}"]
-        kinds += [] if token.is_counted else ["p"]
-    return shown_token(token, kinds)
-
-
-def shown_token(token: TokenRoute | TokenPaths, kinds: Sequence[str]) -> Token:
+def _shown_token(token: TokenRoute, kinds: Sequence[str]) -> Token:
     """A token of the page, with the classes that colour it."""
     shown = visible(token.text, token.piece)
     classes = ["t", *kinds, *([] if token.text else ["x"])]
     return Token(" " * shown.startswith(" "), " ".join(classes), shown.removeprefix(" "))
 
 
-def _paths(report: RouteReport) -> dict[str, str]:
-    """Names of the paths that the card shows, and of their fields; what is the base model's is shown once."""
-    base = {"base": "base_log_probability", "preserve side": "preserve_log_probability"}
-    preserve, _ = report.routing.paths(("expansion",))
-    known = base if preserve.expansion else {"preserve path (base)": "base_log_probability"}
-    return {**known, "adapt path": "adapt_log_probability", "routed": "routed_log_probability"}
+def _shown(document: DocumentRoute, colouring: Colouring) -> Iterator[Token]:
+    """Tokens of the page; where a path begins is marked."""
+    before: tuple[int | None, int | None] = (None, None)
+    for token in document.tokens:
+        now = colouring.place_of(token.weights), _best(token.log_probabilities, colouring)
+        yield _shown_token(token, list(_kinds(token, now, before)))
+        before = now
 
 
-def _data(report: RouteReport) -> dict[str, Any]:
+def _kinds(
+    token: TokenRoute, now: tuple[int | None, int | None], before: tuple[int | None, int | None]
+) -> Iterator[str]:
+    """The classes that colour a token: by weight and by evidence, and whether its path begins there."""
+    if token.weights is None:
+        yield "n"
+        return
+    for own, last, colour, begins in zip(now, before, "we", "sf", strict=True):
+        if own is not None:
+            yield f"{colour}{own}"
+            if own != last:
+                yield begins
+    if not token.is_counted:
+        yield "p"
+
+
+def _best(logs: Sequence[float] | None, colouring: Colouring) -> int | None:
+    """The place of the path that predicted a token best; None where none is ahead."""
+    if logs is None or any(map(math.isnan, logs)):
+        return None
+    first, second = sorted(logs, reverse=True)[:2]
+    return colouring.places[list(logs).index(first)] if first - second >= LEAD else None
+
+
+def _data(report: RouteReport, colouring: Colouring) -> dict[str, Any]:
     """The numbers of the tokens, for the page's script."""
-    paths = _paths(report)
     rows = []
     for record in report.records():
-        logs = None if record["position"] == 0 else [record[field] for field in paths.values()]
-        # the script shows both as they are, the text between quotes, with its line breaks
         names = [visible_text(record["text"]), visible_line(record["piece"])]
-        rows.append([*names, record["id"], record["position"], logs, record["cosine"], record["adapt_weight"]])
-    return {"tokens": rows, "paths": list(paths), "decides": report.routing.is_hard}
+        known = [record["log_probabilities"], record["weights"]]
+        numbers = [None if own is None else list(own.values()) for own in known]
+        rows.append(
+            [*names, record["id"], record["position"], *numbers, record["routed_log_probability"], record["cosine"]]
+        )
+    return {"tokens": rows, "paths": list(map(visible_line, colouring.names)), "places": list(colouring.places)}
 
 
 def _notes(report: RouteReport) -> Iterator[str]:
     yield (
         "Losses are in nats per token, over the tokens that count: all but the first of a document, and of a question "
-        "its answer alone. Prompts are in italics. The routed share is the mean weight of the adapt path."
+        "its answer alone. Prompts are in italics. A share is the mean weight of a path. A small letter stands where "
+        "the text of a path begins."
     )
-    yield from reading_notes(report.sequence_length, report.step)
-
-
-def reading_notes(sequence_length: int, step: int) -> Iterator[str]:
-    """How texts were read, and how the page is read."""
     yield (
-        f"Longer documents are read in windows of {sequence_length} tokens, {step} apart; each token is "
+        f"Longer documents are read in windows of {report.sequence_length} tokens, {report.step} apart; each token is "
         "shown as the first window that holds it gives it."
     )
     yield "Hover over a token for its numbers, or move with Tab and the arrow keys; a click makes a link to it."
