@@ -155,6 +155,8 @@ class CosineRouter(Router):
         found = [] if expansions == 1 else [f"cosine: decides between the base and one expansion, not {expansions}."]
         if not -1 <= self.threshold <= 1:
             found.append(f"threshold: is {self.threshold!r}, expected a cosine, from -1 to 1.")
+        if not isinstance(self.strict, bool):
+            found.append(f"strict: is {self.strict!r}, expected True or False.")
         return found
 
     def sides(self, features: Features) -> tuple[list[Side], Tensor | None]:
