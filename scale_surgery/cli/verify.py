@@ -43,7 +43,7 @@ def verify_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Check which promises EXPANDED keeps, or a composed folder, and show the numbers; exit code 1 if one is broken.
+    """Check which promises EXPANDED keeps, and show the numbers; exit code 1 if one is broken.
 
     \b
     recoverable           the base checkpoint comes back byte for byte
@@ -51,25 +51,21 @@ def verify_command(
     near_output_at_init   before training, logits equal the base's up to rounding
     base_stream_always    after any training, the base's hidden state and logits
                           inside the model equal the base's bit for bit
+    paths_as_alone        the path of each expansion in a routed model gives the
+                          logits of that expansion alone, bit for bit
     bounded_forgetting    a routed model's loss exceeds the base's by at most
-                          -ln(prior) nats a text; that of a composed one the
-                          best path's by at most ln(K + 1)
-    paths_as_alone        the path of each expansion in a composed model gives
-                          its logits alone, bit for bit
+                          -ln(prior) nats a text; with K > 1 expansions that of
+                          the best path by at most ln(K + 1)
 
     \b
     Example: scale-surgery verify EXPANDED --base MODEL -o certificate.json
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.evidence.promises import PROMISES
     from scale_surgery.evidence.verify import verify
     from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.commands import after_verification
     from scale_surgery.show.tables_verify import render_verification
 
-    unknown = [name for name in required if name not in PROMISES]
-    if unknown:
-        raise click.UsageError(f"--promise {unknown[0]} is not one of {', '.join(PROMISES)}.")
     check_output_files(outputs, [expanded, *filter(None, [options["base"]])])
     probes, run = take(Probes, options), take(RunOptions, options)
     prompted = None if files_only else probes

@@ -37,7 +37,7 @@ def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iter
     """Texts that each path writes greedily, and halves of two of them joined: who has come to be trusted goes wrong.
 
     Args:
-        model: The composed model.
+        model: A model that routes.
         batch: Prompts, whose first tokens the texts begin with.
         device: Where it computes.
         write: Whether there are any.
@@ -86,11 +86,10 @@ def _write(model: Any, begun: Tensor, length: int) -> Tensor:
 
 @torch.no_grad()
 def excess(model: Any, texts: Texts, device: str) -> Iterator[tuple[str, float]]:
-    """What the mixture loses on each text above the best path for it, in nats."""
-    if texts.ids.shape[1] < 2:
-        return
+    """What the mixture loses on each text above the base, of several expansions above the best path for it, in nats."""
     ids = texts.ids.to(device)
-    best = torch.stack([_losses(own, ids) for own in model.path_logits(ids)]).amin(0)
+    paths = model.path_logits(ids)
+    best = torch.stack([_losses(own, ids) for own in paths[: 1 if len(paths) == 2 else None]]).amin(0)
     lost = _losses(model(ids, use_cache=False).logits, ids) - best
     yield from zip(texts.names, lost.tolist(), strict=True)
 

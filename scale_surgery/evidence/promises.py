@@ -15,11 +15,16 @@ from scale_surgery.running.drift import TOLERANCES
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.path_probes import MixtureNumbers
-    from scale_surgery.running.probe import Numbers
+    from scale_surgery.evidence.probes import Numbers
 
-OF_ONE, OF_SEVERAL = ("output_at_init", "near_output_at_init"), ("paths_as_alone",)
-PROMISES = ("recoverable", *OF_ONE, "base_stream_always", *OF_SEVERAL, "bounded_forgetting")
+PROMISES = (
+    "recoverable",
+    "output_at_init",
+    "near_output_at_init",
+    "base_stream_always",
+    "paths_as_alone",
+    "bounded_forgetting",
+)
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,11 @@ class Promise:
     problems: tuple[str, ...]
 
 
-def promises_of(expansions: int) -> tuple[str, ...]:
-    """Names of the promises that can be asked of a folder of so many expansions."""
-    others = OF_SEVERAL if expansions == 1 else OF_ONE
-    return tuple(name for name in PROMISES if name not in others)
-
-
 def judge(
     checkpoint: Checkpoint,
     manifest: Manifest,
     integrity: Integrity,
-    numbers: Numbers | MixtureNumbers | None,
+    numbers: Numbers | None,
     problems: tuple[str, ...],
     required: tuple[str, ...],
 ) -> tuple[Promise, ...]:
@@ -56,66 +55,45 @@ def judge(
         checkpoint: The expanded checkpoint.
         manifest: Its surgery.json.
         integrity: What its files showed, beside a given base too.
-        numbers: What the probe prompts showed, of several expansions about each path; None where no model was run.
+        numbers: What the probe prompts showed; None where no model was run.
         problems: What speaks against every promise about outputs: structure, config, code, recorded
             facts, loading, token ids.
         required: Promises that are asked for by name.
 
     Returns:
-        The promises, those that are not claimed too.
+        The promises, those that are not claimed too; of the two about the start that which fits the method, or both.
     """
-    recoverable = Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base)
-    bounded = _bounded_forgetting(manifest, numbers, problems)
-    if len(manifest.expansions) > 1:
-        mixture: Any = numbers
-        return (recoverable, *_judge_paths(manifest, integrity, mixture, problems), bounded)
-    alone: Any = numbers
-    return (recoverable, *_judge_one(checkpoint, manifest, integrity, alone, problems, required, bounded))
-
-
-def _judge_paths(
-    manifest: Manifest, integrity: Integrity, numbers: MixtureNumbers | None, problems: tuple[str, ...]
-) -> tuple[Promise, ...]:
-    """What is promised of each path of a folder with several expansions."""
-    paths = () if numbers is None else numbers.paths
-    general = () if numbers is None else problems
-    base = tuple(line for path in paths[:1] for line in path.problems)
-    others = tuple(line for path in paths[1:] for line in path.problems)
-    count = counted(len(manifest.expansions), "expansion")
-    on_base, beside = (*integrity.base, *general, *base), (*integrity.structure, *general, *others)
-    return (
-        _about_paths("base_stream_always", "no block on its path", "", numbers, on_base, slice(1)),
-        _about_paths("paths_as_alone", count, "each ", numbers, beside, slice(1, None)),
+    promises = (
+        Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
+        _output_at_init(manifest, integrity, numbers, problems),
+        _near_output_at_init(manifest, integrity, numbers, problems),
+        _base_stream_always(checkpoint, manifest, integrity, numbers, problems),
+        _paths_as_alone(manifest, integrity, numbers, problems),
+        _bounded_forgetting(manifest, numbers, problems),
     )
-
-
-def _judge_one(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
-    integrity: Integrity,
-    numbers: Numbers | None,
-    problems: tuple[str, ...],
-    required: tuple[str, ...],
-    bounded: Promise,
-) -> tuple[Promise, ...]:
-    """What is promised of the outputs and the base stream of a model with one expansion."""
-    plan, routing = manifest.plan, manifest.routing
-    is_exact, is_initial = plan.method.is_exact_at_init(plan), not integrity.trained
-    is_always = plan.variant in plan.method.preserving or routing is not None
-    near: tuple[Promise, ...] = ()
-    if not is_exact or "near_output_at_init" in required:
-        near = (_near_output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and not is_exact),)
-    promises: tuple[Promise, ...] = (
-        _output_at_init(integrity, numbers, problems, manifest, claimed=is_initial and is_exact),
-        *near,
-        _base_stream_always(checkpoint, integrity, numbers, problems, claimed=is_always, is_routed=routing is not None),
-        bounded,
-    )
+    # what a model of its kind never claims is not shown
+    shown = [own for own in promises if own.name in required or own.name in promises_of(manifest)]
     if manifest.fused is not None:
-        promises = tuple(_fused(promise, manifest.fused["drift"]) for promise in promises)
-    if manifest.forced_base is not None:
-        promises = tuple(_forced(promise, manifest.forced_base) for promise in promises)
-    return promises
+        shown = [_fused(own, manifest.fused["drift"]) if own.name != "recoverable" else own for own in shown]
+    if len(manifest.expansions) == 1 and manifest.forced_base is not None:
+        shown = [_forced(own, manifest.forced_base) if own.name != "recoverable" else own for own in shown]
+    return tuple(shown)
+
+
+def promises_of(manifest: Manifest) -> tuple[str, ...]:
+    """Names of the promises that are told of a folder, whether or not it claims them in its present state."""
+    starts = (
+        []
+        if len(manifest.expansions) > 1
+        else ["output_at_init", *([] if _is_exact(manifest) else ["near_output_at_init"])]
+    )
+    paths = ["paths_as_alone"] if manifest.routing is not None else []
+    return ("recoverable", *starts, "base_stream_always", *paths, "bounded_forgetting")
+
+
+def _is_exact(manifest: Manifest) -> bool:
+    """Whether what an expansion begins as changes no bit of the output."""
+    return all(plan.method.is_exact_at_init(plan) for plan in manifest.plans.values())
 
 
 def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
@@ -140,7 +118,7 @@ def _recoverable_evidence(integrity: Integrity) -> str:
 
 
 def _output_at_init(
-    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
+    manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
     found, problems = [], []
     if numbers is not None:
@@ -149,11 +127,12 @@ def _output_at_init(
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
         if numbers.generation_equal is False or numbers.uncached_equal is False:
             problems.append("greedy continuation differs, with or without KV cache.")
+    claimed = _is_one_untrained(manifest, integrity) and _is_exact(manifest)
     return _at_init("output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
 
 
 def _near_output_at_init(
-    integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...], manifest: Manifest, *, claimed: bool
+    manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
     """Claimed where copies count other shares than a half, or in float16, whose small numbers cannot be halved."""
     found, problems = [], []
@@ -163,31 +142,36 @@ def _near_output_at_init(
         found.append(f"logits {equality}, rounding explains {most:.3g}")
         if not numbers.drift <= most:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
+    claimed = _is_one_untrained(manifest, integrity) and not _is_exact(manifest)
     return _at_init("near_output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
+
+
+def _is_one_untrained(manifest: Manifest, integrity: Integrity) -> bool:
+    return len(manifest.expansions) == 1 and not integrity.trained
 
 
 def _at_init(
     name: str, integrity: Integrity, manifest: Manifest, found: list[str], problems: tuple[str, ...], *, claimed: bool
 ) -> Promise:
     """A promise about the start: what files say of it, and what was found where models were run."""
-    evidence = "; ".join([manifest.plan.method.start(len(integrity.nonzero)), *(found or ["no model was run"])])
+    start = manifest.first_plan.method.start(len(integrity.nonzero))
     every = (*integrity.nonzero, *(problems if found else ()))
+    evidence = "; ".join([start, *(found or ["no model was run"])])
     return Promise(name, claimed, (not every) if found or every else None, evidence, every)
 
 
 def _base_stream_always(
     checkpoint: Checkpoint,
+    manifest: Manifest,
     integrity: Integrity,
     numbers: Numbers | None,
     general: tuple[str, ...],
-    *,
-    claimed: bool,
-    is_routed: bool,
 ) -> Promise:
+    is_routed, plan = manifest.routing is not None, manifest.first_plan
     blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
     problems = [f"{name}: writes into the base stream." for name in blocks if not is_routed] + [*integrity.base]
     evidence = f"{len(blocks)} W12 block{'s exist' if len(blocks) > 1 else ' exists'}" if blocks else "no W12 exists"
-    evidence += ", on the adapt path alone" if blocks and is_routed else ""
+    evidence += ", on paths of expansions alone" if blocks and is_routed else ""
     if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
         evidence = "new layers write into the base stream once they are trained"
         problems.append(f"{evidence}.")
@@ -200,24 +184,29 @@ def _base_stream_always(
         problems += [f"base stream after layer {layer.layer}: drift {layer.drift:.3g}." for layer in drifted]
         if not numbers.base_logits_bit_equal:
             problems.append(f"base logits: drift {numbers.base_logits_drift:.3g} in {numbers.dtype}.")
+        problems += [line for path in numbers.paths[:1] for line in path.problems]
+    claimed = is_routed or plan.variant in plan.method.preserving
     return Promise("base_stream_always", claimed, _holds(problems, numbers), evidence, tuple(problems))
 
 
-def _about_paths(
-    name: str, evidence: str, each: str, numbers: MixtureNumbers | None, problems: tuple[str, ...], which: slice
+def _paths_as_alone(
+    manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
-    """A promise that paths are models, bit for bit."""
+    """Each expansion, chosen by name and beside the others, is the model that it is alone, bit for bit."""
+    name = "paths_as_alone"
+    if manifest.routing is None:
+        reason = "this model has one path"
+        return Promise(name, False, False, reason, (f"{reason}.",))
+    evidence, problems = counted(len(manifest.expansions), "expansion"), [*integrity.structure]
     if numbers is None:
-        return Promise(name, True, False if problems else None, f"{evidence}; no model was run", problems)
-    others = [path for path in numbers.paths[which] if not path.is_bit_equal]
-    equality = f"{each}bit-equal" if not others else f"differ on {', '.join(path.name for path in others)}"
-    how = f"{counted(numbers.tokens, 'token')} ({numbers.dtype}, {numbers.attention}, {numbers.device})"
-    return Promise(name, True, not problems, f"{evidence}; logits {equality} on {how}", problems)
+        return Promise(name, True, _holds(problems, None), f"{evidence}; no model was run", tuple(problems))
+    problems += [*general, *(line for path in numbers.paths[1:] for line in path.problems)]
+    others = [path.name for path in numbers.paths[1:] if not path.is_bit_equal]
+    equality = f"differ on {', '.join(others)}" if others else "each bit-equal"
+    return Promise(name, True, not problems, f"{evidence}; logits {equality} {_on_tokens(numbers)}", tuple(problems))
 
 
-def _bounded_forgetting(
-    manifest: Manifest, numbers: Numbers | MixtureNumbers | None, general: tuple[str, ...]
-) -> Promise:
+def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
     """Claimed without switching; with it, what a text can lose grows with its length."""
     name, routing, count = "bounded_forgetting", manifest.routing, len(manifest.expansions)
     if routing is None or routing.bound is None:
@@ -230,19 +219,19 @@ def _bounded_forgetting(
     if each:
         evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
         problems = [f"each further token adds {each:.2g} nats to the bound, expected none: switch rate 0."]
-    if numbers is not None:
+    if numbers is not None and numbers.mixture is not None:
+        found = numbers.mixture
         problems += general
         best = "the base" if count == 1 else "its best path"
-        lose = "lose" if numbers.texts > 1 else "loses"
-        bests = best.replace("its", "their") if numbers.texts > 1 else best
-        evidence += f"; {counted(numbers.texts, 'text')} {lose} at most {max(0.0, numbers.excess):.3g} against {bests}"
-        evidence += f", of which rounding explains {numbers.rounding:.2g}" if numbers.excess > bound else ""
-        most = bound + each * numbers.longest + numbers.rounding
-        if not numbers.excess <= most:
+        lose, bests = ("lose", best.replace("its", "their")) if found.texts > 1 else ("loses", best)
+        evidence += f"; {counted(found.texts, 'text')} {lose} at most {max(0.0, found.excess):.3g} against {bests}"
+        evidence += f", of which rounding explains {found.rounding:.2g}" if found.excess > bound else ""
+        most = bound + each * found.longest + found.rounding
+        if not found.excess <= most:
             problems.append(
-                f"a text ({numbers.worst}) loses {numbers.excess:.3g} nats against {best}, expected at most {most:.3g}."
+                f"a text ({found.worst}) loses {found.excess:.3g} nats against {best}, expected at most {most:.3g}."
             )
-        problems += numbers.path_problems
+        problems += [line for path in numbers.paths for line in path.problems]
     return Promise(name, not each, _holds(problems, numbers), evidence, tuple(problems))
 
 
@@ -251,5 +240,8 @@ def _holds(problems: list[str], numbers: object) -> bool | None:
 
 
 def _equality(is_equal: bool, drift: float, numbers: Numbers) -> str:
-    found = "bit-equal" if is_equal else f"differ by {drift:.3g}"
-    return f"{found} on {counted(numbers.tokens, 'token')} ({numbers.dtype}, {numbers.attention}, {numbers.device})"
+    return f"{'bit-equal' if is_equal else f'differ by {drift:.3g}'} {_on_tokens(numbers)}"
+
+
+def _on_tokens(numbers: Numbers) -> str:
+    return f"on {counted(numbers.tokens, 'token')} ({numbers.dtype}, {numbers.attention}, {numbers.device})"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from scale_surgery.checkpoint.files import plain_json
 
 if TYPE_CHECKING:
+    from scale_surgery.evidence.probes import Layer
     from scale_surgery.modeling.expanded_routers import Router
-    from scale_surgery.running.probe import Layer
 
 # what a training log says step by step, and a report draws
 CURVES = ("loss", "forgetting", "learning", "old_accuracy", "new_accuracy")

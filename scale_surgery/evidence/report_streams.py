@@ -24,7 +24,7 @@ from scale_surgery.running.options import REPORT_WINDOWS, Probes, RunOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.running.probe import Layer
+    from scale_surgery.evidence.probes import Layer
     from scale_surgery.running.prompts import Batch
 
 
@@ -98,7 +98,7 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
 def _compare(
     model: Any, name: str, batches: Sequence[Batch], width: int, advance: Progress
 ) -> tuple[tuple[Layer, ...], str]:
-    from scale_surgery.running.probe import Layer
+    from scale_surgery.evidence.probes import Layer
 
     drifts: list[list[float]] = []
     sums: list[list[float]] = []

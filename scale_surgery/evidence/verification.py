@@ -15,8 +15,7 @@ from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.surgery.record import tool_versions
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.path_probes import MixtureNumbers
-    from scale_surgery.running.probe import Numbers
+    from scale_surgery.evidence.probes import Numbers
 
 # why no model is run beside a base that is not the folder's
 OTHER_BASE = "the given base is another one"
@@ -38,7 +37,7 @@ class Verification:
         problems: Problems that no promise covers: code, structure, tokenizer, recorded facts, loading, token ids.
         warnings: What a user should know before running the folder's own code or asking the model; does not decide
             `passed`.
-        numbers: What the probe prompts showed, of several expansions about each path; None where they were not run.
+        numbers: What the probe prompts showed; None where they were not run.
         passed: Whether all is as required.
         fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
         date: When, in UTC.
@@ -60,7 +59,7 @@ class Verification:
     required: tuple[str, ...]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
-    numbers: Numbers | MixtureNumbers | None
+    numbers: Numbers | None
     passed: bool
     fingerprint: str
     date: str

@@ -32,7 +32,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
-from scale_surgery.evidence.promises import PROMISES, judge, promises_of
+from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
 from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
 from scale_surgery.progress import Track, no_track
@@ -42,8 +42,7 @@ from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.path_probes import MixtureNumbers
-    from scale_surgery.running.probe import Numbers
+    from scale_surgery.evidence.probes import Numbers
 
 # what stands for the variant of several expansions
 SEVERAL = "composed"
@@ -81,18 +80,18 @@ def verify(
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
-        PlanError: If a promise is asked for that no such folder makes.
+        PlanError: If a promise is asked for that there is none of.
     """
+    _check_promises(required)
     path = Path(expanded)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
-    _check_promises(manifest, required)
     check_numbering(checkpoint, manifest)
     given = _open_base(path, base, revision)
     with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
     is_unknown = needs_own_code(parse_json(manifest.replaced[CONFIG_FILE])) and not run.trust_remote_code
     facts = () if is_unknown else fact_problems(checkpoint, manifest, run)
-    found: Numbers | MixtureNumbers | None = None
+    found: Numbers | None = None
     reason = "files only" if probes is None else _why_not(integrity, run)
     if reason is None and is_unknown:
         reason = "the base has code of its own; --trust-remote-code runs it"
@@ -120,17 +119,13 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
     return given
 
 
-def _check_promises(manifest: Manifest, required: tuple[str, ...]) -> None:
-    """Refuse promises that no folder of this kind makes."""
-    known = promises_of(len(manifest.expansions))
-    kind = "one expansion" if len(manifest.expansions) == 1 else "several"
-    said = {name: f"is none that a folder of {kind} makes" if name in PROMISES else "is unknown" for name in required}
-    problems = [
-        f"--promise {name} {text}, expected one of: {', '.join(known)}."
-        for name, text in said.items()
-        if name not in known
-    ]
-    if problems:
+def _check_promises(required: tuple[str, ...]) -> None:
+    """Refuse promises that there are none of."""
+    if problems := [
+        f"--promise {name} is unknown, expected one of: {', '.join(PROMISES)}."
+        for name in required
+        if name not in PROMISES
+    ]:
         raise PlanError.from_problems(problems)
 
 
@@ -165,37 +160,22 @@ def _run_probes(
     probes: Probes,
     run: RunOptions,
     track: Track,
-) -> Numbers | MixtureNumbers:
-    """Run the base and the expanded model; of several expansions also each path alone."""
-    from scale_surgery.evidence.path_probes import probe_paths
-    from scale_surgery.running.loading import loaded
-    from scale_surgery.running.probe import compare, run_model
-    from scale_surgery.running.prompts import encode_prompts, token_problems
-    from scale_surgery.running.tokenizer import load_tokenizer
+) -> Numbers:
+    """Run the base, the expanded model, and each path alone."""
+    from scale_surgery.evidence.probes import probe
 
     run = replace(run.placed(), dtype=None)  # promises are about weights as they are stored
     with tempfile.TemporaryDirectory() as folder:
         renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
-        base_path = Path(folder) if given is None else given.path
-        if len(manifest.expansions) > 1:
-            return probe_paths(checkpoint, manifest, base_path, probes, run, track)
-        width = manifest.plan.sizes.hidden
-        encoded = encode_prompts(base_path, probes, run)
-        tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
-        runs = []
-        with track("probe prompts", 2) as advance:
-            for model_path, names in ((base_path, renamed), (checkpoint.path, {})):
-                with loaded(model_path, run, renamed=names) as (model, problems):
-                    runs.append(run_model(model, problems, encoded.batch, width, probes.new_tokens, run.device))
-                advance(1)
-    return compare(runs[0], runs[1], encoded, probes.new_tokens, tokens)
+        base = Path(folder) if given is None else given.path
+        return probe(checkpoint, manifest, base, probes, run, track, renamed)
 
 
 def _judge(
     checkpoint: Checkpoint,
     manifest: Manifest,
     integrity: Integrity,
-    found: Numbers | MixtureNumbers | None,
+    found: Numbers | None,
     facts: tuple[str, ...],
     required: tuple[str, ...],
 ) -> Verification:

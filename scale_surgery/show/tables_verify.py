@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,10 +16,9 @@ from scale_surgery.show.tables import facts, plain_table, render_warnings
 from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers
+    from scale_surgery.evidence.probes import Layer, Numbers, PathNumbers
     from scale_surgery.evidence.promises import Promise
     from scale_surgery.evidence.verification import Verification
-    from scale_surgery.running.probe import Layer, Numbers
 
 
 def render_verification(result: Verification) -> RenderableType:
@@ -47,7 +46,7 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
     return table
 
 
-def _read(numbers: Numbers | MixtureNumbers) -> str:
+def _read(numbers: Numbers) -> str:
     kind, note = ("token", "") if numbers.is_text else ("random id", " (no tokenizer)")
     return counted(numbers.tokens, kind) + note
 
@@ -71,14 +70,9 @@ def _problems(result: Verification) -> list[str]:
 
 
 def _render_numbers(result: Verification) -> RenderableType:
-    if result.numbers is None:
+    numbers = result.numbers
+    if numbers is None:
         return sentence(f"no model was run: {result.not_run}", "dim")
-    found: Any = result.numbers
-    return _render_mixture(found) if len(result.expansions) > 1 else _render_one(found)
-
-
-def _render_one(numbers: Numbers) -> RenderableType:
-    """Logits and base stream beside the base model's."""
     # a drift that is no number is the worst
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
@@ -91,8 +85,15 @@ def _render_one(numbers: Numbers) -> RenderableType:
         ("base stream", f"{_drift_of(worst)}, lowest cosine {lowest:.6f}"),
         ("continuation", _continuation(numbers)),
     ]
-    table = facts("numbers", rows)
-    return table if worst.drift == 0 else Group(table, Text(), _render_layers(numbers.layers))
+    if (mixture := numbers.mixture) is not None:
+        best = "the base" if len(result.expansions) == 1 else "the best path"
+        texts = f"{counted(mixture.texts, 'text')} of up to {counted(mixture.longest, 'token')}"
+        lost = f"{mixture.excess:z.3g} nats against {best}, rounding explains {mixture.rounding:.2g}: {mixture.worst}"
+        rows += [("mixture", texts), ("worst loss", lost)]
+    parts: list[RenderableType] = [facts("numbers", rows)]
+    parts += [] if worst.drift == 0 else [Text(), _render_layers(numbers.layers)]
+    parts += [Text(), *_render_paths(numbers)] if numbers.paths else []
+    return Group(*parts)
 
 
 def _drift_of(worst: Layer) -> str:
@@ -111,7 +112,7 @@ def _render_layers(layers: tuple[Layer, ...]) -> Table:
     return table
 
 
-def _continuation(numbers: Any) -> str:
+def _continuation(numbers: Numbers) -> str:
     if numbers.generation_equal is None:
         return "not run"
     cached, uncached = numbers.generation_equal, numbers.uncached_equal
@@ -120,20 +121,13 @@ def _continuation(numbers: Any) -> str:
     return f"greedy, {counted(numbers.new_tokens, 'token')}: {with_cache}; without KV cache {without}"
 
 
-def _render_mixture(numbers: MixtureNumbers) -> RenderableType:
-    """Each path beside the model that it is alone, and what the mixture loses."""
-    how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
-    rounding = f", rounding explains {numbers.rounding:.2g}"
-    rows = [
-        ("probes", f"{counted(numbers.prompts, 'prompt')}, {_read(numbers)}, {how}"),
-        ("mixture", f"{counted(numbers.texts, 'text')} of up to {counted(numbers.longest, 'token')}"),
-        ("worst loss", f"{numbers.excess:z.3g} nats against the best path{rounding}: {numbers.worst}"),
-    ]
+def _render_paths(numbers: Numbers) -> Sequence[RenderableType]:
+    """Each path beside the model that it is alone."""
     table = NamedRows(["chosen by name", "beside the others", counted(numbers.new_tokens, "greedy token")], name="path")
     for path in numbers.paths:
         drifts = ("bit-equal" if own == 0 else f"drift {own:.3g}" for own in (path.drift, path.drift_beside))
         table.add_row(path.name, *drifts, _greedy(path))
-    return Group(facts("numbers", rows), Text(), heading("each path beside the model that it is alone"), table)
+    return heading("each path beside the model that it is alone"), table
 
 
 def _greedy(path: PathNumbers) -> str:

@@ -146,7 +146,6 @@ def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_pat
         (["expand", "BASE"], "Give --layers, or --plan with a saved plan, one of the two."),
         (["plan", "BASE"], "--layers is missing, for example --layers last:4."),
         (["plan", "BASE", "--seed", "1"], "--seed needs --layers."),
-        (["verify", "BASE", "--promise", "preserved"], "--promise preserved is not one of recoverable"),
         (["verify", "BASE", "--memory", "four"], "--memory four is not a size, expected for example 4GiB or 500MB."),
         (["verify", "BASE", "--memory", "-4GiB"], "--memory -4GiB is not a size, expected for example 4GiB or 500MB."),
         (["strip", "BASE"], "Missing option '-o'"),

@@ -31,8 +31,8 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.integrity import check_files
-from scale_surgery.evidence.path_probes import MixtureNumbers, PathNumbers, compare, run_alone
-from scale_surgery.evidence.promises import judge, promises_of
+from scale_surgery.evidence.probes import MixtureLoss, PathNumbers, compare_path, run_alone
+from scale_surgery.evidence.promises import judge
 from scale_surgery.running.prompts import Batch
 from scale_surgery.show.tables_verify import render_verification
 from scale_surgery.surgery.intact import find_damage
@@ -42,6 +42,7 @@ from tests.conftest import digests, load
 from tests.routed import random_ids
 
 NAMES = ("medicine", "law", "chess")
+CLAIMED = ("recoverable", "base_stream_always", "paths_as_alone", "bounded_forgetting")
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +75,16 @@ def broken(result: Verification) -> set[str]:
 def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     before = digests(folder)
     result = verify(folder, llama.base)
-    assert result.passed and result.required == promises_of(3) and result.recorded
+    assert result.passed and result.required == CLAIMED and result.recorded
     found = result.numbers
     assert found is not None and [path.name for path in found.paths] == ["base", *NAMES]
     assert all(path.is_bit_equal and path.generation_equal and path.uncached_equal for path in found.paths)
     # four prompts, two texts of each of four paths, and two halves of each of three pairs in both orders
-    assert found.texts == 4 + 2 * 4 + 2 * 2 * 3
-    assert 0.5 < found.excess <= math.log(4) + found.rounding < 1.5
+    mixture = found.mixture
+    assert mixture is not None and mixture.texts == 4 + 2 * 4 + 2 * 2 * 3
+    assert 0.5 < mixture.excess <= math.log(4) + mixture.rounding < 1.5
+    assert found.base_logits_bit_equal and all(layer.is_bit_equal for layer in found.layers)
+    assert not found.is_bit_equal, "the control: the mixture is not the base's output"
     assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
     assert result.routing == mixed(switch_rate=0).of(len(NAMES)) and result.expansions == NAMES
     assert result.state == "trained" and result.trained_tensors > 30
@@ -93,31 +97,34 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
 
 
 def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
-    numbers = PathNumbers("base", True, 0.0, 0.0, True, True)
-    mixture = MixtureNumbers(1, 1, True, "cpu", "float32", "sdpa", 1, (numbers,), 1, 1, -0.0, "prompt 1", 0.0, (), ())
-    result = replace(verify(folder, probes=None, record=False), numbers=mixture, trained_tensors=1)
+    paths = (PathNumbers("base", True, 0.0, 0.0, True, True),)
+    found = verify(folder, probes=Probes(new_tokens=0), record=False)
+    assert found.numbers is not None
+    mixture = MixtureLoss(1, 1, -0.0, "prompt 1", 0.0)
+    numbers = replace(found.numbers, is_text=True, prompts=1, tokens=1, new_tokens=1, paths=paths, mixture=mixture)
+    result = replace(found, numbers=numbers, trained_tensors=1)
     console = Console(width=80)
     with console.capture() as shown:
         console.print(render_verification(result))
     text = shown.get()
-    assert "probes      1 prompt, 1 token, float32, sdpa, cpu" in text
-    assert "mixture     1 text of up to 1 token" in text and "1 greedy token\n" in text
-    assert "worst loss  0 nats against the best path" in text and "trained (1 tensor changed)" in " ".join(text.split())
+    assert "1 prompt, 1 token, float32, sdpa, cpu" in text
+    assert "1 text of up to 1 token\n" in text and "1 greedy token\n" in text
+    assert " 0 nats against the best path" in text and "trained (1 tensor changed)" in " ".join(text.split())
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    promises = judge(checkpoint, record, check_files(checkpoint, record, None), mixture, (), ())
+    promises = judge(checkpoint, record, check_files(checkpoint, record, None), numbers, (), ())
     assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")
 
 
 def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> None:
     """The control of `paths_as_alone`: no two of the models are equal."""
     batch = Batch(random_ids(2, 9), torch.ones(2, 9, dtype=torch.long))
-    runs = list(run_alone(open_checkpoint(folder), read_manifest(folder), llama.base, batch, 4, RunOptions("cpu")))
-    assert torch.equal(runs[2].logits, llama.alone("law")(batch.ids).logits.flatten(0, 1))
-    for one in range(4):
-        for other in range(4):
-            found = compare("law", runs[one], runs[other], runs[other].logits)
+    runs = list(run_alone(open_checkpoint(folder), read_manifest(folder), NAMES, batch, 4, RunOptions("cpu")))
+    assert torch.equal(runs[1].logits, llama.alone("law")(batch.ids).logits.flatten(0, 1))
+    for one in range(3):
+        for other in range(3):
+            found = compare_path("law", runs[one], runs[other], runs[other].logits)
             assert found.is_bit_equal == (one == other) and bool(found.problems) == (one != other)
-    found = compare("law", runs[1], runs[1], runs[2].logits)
+    found = compare_path("law", runs[0], runs[0], runs[1].logits)
     assert not found.is_bit_equal and found.drift == 0
     assert found.problems == (
         f"path law: logits drift {found.drift_beside:.3g} from the model that law is alone, expected bit-equal.",
@@ -144,7 +151,8 @@ def test_who_begins_with_less_may_lose_more(llama: Made, tmp_path: Path) -> None
     own = {name: llama.extracts[name] for name in NAMES}
     result = verify(compose(llama.base, own, tmp_path / "out", routing=mixed((0.333, 0.333, 0.001, 0.333), 0)).path)
     assert result.passed and result.numbers is not None
-    assert math.log(4) + 1 < result.numbers.excess <= -math.log(0.001) + result.numbers.rounding
+    mixture = result.numbers.mixture
+    assert mixture is not None and math.log(4) + 1 < mixture.excess <= -math.log(0.001) + mixture.rounding
     assert promise(result, "bounded_forgetting").evidence.startswith("at most 6.91 nats by the prior a text; ")
 
 
@@ -312,15 +320,19 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     assert content["passed"] and content["routing"]["switch_rate"] == 0
     assert [own["name"] for own in content["numbers"]["paths"]] == ["base", *NAMES]
-    refused = run("--promise", "output_at_init")
-    assert refused.exit_code and (
-        "--promise output_at_init is none that a folder of several makes, expected one of: recoverable, "
-        "base_stream_always, paths_as_alone, bounded_forgetting."
-    ) in " ".join(refused.output.split())
+    asked = run("--promise", "output_at_init")
+    assert asked.exit_code == 1 and "BROKEN" in asked.output, "a mixture of what has learned is not the base's output"
+    refused = run("--promise", "output")
+    assert (
+        refused.exit_code == 1
+        and "--promise output is unknown, expected one of: recoverable, output_at_" in " ".join(refused.output.split())
+    )
     flip(next(copy.glob("model-*.safetensors")))
     assert run("--files-only").exit_code == 1
-    with pytest.raises(PlanError, match="paths_as_alone is none that a folder of one expansion makes"):
-        verify(llama.folders["law"], required=("paths_as_alone",))
+    alone = verify(llama.folders["law"], required=("paths_as_alone",))
+    assert not alone.passed and promise(alone, "paths_as_alone").evidence == "this model has one path"
+    with pytest.raises(PlanError, match="--promise recover is unknown"):
+        verify(copy, required=("recover",))
 
 
 @pytest.mark.slow
@@ -338,6 +350,6 @@ def test_other_architectures(
 ) -> None:
     made = made_of(family, names, dtype)
     result = verify(compose(made.base, made.extracts, tmp_path / "out", routing=mixed(switch_rate=0)).path)
-    assert result.passed and result.required == promises_of(3)
+    assert result.passed and result.required == CLAIMED
     assert result.numbers is not None and result.numbers.dtype == dtype
     assert all(path.is_bit_equal and path.generation_equal for path in result.numbers.paths)

@@ -22,8 +22,8 @@ from jinja2 import UndefinedError
 from scale_surgery import CheckpointError, PosteriorRouter, Report, Request, expand, report
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.program import main
+from scale_surgery.evidence.probes import Layer
 from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
-from scale_surgery.running.probe import Layer
 from scale_surgery.show.figures import BLUE, MOST_MARKERS, VERMILION, Curve
 from scale_surgery.show.pages.charts import (
     HEIGHT,

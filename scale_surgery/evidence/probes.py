@@ -1,0 +1,413 @@
+"""What a folder's model computes on probe prompts, beside its base and beside the models that its paths are alone.
+
+base files                     --stock class-->           the base model
+base files, shards of NAME     --a folder of links-->     the model that an expansion is alone, as apply writes it
+the whole folder               --as a user loads it-->    what it gives out, its base stream, each path by name and
+                                                          beside the others, and what the mixture loses
+
+Each is freed before the next is loaded; all see the same token ids in one left-padded batch. One that is larger than
+the memory given to it is streamed from its files, module by module (accelerate's disk offload).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_surgery.checkpoint.expansions import BASE_NAME
+from scale_surgery.checkpoint.files import write_json
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
+from scale_surgery.progress import Track
+from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
+from scale_surgery.running.freeze import base_states
+from scale_surgery.running.loading import RUNNING, loaded, translated
+from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
+from scale_surgery.running.tokenizer import load_tokenizer
+from scale_surgery.surgery.config import make_index, written_config
+from scale_surgery.surgery.record import Manifest, only
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The base stream after one layer: largest absolute difference from the base model, and cosine with it."""
+
+    layer: int
+    drift: float
+    cosine: float
+    is_bit_equal: bool
+
+
+@dataclass(frozen=True)
+class PathNumbers:
+    """What the probes showed of one path, beside the model that it is alone.
+
+    Attributes:
+        name: "base", or that of the expansion.
+        is_bit_equal: Whether its logits are those of that model, bit for bit, chosen by name and beside all others.
+        drift: Largest absolute difference of logits, chosen by name.
+        drift_beside: The same of the path beside all others.
+        generation_equal: Whether greedy continuation with KV cache gives that model's tokens; None if not run.
+        uncached_equal: The same without KV cache.
+    """
+
+    name: str
+    is_bit_equal: bool
+    drift: float
+    drift_beside: float
+    generation_equal: bool | None
+    uncached_equal: bool | None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """In what it is not that model, a line each."""
+        of = "the base model" if self.name == BASE_NAME else f"the model that {self.name} is alone"
+        worst = max((self.drift, self.drift_beside), key=lambda own: math.inf if math.isnan(own) else own)
+        drift = f"path {self.name}: logits drift {worst:.3g} from {of}, expected bit-equal."
+        greedy = f"path {self.name}: its greedy continuation is not that of {of}, with or without KV cache."
+        is_other = self.generation_equal is False or self.uncached_equal is False
+        return (drift,) * (not self.is_bit_equal) + (greedy,) * is_other
+
+
+@dataclass(frozen=True)
+class MixtureLoss:
+    """What a router's mixture loses on texts: the prompts, what each path writes greedily, and halves of these joined.
+
+    Attributes:
+        texts: How many.
+        longest: Tokens of the longest.
+        excess: Loss of the mixture above that of the base, of several expansions above that of the best path for a
+            text, where it is largest, in nats.
+        worst: Which text that is.
+        rounding: What of it the rounding of logits in their dtype can explain, in nats.
+    """
+
+    texts: int
+    longest: int
+    excess: float
+    worst: str
+    rounding: float
+
+
+@dataclass(frozen=True)
+class Numbers(LogitDrift):
+    """What the probes showed of an expanded model as it is loaded, beside its base, and of each of its paths.
+
+    Attributes:
+        longest: Tokens of the longest prompt.
+        is_text: Whether prompts are text; seeded random ids otherwise, where the base has no tokenizer that loads.
+        attention: Attention kernel of all models.
+        base_logits_bit_equal: Whether head times base stream equals the base model's, bit for bit; of a routed model,
+            that of its first path.
+        base_logits_drift: Largest absolute difference of those.
+        layers: The same base stream layer by layer; layer -1 is the embedding.
+        generation_equal: Whether greedy continuation with KV cache gives the base's tokens; None if not run.
+        uncached_equal: The same without KV cache.
+        new_tokens: Tokens generated for each prompt.
+        paths: The base's path, and that of each expansion; empty where the model has one path.
+        mixture: What its router loses; None where it has none.
+        load_problems: Tensors that were missing, unexpected or re-initialised on load.
+        token_problems: Prompts whose token ids differ between the two tokenizers.
+    """
+
+    longest: int
+    is_text: bool
+    attention: str
+    base_logits_bit_equal: bool
+    base_logits_drift: float
+    layers: tuple[Layer, ...]
+    generation_equal: bool | None
+    uncached_equal: bool | None
+    new_tokens: int
+    paths: tuple[PathNumbers, ...]
+    mixture: MixtureLoss | None
+    load_problems: tuple[str, ...]
+    token_problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PathRun:
+    """What a model, or one of its paths, made of a batch: logits of its tokens, without padding; on the CPU."""
+
+    logits: Tensor
+    cached: Tensor | None
+    uncached: Tensor | None
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """What a model made of a batch as it was loaded: logits, those of its base stream, and that after each layer."""
+
+    logits: Tensor
+    base_logits: Tensor
+    hidden: tuple[Tensor, ...]
+    cached: Tensor | None
+    uncached: Tensor | None
+    attention: str
+
+
+def probe(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    base: Path,
+    probes: Probes,
+    run: RunOptions,
+    track: Track,
+    renamed: Mapping[str, str],
+) -> Numbers:
+    """Run the base, the model that each path is alone, and the expanded model on the same prompts, and compare.
+
+    Args:
+        checkpoint: The expanded folder.
+        manifest: Its surgery.json.
+        base: A folder that loads as its base.
+        probes: Prompts, and tokens to generate for each; without these no text is written either.
+        run: How the models run: device, trust_remote_code, memory_bytes. They are as they are stored.
+        track: Makes progress bars.
+        renamed: Names of tensors in the folder of the base to those that its class knows.
+
+    Returns:
+        What they showed.
+
+    Raises:
+        CheckpointError: If a model cannot be loaded or does not run.
+    """
+    encoded, width = encode_prompts(base, probes, run), manifest.first_plan.sizes.hidden
+    tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
+    batch, names = encoded.batch, tuple(manifest.expansions)
+    # a model with one path is that path
+    names = names if manifest.routing is not None or len(names) > 1 else ()
+    real = batch.mask.bool()
+    with track("probe prompts", 2 + 2 * len(names)) as advance:
+        with loaded(base, run, name=manifest.base_name, renamed=renamed) as (model, known):
+            stock = run_model(model, batch, width, probes.new_tokens, run.device)
+        advance(1)
+        alone = [PathRun(stock.logits[real], stock.cached, stock.uncached)]
+        for found in run_alone(checkpoint, manifest, names, batch, probes.new_tokens, run):
+            alone.append(found)
+            advance(1)
+        with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
+            own = run_model(model, batch, width, probes.new_tokens, run.device)
+            advance(1)
+            paths, mixture = list[PathNumbers](), None
+            if names:
+                beside = _beside(model, batch, run.device)
+                for name, path_alone, path_beside in zip((None, *names), alone, beside, strict=True):
+                    with model.use_expansion(name):
+                        by_name = run_path(model, batch, probes.new_tokens, run.device)
+                    paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
+                    advance(name is not None)
+                mixture = measure_mixture(
+                    model, batch, run.device, _rounding(stock.logits[real]), write=bool(probes.new_tokens)
+                )
+    return Numbers(
+        **vars(compare_logits(stock.logits, own.logits, batch, run.device)),
+        longest=batch.ids.shape[1],
+        is_text=encoded.tokenizer is not None,
+        attention=stock.attention,
+        base_logits_bit_equal=torch.equal(stock.base_logits[real], own.base_logits[real]),
+        base_logits_drift=largest_difference(stock.base_logits[real], own.base_logits[real]),
+        layers=tuple(
+            _compare_layer(layer - 1, before[real], after[real])
+            for layer, (before, after) in enumerate(zip(stock.hidden, own.hidden, strict=True))
+        ),
+        generation_equal=_same_tokens(stock.cached, own.cached),
+        uncached_equal=_same_tokens(stock.uncached, own.uncached),
+        new_tokens=probes.new_tokens,
+        paths=tuple(paths),
+        mixture=mixture,
+        load_problems=tuple(problem for problem in problems if problem not in known),
+        token_problems=tokens,
+    )
+
+
+@torch.no_grad()
+def run_model(model: Any, batch: Batch, width: int, new_tokens: int, device: str) -> ModelRun:
+    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation.
+
+    Args:
+        model: The model.
+        batch: The probe prompts.
+        width: Base width d; hidden states are cut to it.
+        new_tokens: Tokens to generate, 0 for none.
+        device: Where it runs.
+
+    Raises:
+        CheckpointError: If it does not run.
+    """
+    with translated(*RUNNING):
+        output = model(**_inputs(batch, device), output_hidden_states=True, use_cache=False)
+        cached, uncached = _continue(model, batch, new_tokens, device)
+    return ModelRun(
+        logits=output.logits.cpu(),
+        base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width]).cpu(),
+        # of several paths the base's own stream comes first, among features and after the last norm in the batch
+        hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
+        cached=cached,
+        uncached=uncached,
+        attention=str(model.config._attn_implementation),
+    )
+
+
+@torch.no_grad()
+def run_path(model: Any, batch: Batch, new_tokens: int, device: str) -> PathRun:
+    """Run a model as it stands: logits of prompts, and greedy continuation with and without KV cache."""
+    logits = model(**_inputs(batch, device), use_cache=False).logits.cpu()[batch.mask.bool()]
+    return PathRun(logits, *_continue(model, batch, new_tokens, device))
+
+
+def _inputs(batch: Batch, device: str) -> dict[str, Tensor]:
+    return {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
+
+
+def _continue(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor | None, Tensor | None]:
+    """Greedy continuation with KV cache and without."""
+    if not new_tokens:
+        return None, None
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    cached, uncached = (
+        model.generate(**_inputs(batch, device), **options, use_cache=own).cpu() for own in (True, False)
+    )
+    return cached, uncached
+
+
+def _base_logits(model: Any, base: Tensor) -> Tensor:
+    """Logits of a base stream (b, t, d); where the model routes, of the one that its first path reads."""
+    head = model.get_output_embeddings()
+    if getattr(model, "is_fused", False):
+        found: Tensor = head.base_logits(base.contiguous(), base)
+    elif hasattr(head, "capped"):
+        # where a model is streamed, a module has its weights only while it runs
+        with model.expansion_disabled():
+            found = head(base.contiguous())
+    else:
+        found = head(base.contiguous())
+    # some families cap logits after the head
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    return found if cap is None else torch.tanh(found / cap) * cap
+
+
+def run_alone(
+    checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], batch: Batch, new_tokens: int, run: RunOptions
+) -> Iterator[PathRun]:
+    """Run each model that an expansion is alone.
+
+    Args:
+        checkpoint: The expanded folder.
+        manifest: Its surgery.json.
+        names: The expansions.
+        batch: The prompts.
+        new_tokens: Tokens to generate, 0 for none.
+        run: How the models run.
+
+    Yields:
+        What each made of the prompts.
+
+    Raises:
+        CheckpointError: If one cannot be loaded, its tensors do not fit its class, or it does not run.
+    """
+    has_own_code = bool(manifest.first_plan.architecture.own_code)
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            link_alone(*only(checkpoint, manifest, name), Path(folder))
+            # only the base's own code lies there; otherwise this program's runs
+            own = run if has_own_code else replace(run, trust_remote_code=False)
+            with _loaded_well(Path(folder), name, own) as model, translated(*RUNNING):
+                yield run_path(model, batch, new_tokens, run.device)
+
+
+@contextmanager
+def _loaded_well(path: Path, name: str, run: RunOptions) -> Iterator[Any]:
+    with loaded(path, run, name=name) as (model, problems):
+        if problems:
+            advice = f"{name}: its tensors do not fit its class, so another model would be compared."
+            raise CheckpointError.from_problems([*shorten(problems), advice])
+        yield model
+
+
+def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
+    """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index.
+
+    Args:
+        checkpoint: The expanded folder as if it held that expansion alone.
+        manifest: Its surgery.json, from which config.json is made again: the one in the folder may be another.
+        folder: Where the links go.
+    """
+    code = manifest.code_files if manifest.first_plan.architecture.own_code else ()
+    for file in (*checkpoint.shards, *code):
+        (folder / file).symlink_to((checkpoint.path / file).resolve())
+    places = {name: info.file for name, info in checkpoint.tensors.items()}
+    total = sum(info.bytes for info in checkpoint.tensors.values())
+    write_json(folder / INDEX_FILE, make_index(places, {}, total))
+    base = parse_json(manifest.replaced[CONFIG_FILE])
+    write_json(folder / CONFIG_FILE, written_config(manifest, base, checkpoint.dtype))
+
+
+@torch.no_grad()
+def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
+    """Logits of each path beside all others, without padding."""
+    inputs = _inputs(batch, device)
+    found = model.path_logits(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    return [own.cpu()[batch.mask.bool()] for own in found]
+
+
+def compare_path(name: str, alone: PathRun, found: PathRun, beside: Tensor) -> PathNumbers:
+    """Compare a path with the model that it is alone.
+
+    Args:
+        name: What the path is called.
+        alone: What that model made of the prompts.
+        found: What the path made of them, chosen by name.
+        beside: Its logits beside all other paths.
+    """
+    return PathNumbers(
+        name=name,
+        is_bit_equal=torch.equal(alone.logits, found.logits) and torch.equal(alone.logits, beside),
+        drift=largest_difference(alone.logits, found.logits),
+        drift_beside=largest_difference(alone.logits, beside),
+        generation_equal=_same_tokens(alone.cached, found.cached),
+        uncached_equal=_same_tokens(alone.uncached, found.uncached),
+    )
+
+
+def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, write: bool) -> MixtureLoss:
+    """What a router's mixture loses on prompts, and on texts that the paths write.
+
+    Args:
+        model: A model that routes.
+        batch: The prompts.
+        device: Where it computes.
+        rounding: What rounding makes of the largest logit.
+        write: Whether texts are written.
+    """
+    texts = [*prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
+    losses = {name: loss for text in texts for name, loss in excess(model, text, device)}
+    worst, longest = max(losses, key=lambda name: losses[name]), max(text.ids.shape[1] for text in texts)
+    # errors of rounding are as often up as down
+    return MixtureLoss(len(losses), longest, losses[worst], worst, 4 * rounding * math.sqrt(longest))
+
+
+def _rounding(logits: Tensor) -> float:
+    return float(logits.abs().max()) * torch.finfo(logits.dtype).eps
+
+
+def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:
+    mean = float(cosines(before, after).mean())
+    return Layer(layer, largest_difference(before, after), mean, torch.equal(before, after))
+
+
+def _same_tokens(one: Tensor | None, other: Tensor | None) -> bool | None:
+    """Whether two continuations are the same; None where one was not run."""
+    return None if one is None or other is None else torch.equal(one, other)
