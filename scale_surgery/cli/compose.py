@@ -76,20 +76,22 @@ def compose_command(
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = given if names is None else dict(zip(names, given, strict=True))
-    more = len(given) - len(set(options["remove"]))
-    routing = make_routing(base, more, options.pop("prior"), options.pop("switch_rate"))
+    changes = bool(given or options["remove"])
+    routing = make_routing(base, options.pop("prior"), options.pop("switch_rate"), changes=changes)
     done = compose(base, named, output, routing=routing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 
-def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rate: float | None) -> Router | None:
+def make_routing(
+    base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, changes: bool
+) -> Router | None:
     """How paths are mixed, from command line options; None where nothing is said.
 
     Args:
         base: What is composed; an expanded folder may have a switch rate, which stays where none is given.
-        more: How many expansions are added, less those that are removed: where any are, all paths are alike again.
         prior: Weights of the base and of each expansion.
         switch_rate: Share of its weight that each path gives to the others at every token.
+        changes: Whether expansions are added or removed: then all paths are alike again.
     """
     from scale_surgery.checkpoint.names import MANIFEST_FILE
     from scale_surgery.checkpoint.sources import find_source
@@ -108,4 +110,4 @@ def make_routing(base: str, more: int, prior: tuple[str, ...] | None, switch_rat
     before = read_manifest(path).routing if (path / MANIFEST_FILE).is_file() else None
     usual = before if isinstance(before, PosteriorRouter) else PosteriorRouter()
     rate = usual.switch_rate if switch_rate is None else switch_rate
-    return PosteriorRouter(weights or (None if more else usual.prior), rate)
+    return PosteriorRouter(weights or (None if changes else usual.prior), rate)

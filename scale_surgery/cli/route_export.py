@@ -22,8 +22,8 @@ def make_routing(router: str, options: dict[str, Any]) -> Router | None:
     """How to route, from command line options, None for not at all; an option of another router is refused."""
     said = given(options)
     known = [own.name for own in fields(ROUTERS[router])] if router in ROUTERS else []
-    if wrong := [name for name in said if name not in known]:
-        raise click.UsageError(f"{named(wrong)} does not go with --router {router}.")
+    if foreign := [name for name in said if name not in known]:
+        raise click.UsageError(f"{named(foreign)} does not go with --router {router}.")
     return RouterOptions(router, **said).make() if router in ROUTERS else None
 
 

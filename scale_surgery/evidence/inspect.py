@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of, specs_of_expansions
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME, ROUTER_KEY, expansion_of, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.forms import refuse_form
@@ -28,7 +28,7 @@ from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import router_of
+from scale_surgery.surgery.routers import read_router
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,7 @@ def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
 
 
 def _read_summary(checkpoint: Checkpoint, expansions: Sequence[Mapping[str, Any]], title: str) -> FolderSummary:
+    key = checkpoint.config[CONFIG_KEY]
     record, origin = _read_record(checkpoint), expansions[0].get(ORIGIN_KEY) or {}
     verification, added = record.verification, {}
     for specs in expansions:
@@ -226,7 +227,7 @@ def _read_summary(checkpoint: Checkpoint, expansions: Sequence[Mapping[str, Any]
         base_name=record.base_name or origin.get("base_name"),
         base_revision=record.base_revision or origin.get("base_revision"),
         expansions=added,
-        routing=router_of(checkpoint.config[CONFIG_KEY]),
+        routing=read_router(key.get(ROUTER_KEY), len(expansions), f"{CONFIG_KEY}.{ROUTER_KEY}"),
         verified=_verified(verification),
         passed=None if verification is None else bool(verification["passed"]),
         changed_since=None if verification is None else _changed_since(record, verification),

@@ -345,7 +345,8 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
         manifest: Its surgery.json, from which config.json is made again: the one in the folder may be another.
         folder: Where the links go.
     """
-    code = manifest.code_files if manifest.first_plan.architecture.own_code else ()
+    own_code = manifest.first_plan.architecture.own_code
+    code = [file for file in checkpoint.side_files if file.endswith(".py")] if own_code else []
     for file in (*checkpoint.shards, *code):
         (folder / file).symlink_to((checkpoint.path / file).resolve())
     places = {name: info.file for name, info in checkpoint.tensors.items()}

@@ -97,10 +97,11 @@ class PosteriorRouter(Router):
     switch_rate: float = 0.01
 
     def of(self, expansions: int) -> PosteriorRouter:
-        base = 1 / (1 + expansions) if self.prior is None else self.prior
-        if isinstance(base, tuple):
+        if self.prior is None:
+            return replace(self, prior=(1 / (1 + expansions),) * (1 + expansions))
+        if isinstance(self.prior, tuple):
             return self
-        return replace(self, prior=(base, *((1 - base) * (1 / expansions),) * expansions))
+        return replace(self, prior=(self.prior, *((1 - self.prior) / expansions,) * expansions))
 
     def alike(self) -> PosteriorRouter:
         return replace(self, prior=None)
@@ -117,7 +118,9 @@ class PosteriorRouter(Router):
         return found
 
     @property
-    def bound(self) -> float:
+    def bound(self) -> float | None:
+        if not isinstance(self.prior, tuple):
+            return None
         return -math.log(self.prior[0] if len(self.prior) == 2 else min(self.prior))
 
     @property
@@ -195,7 +198,7 @@ def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> 
         numbers = {key: tuple(own) if isinstance(own, list) else own for key, own in settings.items()}
         router = ROUTERS[numbers.pop("router", "posterior")](**numbers).of(expansions)
         problems = router.problems(expansions)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ArithmeticError) as error:
         advice = "Was it made by another release, or by hand?" if source else "Leave out what it does not have."
         raise ValueError(
             f"{source or 'router:'} is {settings}, expected one of {', '.join(ROUTERS)} with its numbers ({error}). "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.modeling.expanded_routers import Router
 
@@ -119,6 +120,11 @@ class RouteReport:
     step: int
     dtype: Dtype | None
     files: tuple[FileRoute, ...]
+
+    @property
+    def weighs_base(self) -> bool:
+        """Whether one of the paths is the base; a cosine router may weigh one with an up stream instead."""
+        return self.paths[0] == BASE_NAME
 
     @property
     def shares(self) -> tuple[float, ...]:

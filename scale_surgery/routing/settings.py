@@ -12,6 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
+from scale_surgery.surgery.routers import is_even
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch
@@ -47,6 +48,8 @@ def _priors(present: PosteriorRouter, old: Sequence[PathBatch], new: Sequence[Pa
     splits = _splits(new)
     bases = dict.fromkeys((1 / (1 + len(splits[0])), *PRIORS))
     priors = [(base, *((1 - base) * share for share in split)) for split, base in product(splits, bases)]
+    # even weights are written as they are by default
+    priors = [(1 / len(prior),) * len(prior) if is_even(prior) else prior for prior in priors]
     return (replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES))
 
 

@@ -99,12 +99,13 @@ class Legend:
 
     def __init__(self, colouring: Colouring, *, is_plain: bool = False) -> None:
         self.colouring, self.is_plain = colouring, is_plain
+        self.has_many = len(colouring.names) > 2
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self.is_plain or not has_colour(console):
             yield Text(
-                f"in {OPENING}name: {CLOSING}: from that expansion, which has most of the weight; the rest from the "
-                "base, or from no path alone",
+                f"in {OPENING}name: {CLOSING}: from that expansion, which has most of the weight; the rest from "
+                f"{self.colouring.names[0]}" + ", or from no path alone" * self.has_many,
                 style="dim",
             )
             return
@@ -113,7 +114,8 @@ class Legend:
             Text.assemble(("  ", styles[place]), f" {visible_line(name)}")
             for place, name in self.colouring.named_places()
         ]
-        yield Text("   ").join([*chips, Text("no colour: no path has half the weight", style="dim")])
+        none = [Text("no colour: no path has half the weight", style="dim")] if self.has_many else []
+        yield Text("   ").join([*chips, *none])
 
 
 class Coloured:
@@ -144,9 +146,10 @@ class Bracketed:
         """The token, behind what opens or closes; no bracket goes over the end of a line."""
         if not text:
             return Text()
-        path = leading(weights) or 0
-        before, self.path = self.path, path
         shown, line_end = text.removesuffix("\n"), "\n" * text.endswith("\n")
+        before = self.path
+        # an empty line opens no bracket
+        path = self.path = (leading(weights) or 0) if shown else before
         if path != before:
             space = " " * shown.startswith(" ")
             opening = f"{OPENING}{visible_line(self.names[path])}: " if path else ""

@@ -89,7 +89,7 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     """What an expanded folder says of itself: of one expansion all, of several a line each."""
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
-    router = ("router", "none" if added.routing is None else describe(added.routing))
+    router = ("router", "none" if added.routing is None else describe(added.routing, list(added.expansions)))
     rows = [("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since])))]
     then = added.adopt or ("" if model is None or added.is_current else command("verify", model))
     rows += [(NEXT, then)] if then else []

@@ -84,7 +84,7 @@ def render_composed(done: Composed) -> RenderableType:
         ("written", f"{done.path}  ({format_bytes(done.bytes_added)} beside the base)"),
         ("base", done.base_name),
         ("paths", f"{len(done.expansions) + 1}: the base, {', '.join(done.expansions)}"),
-        ("router", "none" if done.routing is None else describe(done.routing)),
+        ("router", "none" if done.routing is None else describe(done.routing, list(done.expansions))),
     ]
     if done.removed:
         rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))

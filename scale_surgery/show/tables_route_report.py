@@ -26,7 +26,7 @@ def render_route_report(report: RouteReport) -> RenderableType:
     """A route report: tokens of each file, and the totals of all."""
     colouring = choose_colours(report.paths, report.shares)
     files = (part for file in report.files for part in _file(file, colouring))
-    heads = heading("routing", f"{describe(report.routing)}; losses in nats per token")
+    heads = heading("routing", f"{describe(report.routing, report.paths[1:])}; losses in nats per token")
     return Group(Legend(colouring), *files, Text(), heads, _totals(report))
 
 
@@ -71,6 +71,8 @@ def _totals(report: RouteReport) -> NamedRows:
     for file in report.files:
         own = file.totals
         table.add_row(file.file, f"{own.tokens:,}", "", "")
+        if not report.weighs_base:
+            table.add_row("  base", "", f"{own.base_nats_per_token:.4f}", "")
         for name, loss, share in zip(report.paths, own.nats_per_token, own.shares, strict=True):
             table.add_row(f"  {name}", "", f"{loss:.4f}", f"{share:.1%}")
         table.add_row("  routed", "", f"{own.routed_nats_per_token:.4f}", "")

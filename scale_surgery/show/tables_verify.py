@@ -31,7 +31,7 @@ def render_verification(result: Verification) -> RenderableType:
     changed = counted(result.trained_tensors, "tensor")
     state = "untrained" if result.state == "initial" else f"trained ({changed} changed)"
     router = result.routing
-    kind = result.variant if router is None else f"{result.variant}, routed ({describe(router)})"
+    kind = result.variant if router is None else f"{result.variant}, routed ({describe(router, result.expansions)})"
     return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
 
 

@@ -36,7 +36,7 @@ from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.surgery.record_schema import Size, header_problems, part_problems
 from scale_surgery.surgery.routers import read_router
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 # a package's record is read once: what was imported stays what it is
 _version = cache(version)
 

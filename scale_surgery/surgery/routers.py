@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from scale_surgery.checkpoint.expansions import BASE_NAME, DEFAULT_NAME, ROUTER_KEY, specs_of_expansions
+from scale_surgery.checkpoint.expansions import BASE_NAME, DEFAULT_NAME, PRESERVE_NAME, ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.schema import in_one_line, misfits
@@ -14,8 +14,6 @@ from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
 
-# what a path without W12 of its own is called, whose up stream reads the base stream
-PRESERVE = "preserve"
 # weights that differ by less are the same
 EVEN = 1e-9
 
@@ -30,7 +28,7 @@ class RouterOptions:
         threshold: Cosine above which a token takes the preserve path (cosine).
         prior: Weight of the base at the start of a text (posterior). Default: as much as that of every other path.
         switch_rate: Share of its weight that each path gives to the others at every token (posterior).
-        strict: The preserve path gives out the base model's logits alone (cosine). With posterior it always does.
+        strict: The preserve path gives out the base model's logits alone (cosine), as it always does with posterior.
     """
 
     router: str = field(default="posterior", metadata={"choices": lambda: ROUTERS})
@@ -43,13 +41,19 @@ class RouterOptions:
         """The router, of the numbers that it has.
 
         Raises:
-            PlanError: If a value is out of range; all are named.
+            PlanError: If a value is out of range, or another router's; all are named.
         """
         if problems := problems_of(self):
             raise PlanError.from_problems(problems)
         kind = ROUTERS[self.router]
-        known = {own.name for own in fields(kind) if own.init}.intersection(vars(self))
-        router: Router = kind(**{name: getattr(self, name) for name in known})
+        numbers = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "router"}
+        known = {own.name for own in fields(kind)}
+        usual = {own.name: own.default for own in fields(self)}
+        if foreign := [name for name, value in numbers.items() if name not in known and value != usual[name]]:
+            raise PlanError.from_problems(
+                f"--{name.replace('_', '-')} does not go with --router {self.router}." for name in foreign
+            )
+        router: Router = kind(**{name: value for name, value in numbers.items() if name in known})
         return router
 
 
@@ -63,16 +67,19 @@ def router_for(router: Router, expansions: int) -> Router:
     Raises:
         PlanError: If its numbers make no sense for them; every number that does not is named.
     """
-    if not isinstance(router, Router):
+    if type(router) not in ROUTERS.values():
         raise PlanError(f"router: is {router!r}, expected one such as scale_surgery.PosteriorRouter().")
     try:
-        return make_router(router.settings, expansions)
-    except ValueError as error:
-        raise PlanError.from_problems(str(error).split("\n")) from error
+        settings = router.of(expansions).settings
+    except (TypeError, ArithmeticError):
+        settings = router.settings
+    if problems := _problems(settings, expansions, ""):
+        raise PlanError.from_problems(f"{problem}." for problem in problems)
+    return make_router(settings, expansions)
 
 
 def read_router(settings: Any, expansions: int, place: str) -> Router | None:
-    """A router as a file keeps it; None where it keeps none.
+    """A router as a file keeps it, with all its numbers; None where it keeps none.
 
     Args:
         settings: Plain JSON values.
@@ -86,17 +93,27 @@ def read_router(settings: Any, expansions: int, place: str) -> Router | None:
         return None
     if not isinstance(settings, Mapping):
         raise PlanError(f"{place} is {settings!r}, expected an object")
-    if not isinstance(name := settings.get("router"), str) or name not in ROUTERS:
-        raise PlanError(f"{place}.router is {name!r}, expected one of {', '.join(ROUTERS)}")
-    kind = ROUTERS[name]
-    # no number is guessed
-    missing = [f"{place}.{own.name} is missing" for own in fields(kind) if own.name not in settings]
-    if problems := [*missing, *misfits(settings, kind, place)]:
+    if problems := _problems(settings, expansions, place):
         raise PlanError(in_one_line(problems))
+    return make_router(dict(settings), expansions)
+
+
+def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[str]:
+    """What is wrong with the settings of a router; no number is guessed."""
+    inside = f"{place}." if place else ""
+    if not isinstance(name := settings.get("router"), str) or name not in ROUTERS:
+        return [f"{inside}router is {name!r}, expected one of {', '.join(ROUTERS)}"]
+    kind = ROUTERS[name]
+    # a list becomes a tuple, and plain values are what a file may hold
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+    unsaid = [f"{inside}{own.name} is missing" for own in fields(kind) if plain.get(own.name) is None]
+    if problems := [*unsaid, *misfits({key: own for key, own in plain.items() if own is not None}, kind, place)]:
+        return problems
     try:
-        return make_router(dict(settings), expansions, place)
+        make_router(plain, expansions)
     except ValueError as error:
-        raise PlanError(in_one_line([line.removesuffix(".") for line in str(error).split("\n")])) from error
+        return [f"{inside}{line.removesuffix('.')}" for line in str(error).split("\n")]
+    return []
 
 
 def router_of(specs: Mapping[str, Any]) -> Router | None:
@@ -108,7 +125,7 @@ def router_of(specs: Mapping[str, Any]) -> Router | None:
     try:
         return read_router(specs.get(ROUTER_KEY), len(specs_of_expansions(specs)), f"{CONFIG_KEY}.{ROUTER_KEY}")
     except PlanError as error:
-        raise PlanError(f"{CONFIG_FILE}: {error}. Run route-export again.") from error
+        raise PlanError(f"{CONFIG_FILE}: {error}. Restore it from where you got it.") from error
 
 
 def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -119,7 +136,7 @@ def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:
         specs: The key `scale_surgery` of the model's config.json.
     """
     names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
-    return tuple((path.expansion or BASE_NAME) if path.writes else PRESERVE for path in router.paths(names))
+    return tuple((path.expansion or BASE_NAME) if path.writes else PRESERVE_NAME for path in router.paths(names))
 
 
 def weights_of(router: PosteriorRouter) -> tuple[float, ...]:
@@ -139,22 +156,31 @@ def is_default(router: Router, expansions: int) -> bool:
     return router == type(router)(**switches).of(expansions)
 
 
-def numbers_of(router: Router) -> str:
-    """The numbers of a router in words; of weights of paths the base's is the first."""
+def numbers_of(router: Router, names: Sequence[str] = ()) -> str:
+    """The numbers of a router in words.
+
+    Args:
+        router: The router.
+        names: Of the expansions; without them, weights of paths stand in their order, the base's first.
+    """
     said = {name.replace("_", " "): value for name, value in router.settings.items() if name != "router"}
-    return ", ".join(_in_words(name, value) for name, value in said.items() if value is not False)
+    shown = [_in_words(name, value, names) for name, value in said.items() if value is not False and value is not None]
+    return ", ".join(shown)
 
 
-def _in_words(name: str, value: Any) -> str:
+def _in_words(name: str, value: Any, names: Sequence[str]) -> str:
     if value is True:
         return name
     if not isinstance(value, list):
         return f"{name} {value:.10g}"
     if is_even(value):
         return "all paths alike"
-    return f"{name} " + (f"{value[0]:.10g}" if len(value) == 2 else ", ".join(f"{own:.3g}" for own in value))
+    if len(value) == 2:
+        return f"{name} {value[0]:.10g}"
+    called = [f"{path} " for path in (BASE_NAME, *names)] if names else [""] * len(value)
+    return f"{name} " + ", ".join(f"{path}{own:.3g}" for path, own in zip(called, value, strict=True))
 
 
-def describe(router: Router) -> str:
-    """A router and its numbers in one line."""
-    return f"{router.router}, {numbers_of(router)}"
+def describe(router: Router, names: Sequence[str] = ()) -> str:
+    """A router and its numbers in one line; see `numbers_of`."""
+    return f"{router.router}, {numbers_of(router, names)}"

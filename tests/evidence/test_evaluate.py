@@ -518,7 +518,7 @@ def test_a_config_that_transformers_refuses(place: Path, tmp_path: Path) -> None
 def test_a_base_that_cannot_be_given_back(place: Path, tmp_path: Path) -> None:
     wide = Path(shutil.copytree(place / "wide", tmp_path / "wide"))
     (wide / "surgery.json").write_text("{}")
-    assert "format None, expected 2" in refusal(wide, [place / "old.txt"], error=CheckpointError)
+    assert "format None, expected 3" in refusal(wide, [place / "old.txt"], error=CheckpointError)
     strip(place / "wide", tmp_path / "again")
     assert evaluate(tmp_path / "again", [place / "old.txt"]).scores[0].kind == "other"
 

@@ -885,7 +885,7 @@ def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path
         spoiled = config | {"scale_surgery": config["scale_surgery"] | {"router": router}}
         (model / "config.json").write_text(json.dumps(spoiled))
         message = refusal(model, old(place), new(place), error=PlanError)
-        assert message == f"config.json: scale_surgery.router.{said} Run route-export again."
+        assert message == f"config.json: scale_surgery.router.{said} Restore it from where you got it."
 
 
 # the table

@@ -128,7 +128,7 @@ def test_the_page_colours_by_weight_and_by_evidence() -> None:
     ]
     data = strictly(page.data)
     assert data["paths"] == list(NAMES[:3]) and data["places"] == [0, 1, 2]
-    assert data["tokens"][2] == ["na", "na", 7, 2, [-3.0, -1.0, -3.0], [0.1, 0.8, 0.1], -1.0, None]
+    assert data["tokens"][2] == ["na", "na", 7, 2, [-3.0, -1.0, -3.0], [0.1, 0.8, 0.1], -1.0, None, None]
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert all(name in page.text for name in (*NAMES[:3], "routed", "33.3%", "1.5000"))
 

@@ -374,7 +374,12 @@ def test_page_holds_every_token_and_needs_nothing_else(report_of: Callable[[str]
     assert data["paths"] == ["preserve", "default"]
     own = tokens[1]
     numbers: Any = [own.log_probabilities, own.weights]
-    assert data["tokens"][1][4:] == [*map(list, numbers), own.routed_log_probability, own.cosine]
+    assert data["tokens"][1][4:] == [
+        *map(list, numbers),
+        own.routed_log_probability,
+        own.cosine,
+        own.base_log_probability,
+    ]
     for file in report.files:
         assert Path(file.file).name in page.text and f"{file.totals.shares[1]:.1%}" in page.text
 
@@ -482,7 +487,7 @@ def test_terminal_without_colours_brackets_the_expansion() -> None:
     text = shown(render_route_report(report))
     assert [line.rstrip() for line in text.splitlines()] == [
         "in ⟦name: ⟧: from that expansion, which has most of the weight; the rest from",
-        "the base, or from no path alone",
+        "base",
         "",
         "a.txt",
         "<s>An⟦law: na Berg⟧ is↵",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -21,6 +24,7 @@ from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRoute
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
+from scale_surgery.surgery.routers import RouterOptions, describe
 from scale_surgery.surgery.strip import strip
 from tests import routed
 from tests.conftest import digests, load
@@ -327,9 +331,43 @@ def test_every_bad_number_is_named_at_once(expanded: Path, tmp_path: Path) -> No
     ),
 )
 def test_a_number_out_of_range_is_refused(expanded: Path, tmp_path: Path, numbers: dict[str, Any], name: str) -> None:
-    with pytest.raises(PlanError, match=rf"^{name}: .*, expected [^\n]*$"):
+    with pytest.raises(PlanError, match=rf"^{name}:? .*, expected [^\n]*$"):
         route_export(expanded, tmp_path / "routed", router_with(numbers))
     assert_nothing_written(tmp_path, "expanded", "sharded")
+
+
+@pytest.mark.parametrize(
+    ("router", "said"),
+    (
+        (PosteriorRouter(0.5, False), "switch_rate is False, expected a number"),
+        (PosteriorRouter("x"), "prior is 'x', expected a list"),  # type: ignore[arg-type]
+        (PosteriorRouter(10**400), "prior is 1000"),
+        (PosteriorRouter(switch_rate=np.float32(0.25)), "switch_rate is np.float32(0.25), expected a number"),
+        (CosineRouter(True), "threshold is True, expected a number"),
+        (Router(), "expected one such as scale_surgery.PosteriorRouter()"),
+        ({"prior": 0.5}, "router: is {'prior': 0.5}, expected one such as scale_surgery.PosteriorRouter()"),
+    ),
+    ids=("bool", "text", "huge", "numpy", "true", "no kind", "a mapping"),
+)
+def test_what_python_gives_otherwise_is_refused_and_nothing_is_written(
+    trio_of: Callable[..., Trio], tmp_path: Path, router: Any, said: str
+) -> None:
+    folder = trio_of("llama").path
+    before = digests(folder)
+    for operation in (lambda: route_export(folder, tmp_path / "out", router), lambda: set_routing(folder, router)):
+        with pytest.raises(PlanError, match=re.escape(said)):
+            operation()
+    assert digests(folder) == before and not list(tmp_path.iterdir())
+
+
+def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
+    assert PosteriorRouter().bound is None and describe(PosteriorRouter()) == "posterior, switch rate 0.01"
+    assert PosteriorRouter(0.2).of(1).bound == -math.log(0.2) and PosteriorRouter().of(4).prior == (0.2,) * 5
+    assert PosteriorRouter().of(4) == PosteriorRouter(0.2).of(4).alike().of(4)
+    uneven = PosteriorRouter((0.5, 0.2, 0.3))
+    assert describe(uneven, ("law", "medicine")) == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
+    with pytest.raises(PlanError, match="--strict does not go with --router posterior"):
+        RouterOptions(strict=True).make()
 
 
 @pytest.mark.parametrize("numbers", ({"threshold": -1.0}, {"threshold": 1.0}, {"switch_rate": 0.0}))

@@ -65,10 +65,11 @@ class Row:
 
 @dataclass(frozen=True)
 class File:
-    """A file of the page: its summary, and its documents."""
+    """A file of the page: its summary, with the base's loss where no path is the base, and its documents."""
 
     name: str
     cells: list[str]
+    base: str
     rows: list[Row]
     routed: str
     documents: list[Document]
@@ -96,12 +97,12 @@ def render_page(report: RouteReport) -> str:
     return fill(
         "route_report.html",
         title=f"Which path gave each token: {report.model}",
-        facts=f"Base {report.base} · router {describe(report.routing)}",
+        facts=f"Base {report.base} · router {describe(report.routing, report.paths[1:])}",
         light=_variables(LIGHT),
         dark=_variables(DARK),
         places=[Place(place, _letter(place, colouring), name) for place, name in colouring.named_places()],
         lead=f"{LEAD:g}",
-        files=[_file(file, colouring) for file in report.files],
+        files=[_file(file, colouring, report) for file in report.files],
         notes=list(_notes(report)),
         data=_data(report, colouring),
     )
@@ -124,12 +125,13 @@ def _letter(place: int, colouring: Colouring) -> str:
     return "+" if place == colouring.others else chr(ord("a") + place - 1) if place else ""
 
 
-def _file(file: FileRoute, colouring: Colouring) -> File:
+def _file(file: FileRoute, colouring: Colouring, report: RouteReport) -> File:
     totals = file.totals
     numbers = zip(colouring.names, colouring.places, totals.nats_per_token, totals.shares, strict=True)
     return File(
         file.file,
         [f"{totals.documents:,}", f"{totals.tokens:,}"],
+        "" if report.weighs_base else f"{totals.base_nats_per_token:.4f}",
         [
             Row(name, place, f"{loss:.4f}", f"{0.0 if math.isnan(share) else 100 * share:.1f}", f"{share:.1%}")
             for name, place, loss, share in numbers
@@ -206,9 +208,9 @@ def _data(report: RouteReport, colouring: Colouring) -> dict[str, Any]:
         names = [visible_text(record["text"]), visible_line(record["piece"])]
         known = [record["log_probabilities"], record["weights"]]
         numbers = [None if own is None else list(own.values()) for own in known]
-        rows.append(
-            [*names, record["id"], record["position"], *numbers, record["routed_log_probability"], record["cosine"]]
-        )
+        base = None if report.weighs_base else record["base_log_probability"]
+        numbers += [record["routed_log_probability"], record["cosine"], base]
+        rows.append([*names, record["id"], record["position"], *numbers])
     return {"tokens": rows, "paths": list(map(visible_line, colouring.names)), "places": list(colouring.places)}
 
 
