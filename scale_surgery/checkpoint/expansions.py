@@ -17,8 +17,8 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 DEFAULT_NAME = "default"
 # what its base is called among paths
 BASE_NAME = "base"
-# what a path without W12 is called, whose up stream reads the base stream
-PRESERVE_NAME = "preserve"
+# what a path without W12 is called, whose up stream reads the base stream; no expansion can be called so
+PRESERVE_NAME = "preserve side"
 INFIX = ".expansions."
 # under the key scale_surgery of config.json
 BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY = "base", "expansions", "router"

@@ -104,8 +104,8 @@ class RouteReport:
         model: What the model is called.
         base: What its base model is called.
         routing: How it routes.
-        paths: Names of the paths that the router weighs: the base, or `preserve` where an up stream goes with it, and
-            the expansions. Numbers of paths are in this order.
+        paths: Names of the paths that the router weighs: the base, or `preserve side` where an up stream goes with it,
+            and the expansions. Numbers of paths are in this order.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
         dtype: What weights were cast to, or None where they stayed as stored.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from keyword import iskeyword
 
-from scale_surgery.checkpoint.expansions import BASE_NAME, PRESERVE_NAME
+from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.errors import PlanError
 
 
@@ -22,7 +22,7 @@ def check_name(name: str, known: Collection[str]) -> None:
     from torch import nn
 
     is_word = isinstance(name, str) and name.isidentifier()
-    if not is_word or iskeyword(name) or name in (BASE_NAME, PRESERVE_NAME) or hasattr(nn.ModuleDict(), name):
+    if not is_word or iskeyword(name) or name == BASE_NAME or hasattr(nn.ModuleDict(), name):
         raise PlanError(
             f"name: is {name!r}, expected letters, digits and underscores, no digit first, and no word of Python's or "
             "ours. Choose another, such as medicine."

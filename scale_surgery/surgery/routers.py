@@ -129,7 +129,7 @@ def router_of(specs: Mapping[str, Any]) -> Router | None:
 
 
 def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what a router weighs: `base`, or `preserve` where an up stream goes with it, and the expansions.
+    """Names of what a router weighs: `base`, or `preserve side` where an up stream goes with it, and the expansions.
 
     Args:
         router: The router.

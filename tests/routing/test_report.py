@@ -200,7 +200,7 @@ def test_prompts_are_shown_and_do_not_count(report_of: Callable[[str], RouteRepo
 
 def test_cosine_decides_and_its_preserve_side_is_not_the_base(report_of: Callable[[str], RouteReport]) -> None:
     report: Any = report_of("cosine")
-    assert report.paths == ("preserve", "default") and report_of("strict").paths == ("base", "default")
+    assert report.paths == ("preserve side", "default") and report_of("strict").paths == ("base", "default")
     tokens: Any = [token for token in tokens_of(report) if token.position]
     assert {token.weights for token in tokens} == {(1, 0), (0, 1)}
     for token_ in tokens:
@@ -236,7 +236,7 @@ def test_jsonl_is_a_line_a_token(report_of: Callable[[str], RouteReport], tmp_pa
         "file", "document", "position", "text", "piece", "id", "is_counted", "base_log_probability",
         "log_probabilities", "weights", "routed_log_probability", "cosine",
     ]  # fmt: skip
-    assert list(rows[1]["weights"]) == list(rows[1]["log_probabilities"]) == ["preserve", "default"]
+    assert list(rows[1]["weights"]) == list(rows[1]["log_probabilities"]) == ["preserve side", "default"]
     assert [row["document"] for row in rows if row["file"].endswith("asked.jsonl") and not row["position"]] == [0, 1]
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokens.jsonl"]
 
@@ -371,7 +371,7 @@ def test_page_holds_every_token_and_needs_nothing_else(report_of: Callable[[str]
     data = strictly(page.data)
     named = [[visible_text(token.text), visible_line(token.piece), token.id, token.position] for token in tokens]
     assert [row[:4] for row in data["tokens"]] == named
-    assert data["paths"] == ["preserve", "default"]
+    assert data["paths"] == ["preserve side", "default"]
     own = tokens[1]
     numbers: Any = [own.log_probabilities, own.weights]
     assert data["tokens"][1][4:] == [
@@ -586,8 +586,8 @@ def test_an_unknown_router_in_the_config(place: Path, tmp_path: Path) -> None:
     config["scale_surgery"]["router"]["router"] = "oracle"
     (other / "config.json").write_text(json.dumps(config))
     assert refusal(other, place / "story.txt", error=PlanError) == (
-        "config.json: scale_surgery.router.router is 'oracle', expected one of posterior, cosine. Run route-export "
-        "again."
+        "config.json: scale_surgery.router.router is 'oracle', expected one of posterior, cosine. Restore it "
+        "from where you got it."
     )
 
 

@@ -128,7 +128,7 @@ def test_a_manifest_of_another_format_or_incomplete_is_refused(pair_of, tmp_path
     expanded = Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
     manifest = json.loads((expanded / "surgery.json").read_text())
     (expanded / "surgery.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(CheckpointError, match=r"surgery\.json: format 99, expected 2\. Use the release that made it"):
+    with pytest.raises(CheckpointError, match=r"surgery\.json: format 99, expected 3\. Use the release that made it"):
         strip(expanded, tmp_path / "stripped")
     del manifest["base_files"]
     (expanded / "surgery.json").write_text(json.dumps(manifest))
