@@ -16,11 +16,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of
-from scale_surgery.checkpoint.names import INDEX_FILE
+from scale_surgery.checkpoint.names import CODE_FILES, INDEX_FILE
 from scale_surgery.modeling.expanded_modules import KINDS, expand_module
 from scale_surgery.modeling.expanded_paths import Call, Paths, Running
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
-from scale_surgery.planning.architecture import CODE_FILES
 
 UP = 6
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(3))

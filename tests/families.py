@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from scale_surgery.checkpoint.names import CODE_FILES
 from scale_surgery.errors import PlanError, UnsupportedFamilyError
-from scale_surgery.planning.architecture import CODE_FILES
 
 Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down"]
 Group = Literal["attn", "ffn"]

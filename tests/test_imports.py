@@ -14,7 +14,7 @@ import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
 from scale_surgery import extract, modeling
-from scale_surgery.planning.architecture import CODE_FILES
+from scale_surgery.checkpoint.names import CODE_FILES
 from tests.conftest import REQUESTS
 from tests.families import FAMILIES
 from tests.tiny import save_tiny

@@ -24,6 +24,27 @@ REPORTS_FOLDER = f"{TRAINING_FOLDER}/runs"
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
+# code files that every expanded checkpoint carries
+CODE_FILES = (
+    "configuration_scale.py",
+    "modeling_scale.py",
+    "expanded_attention.py",
+    "expanded_fused.py",
+    "expanded_loading.py",
+    "expanded_mixture.py",
+    "expanded_model.py",
+    "expanded_modules.py",
+    "expanded_paths.py",
+    "expanded_routers.py",
+    "expanded_routing.py",
+    "expanded_shapes.py",
+    "expanded_state.py",
+    "expanded_streams.py",
+)
+
+# one more where the classes of the base are its own and not of transformers: it names them
+OWN_CODE_FILE = "base_scale.py"
+
 # of a file in a folder
 MAX_NAME_BYTES = 255
 

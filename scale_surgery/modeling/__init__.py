@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from scale_surgery.planning.architecture import OWN_CODE_FILE
+from scale_surgery.checkpoint.names import OWN_CODE_FILE
 
 FOLDER = Path(__file__).parent
 # what stands before the model type of a base model

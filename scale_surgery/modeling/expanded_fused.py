@@ -168,6 +168,7 @@ def fuse(model: nn.Module, name: str, *, has_fused_head: bool) -> None:
 def put(module: nn.Module, name: str, kind: type, blocks: type) -> None:
     """Give a linear another class and, in place of blocks of its own, room for them in its weight."""
     before = module.expansions[name]
-    module.expansions[name] = blocks(module, before.up_in, before.up_sections)
+    module.expansions[name] = blocks(module, {}, before.up_in)
+    module.expansions[name].up_sections = before.up_sections
     module.__class__ = expanded_class(kind, stock_class(module))
     widen(module, before.up_in, sum(before.up_sections))

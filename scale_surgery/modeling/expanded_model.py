@@ -23,6 +23,7 @@ from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modul
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, keep, parting, streams_of_groups
 from .expanded_routers import Router, make_router
 from .expanded_routing import Features, TokenScores, route, score_tokens
+from .expanded_shapes import shapes_of
 from .expanded_state import Tokens
 
 # what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
@@ -62,21 +63,25 @@ class Choice(NamedTuple):
         return self.names, bool(self.rows), self.router
 
 
-def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, dict]) -> int:
-    """Features of its up stream, or heads, that a module of an expansion reads, where its kind does not say it.
+def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any]) -> int:
+    """Features of its up stream, or heads, that a module of an expansion reads.
 
     Args:
         plan: What config.json says of the expansion.
         spec: What it says of the module.
         attention: What it says of the attention of the layer.
     """
+    if "in_features" in spec:
+        return spec["in_features"][1]
+    if spec["kind"] in ("norm", "head", "block"):
+        return spec["up"]
     if spec["kind"] == "activation":
         return plan["widths"]["up_inner_width"]
     if spec["kind"] == "head_norm":
         heads = next(iter(attention.values()))
         new = new_heads(plan, heads)
         return new.heads if spec["heads"] == heads["heads"] else new.kv_heads
-    return plan["widths"]["up_width"] if spec["base"] is not None else 0
+    return plan["widths"]["up_width"] if spec["kind"] == "passing" and spec["base"] is not None else 0
 
 
 def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> NewHeads:
@@ -87,15 +92,11 @@ def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> NewHeads:
 
 def make_blocks(module: nn.Module, plan: dict[str, Any], spec: dict[str, Any], attention: dict, groups: list) -> Blocks:
     """What an expansion adds to a module, as its plan says."""
-    kind, sizes = spec["kind"], {key: own for key, own in spec.items() if key not in ("kind", "group")}
-    if kind in ("activation", "head_norm"):
-        return KINDS[kind][1](module, up_in(plan, spec, attention))
-    if kind in ("passing", "padding"):
-        sections = [0 for _ in spec.get("sections") or ()]
-        return KINDS[kind][1](module, up_in(plan, spec, attention) if kind == "passing" else 0, spec["up"], sections)
-    if kind in ("linear", "grown", "block"):
-        sizes["collaborative"] = spec.get("group") in groups
-    return KINDS[kind][1](module, **sizes, dtype=plan["dtype"])
+    blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
+    has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in groups
+    rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
+    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12))
+    return blocks
 
 
 class ExpandedPreTrainedModel(LoadedModel):

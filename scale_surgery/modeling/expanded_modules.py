@@ -64,11 +64,11 @@ class Blocks(nn.Module):
     groups: dict[str, str] = {}
     replaces_base = False
 
-    def __init__(self, stock: nn.Module, up_in: int = 0, up_sections: Sequence[int] = ()) -> None:
+    def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
         super().__init__()
         # no part of this module: it is the one that this stands in
         self.__dict__["stock"] = stock
-        self.up_in, self.up_sections = up_in, list(up_sections)
+        self.up_in, self.up_sections = up_in, [0 for _ in spec.get("sections") or ()]
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         """Both streams of a path.
@@ -112,18 +112,9 @@ class LinearBlocks(Blocks):
 
     groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
 
-    def __init__(self, stock, in_features, out_features, collaborative, dtype):
-        super().__init__(stock, in_features[1], [up for _, up in out_features])
-        base_out, up_out = (sum(widths) for widths in zip(*out_features, strict=True))
-        self.add_tensors(
-            dtype,
-            {
-                "w12": (base_out, self.up_in if collaborative else 0),
-                "w21": (up_out, in_features[0]),
-                "w22": (up_out, self.up_in),
-                "up_bias": (up_out,) if stock.bias is not None else (0,),
-            },
-        )
+    def __init__(self, stock, spec, up_in):
+        super().__init__(stock, spec, up_in)
+        self.up_sections = [up for _, up in spec["out_features"]]
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         # each is looked up once: a token at a time, that costs as much as a small product
@@ -172,12 +163,9 @@ class GrownBlocks(LinearBlocks):
 
     groups = LinearBlocks.groups | {"w11": "w11", "bias11": "biases"}
 
-    def __init__(self, stock, in_features, out_features, collaborative, dtype, share=1.0, trains_base=False):
-        super().__init__(stock, in_features, out_features, collaborative, dtype)
-        self.share, self.replaces_base = share, trains_base
-        width = sum(base for base, _ in out_features) if trains_base else 0
-        bias = width if stock.bias is not None else 0
-        self.add_tensors(dtype, {"w11": (width, in_features[0]), "bias11": (bias,)})
+    def __init__(self, stock, spec, up_in):
+        super().__init__(stock, spec, up_in)
+        self.share, self.replaces_base = spec.get("share", 1.0), spec.get("trains_base", False)
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         if y is None:
@@ -214,11 +202,9 @@ class NormBlocks(Blocks):
 
     groups = {"up_weight": "norms", "up_bias": "norms"}
 
-    def __init__(self, stock, base, up, style, epsilon, dtype):
-        super().__init__(stock, up)
-        self.style, self.epsilon = style, epsilon
-        has_bias = getattr(stock, "bias", None) is not None
-        self.add_tensors(dtype, {"up_weight": (up,), "up_bias": (up if has_bias else 0,)})
+    def __init__(self, stock, spec, up_in):
+        super().__init__(stock, spec, up_in)
+        self.style, self.epsilon = spec["style"], spec["epsilon"]
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         bias = None if self.up_bias is None else self.up_bias.float()
@@ -238,10 +224,6 @@ class EmbeddingBlocks(Blocks):
 
     groups = {"up_weight": "embedding"}
 
-    def __init__(self, stock, up, dtype):
-        super().__init__(stock)
-        self.add_tensors(dtype, {"up_weight": (stock.weight.shape[0], up)})
-
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         # what it reads are token ids
         found = functional.embedding(base, self.up_weight, self.stock.padding_idx).to(y.dtype)
@@ -255,10 +237,6 @@ class HeadBlocks(Blocks):
     """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied."""
 
     groups = {"up_weight": "head"}
-
-    def __init__(self, stock, base, up, dtype):
-        super().__init__(stock, up)
-        self.add_tensors(dtype, {"up_weight": (stock.weight.shape[0], up)})
 
     def forward(self, logits: Tensor, up: Tensor) -> Tensor:
         """Logits of a path, from those of its base stream, in the memory of these."""
@@ -281,9 +259,9 @@ class PassingBlocks(Blocks):
     So the up stream passes through the residual connection of a layer that was not chosen.
     """
 
-    def __init__(self, stock, up_in=0, up_out=0, up_sections=()):
-        super().__init__(stock, up_in, up_sections)
-        self.up_out = up_out
+    def __init__(self, stock, spec, up_in):
+        super().__init__(stock, spec, up_in)
+        self.up_out = spec["up"]
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
@@ -299,11 +277,9 @@ class DenseBlocks(Blocks):
 
     groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
 
-    def __init__(self, stock, base, up, inner=0, collaborative=False, dtype=None):
-        super().__init__(stock, up)
-        self.base, self.up_out = base, up
-        shapes = {"w12": (base, inner if collaborative else 0), "w21": (inner, base), "w22": (inner, up)}
-        self.add_tensors(dtype, shapes | {"up_weight": (up, inner)})
+    def __init__(self, stock, spec, up_in):
+        super().__init__(stock, spec, up_in)
+        self.base, self.up_out = spec["base"], spec["up"]
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         if self.w21 is None:

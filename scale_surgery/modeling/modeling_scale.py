@@ -55,6 +55,7 @@ from .expanded_modules import Blocks  # noqa: F401
 from .expanded_paths import Paths  # noqa: F401
 from .expanded_routers import Router  # noqa: F401
 from .expanded_routing import route  # noqa: F401
+from .expanded_shapes import shapes_of  # noqa: F401
 from .expanded_state import RouterState  # noqa: F401
 from .expanded_streams import product  # noqa: F401
 

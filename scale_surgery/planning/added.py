@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from scale_surgery.checkpoint.expansions import tensor_name
+from scale_surgery.modeling.expanded_shapes import shapes_of
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.specs import Spec, specs_of_layer
 from scale_surgery.planning.stored import module_path
@@ -53,69 +53,42 @@ def new_tensors(
     """
     final, called = architecture.final_norm.name, specs["name"]
     for name, spec in specs["model"].items():
-        if spec["kind"] in ("embedding", "norm") and name != final:
-            path = prefix + architecture.on_disk(name)
-            yield from _module_tensors(spec, path, called, None, names, sizes.embedded)
+        if name != final:
+            yield from _beside(spec, prefix + architecture.on_disk(name), called, None, names, sizes.embedded)
     collaborative = specs["collaborative"]
     for layer in specs["expanded_layers"]:
         groups = collaborative["groups"] if layer in collaborative["layers"] else ()
         for name, spec in specs_of_layer(specs, layer)["expanded"].items():
             path = module_path(architecture, prefix, layer, name)
-            has_w12 = spec.get("group") in groups
-            if spec["kind"] == "linear":
-                yield from _linear_tensors(spec, path, called, layer, names, has_w12=has_w12)
-            elif spec["kind"] == "block":
-                yield from _block_tensors(spec, path, called, layer, names, has_w12=has_w12)
-            elif spec["kind"] == "norm":
-                yield from _module_tensors(spec, path, called, layer, names)
+            yield from _beside(spec, path, called, layer, names, has_w12=spec.get("group") in groups)
     if final in specs["model"]:
-        path = prefix + architecture.on_disk(final)
-        yield from _module_tensors(specs["model"][final], path, called, None, names)
+        yield from _beside(specs["model"][final], prefix + architecture.on_disk(final), called, None, names)
     if specs["head"]:
-        yield from _module_tensors(specs["head"], head, called, None, names, sizes.vocabulary)
+        yield from _beside(specs["head"], head, called, None, names, sizes.vocabulary)
 
 
-def _module_tensors(
-    spec: Spec, path: str, expansion: str, layer: int | None, names: Collection[str], rows: int = 0
+def _beside(
+    spec: Spec,
+    path: str,
+    expansion: str,
+    layer: int | None,
+    names: Collection[str],
+    rows: int = 0,
+    *,
+    has_w12: bool = False,
 ) -> Iterator[NewTensor]:
-    is_norm = spec["kind"] == "norm"
-    shape = (spec["up"],) if is_norm else (rows, spec["up"])
-    named = partial(tensor_name, path, expansion)
-    yield NewTensor(named("up_weight"), shape, "up_weight", spec["kind"], layer, f"{path}.weight")
-    if is_norm and f"{path}.bias" in names:
-        yield NewTensor(named("up_bias"), (spec["up"],), "up_bias", "norm", layer, f"{path}.bias")
-
-
-def _linear_tensors(
-    spec: Spec, path: str, expansion: str, layer: int, names: Collection[str], *, has_w12: bool
-) -> Iterator[NewTensor]:
-    base_in, up_in = spec["in_features"]
-    base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
-    shapes = {
-        "w12": (base_out, up_in if has_w12 else 0),
-        "w21": (up_out, base_in),
-        "w22": (up_out, up_in),
-        "up_bias": (up_out if f"{path}.bias" in names else 0,),
-    }
-    for block, shape in shapes.items():
+    """The tensors beside a module, none that is empty; those of a grown MLP are copies."""
+    kind, has_bias = spec["kind"], f"{path}.bias" in names
+    source = _some_tensor(path, names) if kind == "block" else f"{path}.weight"
+    for block, shape in shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12).items():
         if 0 not in shape:
-            yield NewTensor(tensor_name(path, expansion, block), shape, block, "linear", layer, f"{path}.weight")
+            # the bias of a linear takes the dtype of its weight, as what is computed with it does
+            own = f"{path}.bias" if "bias" in block and kind != "linear" else source
+            name, shown = tensor_name(path, expansion, block), "linear" if kind == "grown" else kind
+            yield NewTensor(name, shape, block, shown, layer, own, is_copy=kind == "grown")
 
 
-def _block_tensors(
-    spec: Spec, path: str, expansion: str, layer: int, names: Collection[str], *, has_w12: bool
-) -> Iterator[NewTensor]:
-    """The small MLP beside a block that runs as it is."""
-    base, up, inner = spec["base"], spec["up"], spec["inner"]
-    shapes = {
-        "w12": (base, inner if has_w12 else 0),
-        "w21": (inner, base),
-        "w22": (inner, up),
-        "up_weight": (up, inner),
-    }
-    # it is made of no tensor; this one says in which layer it stands
-    own = (name for name in names if name.startswith(f"{path}."))
-    beside = min(own, default=None) or min(name for name in names if name.startswith(f"{path.rpartition('.')[0]}."))
-    for block, shape in shapes.items():
-        if 0 not in shape:
-            yield NewTensor(tensor_name(path, expansion, block), shape, block, "block", layer, beside)
+def _some_tensor(path: str, names: Collection[str]) -> str:
+    """A tensor of a block, or of what it lies in: a small MLP is made of none, and this one says where it stands."""
+    inside = min((name for name in names if name.startswith(f"{path}.")), default=None)
+    return inside or min(name for name in names if name.startswith(f"{path.rpartition('.')[0]}."))

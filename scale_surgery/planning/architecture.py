@@ -13,32 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from scale_surgery.checkpoint.names import CODE_FILES, OWN_CODE_FILE
+
 Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down", "read", "write"]
 Group = Literal["attn", "ffn"]
 Stream = Literal["residual", "query", "key_value", "inner", "private"]
 # how a block is expanded, the strongest first
 Treatment = Literal["split", "edges", "block"]
 NormStyle = Literal["rms", "rms_plus_one", "layer", "layer_plus_one"]
-
-# code files that every expanded checkpoint carries
-CODE_FILES = (
-    "configuration_scale.py",
-    "modeling_scale.py",
-    "expanded_attention.py",
-    "expanded_fused.py",
-    "expanded_loading.py",
-    "expanded_mixture.py",
-    "expanded_model.py",
-    "expanded_modules.py",
-    "expanded_paths.py",
-    "expanded_routers.py",
-    "expanded_routing.py",
-    "expanded_state.py",
-    "expanded_streams.py",
-)
-
-# one more where the classes of the base are its own and not of transformers: it names them
-OWN_CODE_FILE = "base_scale.py"
 
 # our names of sizes and the usual keys of config.json
 CONFIG_KEYS = {

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Range
-from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import select_layers
-from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs, specs_of_layer
-from scale_surgery.planning.stored import module_path
+from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
@@ -89,14 +86,6 @@ class Grow(Method):
         else:
             grown = {"expanded": grown_specs(specs["expanded"], copies, trains_base=trains)}
         return {**specs, **grown, "variant": request.variant, "dtype": None}
-
-    def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
-        """Copies of the linears of each chosen MLP."""
-        for layer in specs["expanded_layers"]:
-            for name, spec in specs_of_layer(specs, layer)["expanded"].items():
-                path = module_path(base.architecture, base.prefix, layer, name)
-                if spec["kind"] == "grown":
-                    yield from _grown_tensors(spec, path, specs["name"], layer, base.checkpoint.tensors)
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """Every new tensor: a copy that is none any more adds something else."""
@@ -187,21 +176,3 @@ def grown_specs(specs: Spec, copies: int, *, trains_base: bool) -> Spec:
         own = {"share": share} if is_down else {"trains_base": trains_base}
         grown[name] = {**spec, "kind": "grown", **own} if spec["kind"] == "linear" else spec
     return grown
-
-
-def _grown_tensors(spec: Spec, path: str, expansion: str, layer: int, names: Collection[str]) -> Iterator[NewTensor]:
-    """Copies of a linear of an MLP; the bias of a down projection is added once, by the base."""
-    base_in, up_in = spec["in_features"]
-    base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
-    trained = base_out if spec.get("trains_base") else 0
-    shapes = {
-        "w12": (base_out, up_in),
-        "w21": (up_out, base_in),
-        "w11": (trained, base_in),
-        "up_bias": (up_out if f"{path}.bias" in names else 0,),
-        "bias11": (trained if f"{path}.bias" in names else 0,),
-    }
-    for block, shape in shapes.items():
-        if 0 not in shape:
-            source = f"{path}.{'bias' if 'bias' in block else 'weight'}"
-            yield NewTensor(tensor_name(path, expansion, block), shape, block, "linear", layer, source, is_copy=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scale_surgery.planning.added import NewTensor
+from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate
 from scale_surgery.planning.selection import format_layers
@@ -91,9 +91,9 @@ class Method(ABC):
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """The key `scale_surgery` of the new config.json, as plain JSON values."""
 
-    @abstractmethod
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
-        """List every tensor that its specifications add."""
+        """List every tensor that its specifications add; by default what stands beside modules."""
+        return new_tensors(base.architecture, base.sizes, specs, base.prefix, base.head, base.checkpoint.tensors)
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
         """Add up what a plan costs."""

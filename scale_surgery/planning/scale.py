@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, counted
 from scale_surgery.fields import Range
-from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.architecture import Block, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.collaboration import no_up_stream, resolve_collaboration
@@ -88,10 +86,6 @@ class Scale(Method):
         specs = build_specs(base.architecture, base.sizes, *own, name=request.name)
         kept = "float32" if request.dtype == "float32" else None
         return {**specs, "variant": request.variant, "dtype": kept}
-
-    def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
-        """Blocks of linears, parts of norms, of the embedding and of the head."""
-        return new_tensors(base.architecture, base.sizes, specs, base.prefix, base.head, base.checkpoint.tensors)
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """W12 and the head's up part, which start at zero."""

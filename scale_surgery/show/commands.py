@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILE
 from scale_surgery.fields import Field, fields_of
-from scale_surgery.planning.architecture import OWN_CODE_FILE
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from scale_surgery.deriving.norms import norm_style
 from scale_surgery.modeling.expanded_modules import NormBlocks
+from scale_surgery.modeling.expanded_shapes import shapes_of
 
 FEATURES, EPSILON = 24, 1e-5
 
@@ -30,13 +31,20 @@ class Norm(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def blocks_of(norm: Norm, style: str) -> NormBlocks:
+    spec = {"kind": "norm", "up": FEATURES, "style": style, "epsilon": EPSILON}
+    blocks = NormBlocks(norm, spec, FEATURES)
+    blocks.add_tensors("float32", shapes_of(spec, has_bias=norm.bias is not None))
+    return blocks
+
+
 @pytest.mark.parametrize("has_bias", (False, True))
 @pytest.mark.parametrize("style", ("rms", "rms_plus_one", "layer", "layer_plus_one"))
 def test_an_up_stream_is_normalised_as_the_stock_norm_does(style: str, has_bias: bool) -> None:
     torch.manual_seed(0)
     norm, x = Norm(style, has_bias=has_bias), torch.randn(5, FEATURES)
     assert norm_style(norm, FEATURES) == style
-    blocks = NormBlocks(norm, FEATURES, FEATURES, style, EPSILON, "float32")
+    blocks = blocks_of(norm, style)
     with torch.no_grad():
         blocks.up_weight.copy_(norm.weight)
         if has_bias:
@@ -44,6 +52,6 @@ def test_an_up_stream_is_normalised_as_the_stock_norm_does(style: str, has_bias:
         base, up = blocks(x, x, norm(x), False)
     assert torch.equal(base, norm(x))
     torch.testing.assert_close(up, norm(x))
-    other = NormBlocks(norm, FEATURES, FEATURES, "rms" if style != "rms" else "layer", EPSILON, "float32")
+    other = blocks_of(norm, "rms" if style != "rms" else "layer")
     other.load_state_dict(blocks.state_dict())
     assert not torch.allclose(other(x, x, norm(x), False)[1], norm(x), atol=1e-2)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from scale_surgery.planning.architecture import CODE_FILES
+from scale_surgery.checkpoint.names import CODE_FILES
 from tests import routed
 from tests.conftest import Pair, load
 from tests.each import FEW, WAYS, mostly

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from scale_surgery import modeling
+from scale_surgery.checkpoint.names import CODE_FILES
 from scale_surgery.modeling import configuration_scale, modeling_scale
-from scale_surgery.planning.architecture import CODE_FILES
 from scale_surgery.running.stored_names import reading_of
 from tests.by_hand import (
     IDS,

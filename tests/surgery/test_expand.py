@@ -61,6 +61,7 @@ def test_what_stands_in_the_folder(pair_of):
         "expanded_paths.py",
         "expanded_routers.py",
         "expanded_routing.py",
+        "expanded_shapes.py",
         "expanded_state.py",
         "expanded_streams.py",
         "expansion-default-00001-of-00001.safetensors",

@@ -34,9 +34,9 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.names import CODE_FILES, OWN_CODE_FILE
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, UnsupportedFamilyError
 from scale_surgery.evidence.inspect import inspect
-from scale_surgery.planning.architecture import CODE_FILES, OWN_CODE_FILE
 from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
 from tests.conftest import digests

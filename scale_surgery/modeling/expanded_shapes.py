@@ -1,0 +1,43 @@
+"""Tensors that an expansion adds to a module, by its kind: names and shapes; one with a side of 0 is not there.
+
+    linear              w12 (out, up in)   w21 (up out, in)   w22 (up out, up in)   up_bias (up out)
+    grown               the same, and what trains in place of the base: w11 (out, in)   bias11 (out)
+    norm                up_weight (up)   up_bias (up)
+    embedding, head     up_weight (rows, up)
+    block               w12 (out, inner)   w21 (inner, in)   w22 (inner, up)   up_weight (up, inner)
+
+What is planned and what is loaded is the same list. This file travels with the checkpoint: it opens no file, and is
+read without torch, to plan an expansion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def shapes_of(
+    spec: dict[str, Any], rows: int = 0, *, has_bias: bool = False, has_w12: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The tensors beside a module.
+
+    Args:
+        spec: What config.json says of the module.
+        rows: Rows of its weight, of an embedding or a head.
+        has_bias: Whether it has a bias.
+        has_w12: Whether the expansion writes into its base stream.
+    """
+    kind = spec["kind"]
+    if kind in ("linear", "grown"):
+        base_in, up_in = spec["in_features"]
+        base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
+        trained = base_out if spec.get("trains_base") else 0
+        found: dict[str, tuple[int, ...]] = {"up_bias": (up_out if has_bias else 0,)}
+        found |= {"w12": (base_out, up_in if has_w12 else 0), "w21": (up_out, base_in), "w22": (up_out, up_in)}
+        return found | ({"w11": (trained, base_in), "bias11": (trained * has_bias,)} if kind == "grown" else {})
+    if kind == "block":
+        base, up, inner = spec["base"], spec["up"], spec.get("inner", 0)
+        found = {"w12": (base, inner if has_w12 else 0), "w21": (inner, base), "w22": (inner, up)}
+        return found | {"up_weight": (up, inner)}
+    if kind == "norm":
+        return {"up_weight": (spec["up"],), "up_bias": (spec["up"] if has_bias else 0,)}
+    return {"up_weight": (rows, spec["up"])} if kind in ("embedding", "head") else {}
