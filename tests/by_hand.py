@@ -17,7 +17,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of
 from scale_surgery.checkpoint.names import CODE_FILES, INDEX_FILE
-from scale_surgery.modeling.expanded_modules import KINDS, expand_module
+from scale_surgery.modeling.expanded_model import make_blocks
+from scale_surgery.modeling.expanded_modules import expand_module
 from scale_surgery.modeling.expanded_paths import Call, Paths, Running
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
 
@@ -199,11 +200,13 @@ def expand_alone(module: Any, kind: str, fork: int | None = 0, **sizes: Any) -> 
         module: A stock module.
         kind: Key of KINDS.
         fork: The first layer with W12; None where there is none.
-        sizes: What the blocks of that kind are made of.
+        sizes: What a specification says of a module of that kind; `collaborative` where W12 exists, and `dtype`.
     """
     paths = Paths((ModelPath(DEFAULT_NAME),), {DEFAULT_NAME: fork}, 1)
     expand_module(module, kind, Running(Call(paths)), 0)
-    module.expansions[DEFAULT_NAME] = KINDS[kind][1](module, **sizes)
+    plan = {"widths": {"up_inner_width": sizes.get("up_in", 0), "up_width": 0}, "dtype": sizes.get("dtype")}
+    spec = {"kind": kind, "group": kind * bool(sizes.get("collaborative")), **sizes}
+    module.expansions[DEFAULT_NAME] = make_blocks(module, plan, spec, {}, [kind])
     sections = [base for base, _ in sizes.get("out_features", ())]
     module.sections = tuple(sections) if len(sections) > 1 else ()
     return module
