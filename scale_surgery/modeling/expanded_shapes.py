@@ -31,9 +31,9 @@ def shapes_of(
         base_in, up_in = spec["in_features"]
         base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))
         trained = base_out if spec.get("trains_base") else 0
-        found: dict[str, tuple[int, ...]] = {"up_bias": (up_out if has_bias else 0,)}
-        found |= {"w12": (base_out, up_in if has_w12 else 0), "w21": (up_out, base_in), "w22": (up_out, up_in)}
-        return found | ({"w11": (trained, base_in), "bias11": (trained * has_bias,)} if kind == "grown" else {})
+        blocks = {"w12": (base_out, up_in if has_w12 else 0), "w21": (up_out, base_in), "w22": (up_out, up_in)}
+        copies = {"w11": (trained, base_in), "bias11": (trained * has_bias,)} if kind == "grown" else {}
+        return {**blocks, "up_bias": (up_out * has_bias,), **copies}
     if kind == "block":
         base, up, inner = spec["base"], spec["up"], spec.get("inner", 0)
         found = {"w12": (base, inner if has_w12 else 0), "w21": (inner, base), "w22": (inner, up)}
