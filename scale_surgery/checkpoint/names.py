@@ -9,6 +9,7 @@ from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
 # of a plain checkpoint that merge --to stock made

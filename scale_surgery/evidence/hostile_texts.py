@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,17 +20,16 @@ WRITTEN, BEGINNING, LENGTH = 2, 4, 24
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids (texts, t) of the same length, and what each text is called."""
+    """Token ids (texts, t), what each text is called, and 1 where a token is none of padding (texts, t)."""
 
     ids: Tensor
     names: tuple[str, ...]
+    mask: Tensor
 
 
-def prompt_texts(batch: Batch) -> Iterator[Texts]:
-    """Each prompt by itself, without padding."""
-    rows = zip(batch.ids, batch.mask.bool(), strict=True)
-    for number, (ids, mask) in enumerate(rows, 1):
-        yield Texts(ids[mask][None], (f"prompt {number}",))
+def prompt_texts(batch: Batch) -> Texts:
+    """The prompts, in one left-padded batch: padding is no evidence."""
+    return Texts(batch.ids, tuple(f"prompt {number}" for number in range(1, len(batch.ids) + 1)), batch.mask)
 
 
 def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iterator[Texts]:
@@ -52,20 +51,23 @@ def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iter
     written = []
     for name in (None, *model.expansions):
         with model.use_expansion(name):
-            written.append(
-                Texts(_write(model, begun.to(device), length), (f"written by {name or BASE_NAME}",) * len(begun))
-            )
+            ids = _write(model, begun.to(device), length)
+            written.append(_whole(ids, f"written by {name or BASE_NAME}"))
     yield from _numbered(written)
     pairs = [own for one, other in pairwise(written) for own in ((one, other), (other, one))]
     half = length // 2
     joined = [torch.cat((one.ids[:, :half], other.ids[:, half:]), 1) for one, other in pairs]
     names = [f"{one.names[0]}, then {other.names[0]}" for one, other in pairs]
-    yield from _numbered([Texts(ids, (name,) * len(ids)) for ids, name in zip(joined, names, strict=True)])
+    yield from _numbered([_whole(ids, name) for ids, name in zip(joined, names, strict=True)])
+
+
+def _whole(ids: Tensor, name: str) -> Texts:
+    return Texts(ids, (name,) * len(ids), torch.ones_like(ids))
 
 
 def _numbered(texts: Sequence[Texts]) -> Iterator[Texts]:
     for own in texts:
-        yield Texts(own.ids, tuple(f"{name} ({number})" for number, name in enumerate(own.names, 1)))
+        yield replace(own, names=tuple(f"{name} ({number})" for number, name in enumerate(own.names, 1)))
 
 
 def _beginnings(batch: Batch) -> Tensor:
@@ -87,14 +89,15 @@ def _write(model: Any, begun: Tensor, length: int) -> Tensor:
 @torch.no_grad()
 def excess(model: Any, texts: Texts, device: str) -> Iterator[tuple[str, float]]:
     """What the mixture loses on each text above the base, of several expansions above the best path for it, in nats."""
-    ids = texts.ids.to(device)
-    paths = model.path_logits(ids)
-    best = torch.stack([_losses(own, ids) for own in paths[: 1 if len(paths) == 2 else None]]).amin(0)
-    lost = _losses(model(ids, use_cache=False).logits, ids) - best
+    ids, mask = texts.ids.to(device), texts.mask.to(device)
+    paths = model.path_logits(ids, attention_mask=mask)
+    best = torch.stack([_losses(own, ids, mask) for own in paths[: 1 if len(paths) == 2 else None]]).amin(0)
+    lost = _losses(model(ids, attention_mask=mask, use_cache=False).logits, ids, mask) - best
     yield from zip(texts.names, lost.tolist(), strict=True)
 
 
-def _losses(logits: Tensor, ids: Tensor) -> Tensor:
+def _losses(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """Sum of -log p over the tokens of each text but its first, in nats, float64."""
     scores = logits[:, :-1].double().log_softmax(-1)
-    return -scores.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
+    losses = -scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return losses.masked_fill(mask[:, :-1] == 0, 0).sum(-1)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
@@ -187,15 +186,16 @@ def probe(
     encoded, width = encode_prompts(base, probes, run), manifest.first_plan.sizes.hidden
     tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
     batch, names = encoded.batch, tuple(manifest.expansions)
-    # a model with one path is that path
-    names = names if manifest.routing is not None or len(names) > 1 else ()
+    # a model with one path is that path, and in a fused one none can be chosen
+    names = names if manifest.routing is not None and manifest.fused is None else ()
     real = batch.mask.bool()
     with track("probe prompts", 2 + 2 * len(names)) as advance:
         with loaded(base, run, name=manifest.base_name, renamed=renamed) as (model, known):
             stock = run_model(model, batch, width, probes.new_tokens, run.device)
+            del model
         advance(1)
         alone = [PathRun(stock.logits[real], stock.cached, stock.uncached)]
-        for found in run_alone(checkpoint, manifest, names, batch, probes.new_tokens, run):
+        for found in run_alone(checkpoint, manifest, names, batch, probes.new_tokens, run, known):
             alone.append(found)
             advance(1)
         with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
@@ -300,7 +300,13 @@ def _base_logits(model: Any, base: Tensor) -> Tensor:
 
 
 def run_alone(
-    checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], batch: Batch, new_tokens: int, run: RunOptions
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    names: Sequence[str],
+    batch: Batch,
+    new_tokens: int,
+    run: RunOptions,
+    known: Sequence[str] = (),
 ) -> Iterator[PathRun]:
     """Run each model that an expansion is alone.
 
@@ -311,6 +317,7 @@ def run_alone(
         batch: The prompts.
         new_tokens: Tokens to generate, 0 for none.
         run: How the models run.
+        known: What went wrong when the base was loaded.
 
     Yields:
         What each made of the prompts.
@@ -322,19 +329,16 @@ def run_alone(
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             link_alone(*only(checkpoint, manifest, name), Path(folder))
-            # only the base's own code lies there; otherwise this program's runs
+            # without code of the base's own none lies there, and this program's runs
             own = run if has_own_code else replace(run, trust_remote_code=False)
-            with _loaded_well(Path(folder), name, own) as model, translated(*RUNNING):
-                yield run_path(model, batch, new_tokens, run.device)
-
-
-@contextmanager
-def _loaded_well(path: Path, name: str, run: RunOptions) -> Iterator[Any]:
-    with loaded(path, run, name=name) as (model, problems):
-        if problems:
-            advice = f"{name}: its tensors do not fit its class, so another model would be compared."
-            raise CheckpointError.from_problems([*shorten(problems), advice])
-        yield model
+            with loaded(Path(folder), own, name=name) as (model, problems), translated(*RUNNING):
+                if unfit := [problem for problem in problems if problem not in known]:
+                    advice = f"{name}: its tensors do not fit its class, so another model would be compared."
+                    raise CheckpointError.from_problems([*shorten(unfit), advice])
+                found = run_path(model, batch, new_tokens, run.device)
+                # it is gone before the next one comes
+                del model
+        yield found
 
 
 def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
@@ -346,8 +350,10 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
         folder: Where the links go.
     """
     own_code = manifest.first_plan.architecture.own_code
-    code = [file for file in checkpoint.side_files if file.endswith(".py")] if own_code else []
-    for file in (*checkpoint.shards, *code):
+    # how a model generates is the base's, and so is its code, beside which ours lies
+    beside = [file for file in checkpoint.side_files if file == GENERATION_FILE or (own_code and file.endswith(".py"))]
+    for file in (*checkpoint.shards, *beside):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).symlink_to((checkpoint.path / file).resolve())
     places = {name: info.file for name, info in checkpoint.tensors.items()}
     total = sum(info.bytes for info in checkpoint.tensors.values())
@@ -393,9 +399,11 @@ def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, w
         rounding: What rounding makes of the largest logit.
         write: Whether texts are written.
     """
-    texts = [*prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
+    texts = [prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
     losses = {name: loss for text in texts for name, loss in excess(model, text, device)}
-    worst, longest = max(losses, key=lambda name: losses[name]), max(text.ids.shape[1] for text in texts)
+    # NaN is the worst, and no maximum of Python's
+    worst = max(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])
+    longest = max(text.ids.shape[1] for text in texts)
     # errors of rounding are as often up as down
     return MixtureLoss(len(losses), longest, losses[worst], worst, 4 * rounding * math.sqrt(longest))
 

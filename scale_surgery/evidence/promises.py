@@ -198,8 +198,8 @@ def _paths_as_alone(
         reason = "this model has one path"
         return Promise(name, False, False, reason, (f"{reason}.",))
     evidence, problems = counted(len(manifest.expansions), "expansion"), [*integrity.structure]
-    if numbers is None:
-        return Promise(name, True, _holds(problems, None), f"{evidence}; no model was run", tuple(problems))
+    if numbers is None or not numbers.paths:
+        return Promise(name, True, _holds(problems, None), f"{evidence}; no path was run", tuple(problems))
     problems += [*general, *(line for path in numbers.paths[1:] for line in path.problems)]
     others = [path.name for path in numbers.paths[1:] if not path.is_bit_equal]
     equality = f"differ on {', '.join(others)}" if others else "each bit-equal"

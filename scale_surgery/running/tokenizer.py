@@ -16,7 +16,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_config
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.errors import DataError
 from scale_surgery.running.loading import quiet_transformers, trusts_code
 from scale_surgery.running.options import RunOptions
@@ -35,7 +35,7 @@ VOCABULARY_FILES = (
     "processor_config.json",
 )
 # what decides how a model is asked and continued, whatever it computes
-ASKING_FILES = ("chat_template.jinja", "chat_template.json", "generation_config.json")
+ASKING_FILES = ("chat_template.jinja", "chat_template.json", GENERATION_FILE)
 # what a call of a tokenizer leaves behind in it
 CHANGED_BY_CALLS = ("truncation", "padding")
 # files that a tokenizer in Python may be made of, and those among them that are the model's

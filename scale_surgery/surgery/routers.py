@@ -177,7 +177,7 @@ def _in_words(name: str, value: Any, names: Sequence[str]) -> str:
         return "all paths alike"
     if len(value) == 2:
         return f"{name} {value[0]:.10g}"
-    called = [f"{path} " for path in (BASE_NAME, *names)] if names else [""] * len(value)
+    called = [f"{path} " for path in (BASE_NAME, *names)] if len(value) == 1 + len(names) else [""] * len(value)
     return f"{name} " + ", ".join(f"{path}{own:.3g}" for path, own in zip(called, value, strict=True))
 
 

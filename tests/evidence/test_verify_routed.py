@@ -29,6 +29,7 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
+from scale_surgery.evidence import probes
 from tests.conftest import load
 from tests.each import mostly
 
@@ -203,3 +204,22 @@ def test_the_command_names_the_router(place: Path) -> None:
     assert "verified adapt, routed (posterior, all paths alike, switch rate 0), trained" in " ".join(
         done.output.split()
     )
+
+
+def test_paths_generate_as_the_base_says_that_is_done(tmp_path: Path) -> None:
+    """A base that asks for a repetition penalty: the model that a path is alone has it too."""
+    base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
+    said = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 3.0}
+    (base / "generation_config.json").write_text(json.dumps(said))
+    wide = expand(base, Request("3", variant="adapt", collaborate="both"), tmp_path / "wide").path
+    shake(wide)
+    result = verify(route_export(wide, tmp_path / "routed", PosteriorRouter(switch_rate=0)).path)
+    assert result.passed and result.numbers is not None
+    assert all(path.generation_equal and path.uncached_equal for path in result.numbers.paths)
+
+
+def test_a_loss_that_is_no_number_is_the_worst(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter((0.1, math.nan, *[0.2] * 30))
+    monkeypatch.setattr(probes, "excess", lambda model, texts, device: [(name, next(losses)) for name in texts.names])
+    held = promise(verify(place / "mixture", record=False), "bounded_forgetting")
+    assert not held.holds and any("loses nan nats against the base" in problem for problem in held.problems)
