@@ -189,7 +189,8 @@ def probe(
     # a model with one path is that path, and in a fused one none can be chosen
     names = names if manifest.routing is not None and manifest.fused is None else ()
     real = batch.mask.bool()
-    with track("probe prompts", 2 + 2 * len(names)) as advance:
+    # the base and the model; each expansion alone, each path by name, and the mixture
+    with track("probe prompts", 2 + (2 * len(names) + 2) * bool(names)) as advance:
         with loaded(base, run, name=manifest.base_name, renamed=renamed) as (model, known):
             stock = run_model(model, batch, width, probes.new_tokens, run.device)
             del model
@@ -208,10 +209,11 @@ def probe(
                     with model.use_expansion(name):
                         by_name = run_path(model, batch, probes.new_tokens, run.device)
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
-                    advance(name is not None)
+                    advance(1)
                 mixture = measure_mixture(
                     model, batch, run.device, _rounding(stock.logits[real]), write=bool(probes.new_tokens)
                 )
+                advance(1)
     return Numbers(
         **vars(compare_logits(stock.logits, own.logits, batch, run.device)),
         longest=batch.ids.shape[1],

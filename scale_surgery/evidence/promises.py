@@ -219,8 +219,8 @@ def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tu
     if each:
         evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
         problems = [f"each further token adds {each:.2g} nats to the bound, expected none: switch rate 0."]
-    if numbers is not None and numbers.mixture is not None:
-        found = numbers.mixture
+    found = None if numbers is None else numbers.mixture
+    if numbers is not None and found is not None:
         problems += general
         best = "the base" if count == 1 else "its best path"
         lose, bests = ("lose", best.replace("its", "their")) if found.texts > 1 else ("loses", best)
@@ -232,7 +232,8 @@ def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tu
                 f"a text ({found.worst}) loses {found.excess:.3g} nats against {best}, expected at most {most:.3g}."
             )
         problems += [line for path in numbers.paths for line in path.problems]
-    return Promise(name, not each, _holds(problems, numbers), evidence, tuple(problems))
+    # of a fused model no path can be run, so nothing is known of what its mixture loses
+    return Promise(name, not each, _holds(problems, found), evidence, tuple(problems))
 
 
 def _holds(problems: list[str], numbers: object) -> bool | None:

@@ -155,7 +155,7 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
     assert not verify(path).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
-    assert any(problem.startswith("a text (") for problem in promise(run, "bounded_forgetting").problems)
+    assert any(problem.startswith("a text (prompt ") for problem in promise(run, "bounded_forgetting").problems)
     assert promise(run, "base_stream_always").problems == run.problems, "the paths are what they were"
 
 

@@ -107,9 +107,11 @@ def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
     with console.capture() as shown:
         console.print(render_verification(result))
     text = shown.get()
-    assert "1 prompt, 1 token, float32, sdpa, cpu" in text
-    assert "1 text of up to 1 token\n" in text and "1 greedy token\n" in text
-    assert " 0 nats against the best path" in text and "trained (1 tensor changed)" in " ".join(text.split())
+    assert "probes           1 prompt, 1 token, float32, sdpa, cpu" in text
+    assert "mixture          1 text of up to 1 token\n" in text and "1 greedy token\n" in text
+    assert "worst loss       0 nats against the best path" in text and "trained (1 tensor changed)" in " ".join(
+        text.split()
+    )
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
     promises = judge(checkpoint, record, check_files(checkpoint, record, None), numbers, (), ())
     assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")

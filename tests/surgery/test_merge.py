@@ -146,6 +146,19 @@ def test_a_routed_model_keeps_its_router(
     assert verify(done.path, record=False).passed
 
 
+def test_what_a_fused_model_cannot_show_is_not_said_to_hold(
+    expanded_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """No path of it can be run alone, so nothing is known of its paths and of what its mixture loses."""
+    asked = ("paths_as_alone", "bounded_forgetting")
+    routed = route_export(expanded_of("gpt2"), tmp_path / "routed", PosteriorRouter(switch_rate=0)).path
+    fused = merge(routed, tmp_path / "fused").path
+    found = verify(fused, base_of("gpt2"), required=asked, record=False)
+    assert found.numbers is not None and not found.passed
+    assert [own.holds for own in found.promises if own.name in asked] == [None, None]
+    assert verify(routed, base_of("gpt2"), required=asked, record=False).passed, "the control"
+
+
 def test_joining_copies_every_bit_and_leaves_the_rest_zero(expanded_of: Callable[..., Path]) -> None:
     path = expanded_of("phi3")
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)

@@ -321,17 +321,17 @@ def test_every_bad_number_is_named_at_once(expanded: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("numbers", "name"),
     (
-        ({"threshold": -1.001}, "threshold"),
-        ({"threshold": float("nan")}, "threshold"),
-        ({"threshold": 0.5, "strict": "yes"}, "strict"),
-        ({"prior": 1.0}, "prior"),
-        ({"prior": float("nan")}, "prior"),
-        ({"switch_rate": -0.001}, "switch_rate"),
-        ({"switch_rate": float("inf")}, "switch_rate"),
+        ({"threshold": -1.001}, "threshold:"),
+        ({"threshold": float("nan")}, "threshold:"),
+        ({"threshold": 0.5, "strict": "yes"}, "strict is"),
+        ({"prior": 1.0}, "prior:"),
+        ({"prior": float("nan")}, "prior:"),
+        ({"switch_rate": -0.001}, "switch_rate:"),
+        ({"switch_rate": float("inf")}, "switch_rate:"),
     ),
 )
 def test_a_number_out_of_range_is_refused(expanded: Path, tmp_path: Path, numbers: dict[str, Any], name: str) -> None:
-    with pytest.raises(PlanError, match=rf"^{name}:? .*, expected [^\n]*$"):
+    with pytest.raises(PlanError, match=rf"^{name} .*, expected [^\n]*$"):
         route_export(expanded, tmp_path / "routed", router_with(numbers))
     assert_nothing_written(tmp_path, "expanded", "sharded")
 
