@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from scale_surgery.checkpoint.copying import Passing, copy_file, unseen
 from scale_surgery.errors import CheckpointError, PlanError
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def check_base_weights(how: str) -> None:
         raise PlanError(f"base_weights: is {how!r}, expected one of: {', '.join(get_args(BaseWeights))}.")
 
 
-def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = unseen) -> bool:
+def take_over(source: Path, file: Path, how: BaseWeights) -> None:
     """Take a file over as a file.
 
     Args:
@@ -162,10 +161,6 @@ def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = uns
         file: What it becomes; left alone if it is there already, from an interrupted run.
         how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
             "link" makes a hard link of a shard, and copies small files, which programs edit in place.
-        passing: Called with each block of a file that is copied.
-
-    Returns:
-        Whether it was copied, block by block.
 
     Raises:
         CheckpointError: If a hard link is asked for across file systems.
@@ -174,15 +169,12 @@ def take_over(source: Path, file: Path, how: BaseWeights, passing: Passing = uns
     check_base_weights(how)
     real = source.resolve()
     if file.exists() and (file.stat().st_size == real.stat().st_size):
-        return False
+        return
     with finished_file(file) as temporary:
         if how == "link" and file.suffix == ".safetensors":
             _link(real, temporary, file.parent)
-            return False
-        if how != "copy" and _reflink(real, temporary):
-            return False
-        copy_file(real, temporary, passing)
-        return True
+        elif how == "copy" or not _reflink(real, temporary):
+            shutil.copyfile(real, temporary)
 
 
 def _link(source: Path, file: Path, folder: Path) -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
-from scale_surgery.checkpoint.hashes import FileHash, Sums, hash_all, hash_tensors, tensors_by_file
-from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
@@ -75,12 +74,12 @@ def write_around(
         Bytes of base shards that were written, and the tokenizer class that was pinned, if any.
     """
     plans = [expansion.plan for expansion in expansions.values()]
-    written, sums = _take_over_base(plans[0], checkpoint, partial, base_weights, track)
+    written = _take_over_base(plans[0], checkpoint, partial, base_weights, track)
     pinned = _write_code_and_config(plans, checkpoint, partial, run, routing)
     write_json(partial / INDEX_FILE, planned_index(plans, checkpoint))
     expanded = open_checkpoint(partial)
     manifest = _make_manifest(_hashed(expansions, partial), checkpoint, expanded, tool_on(run), routing)
-    write_json(partial / MANIFEST_FILE, _with_base_hashes(manifest, checkpoint, expanded, sums, track).to_json())
+    write_json(partial / MANIFEST_FILE, _with_base_hashes(manifest, checkpoint, expanded, track).to_json())
     return written, pinned
 
 
@@ -94,19 +93,16 @@ def _hashed(expansions: Mapping[str, ExpansionRecord], folder: Path) -> dict[str
     return found
 
 
-def _take_over_base(
-    plan: Plan, checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track
-) -> tuple[int, Sums]:
-    """Take base files over; gives the bytes of shards that were written, and the sums of those that were copied."""
-    sums = Sums()
+def _take_over_base(plan: Plan, checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> int:
+    """Take base files over; gives the bytes of shards that were written."""
     sizes = {shard: (checkpoint.path / shard).stat().st_size for shard in checkpoint.shards}
     with track("base shards", sum(sizes.values())) as advance:
-        renumbered = take_over_shards(checkpoint, partial, plan.numbering, how, advance, sums)
+        renumbered = take_over_shards(checkpoint, partial, plan.numbering, how, advance)
     for file in checkpoint.side_files:
         if file not in (CONFIG_FILE, INDEX_FILE):
             # small, and a program may edit them in place: always copies
             take_over(checkpoint.path / file, partial / file, "copy")
-    return sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered), sums
+    return sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered)
 
 
 def take_over_shards(
@@ -115,7 +111,6 @@ def take_over_shards(
     numbering: Numbering | None,
     how: BaseWeights,
     advance: Progress,
-    sums: Sums | None = None,
 ) -> Mapping[str, str]:
     """Take the shards of a base over as files; those in which tensors get other names, with another header.
 
@@ -125,35 +120,19 @@ def take_over_shards(
         numbering: Where its layers stand among copies; None where no layer is duplicated.
         how: How files are taken over.
         advance: Called with the bytes done.
-        sums: Gets the sums of the shards that are copied, which are hashed as they are.
 
     Returns:
         The header that the base has of each shard in which tensors get other names.
     """
-    renumbered, held = renumbered_shards(checkpoint, numbering), tensors_by_file(checkpoint)
+    renumbered = renumbered_shards(checkpoint, numbering)
     for shard in checkpoint.shards:
         source, file = checkpoint.path / shard, folder / stored_shard(shard)
         if numbering is not None and shard in renumbered:
             write_renumbered(source, file, numbering, advance)
         else:
-            _take_over_shard(source, file, how, held[shard], sums, advance)
+            take_over(source, file, how)
+            advance(source.stat().st_size)
     return renumbered
-
-
-def _take_over_shard(
-    source: Path, file: Path, how: BaseWeights, held: Sequence[TensorInfo], sums: Sums | None, advance: Progress
-) -> None:
-    found = FileHash(held)
-
-    def pass_by(block: memoryview) -> None:
-        if sums is not None:
-            found.update(block)
-        advance(len(block))
-
-    if not take_over(source, file, how, pass_by):
-        advance(source.stat().st_size)
-    elif sums is not None:
-        found.add_to(sums, file.name)
 
 
 def _write_code_and_config(
@@ -197,33 +176,19 @@ def _make_manifest(
     )
 
 
-def _with_base_hashes(
-    manifest: Manifest, checkpoint: Checkpoint, expanded: Checkpoint, copied: Sums, track: Track
-) -> Manifest:
-    """Hash the base as it was written: what is recorded is what `strip` gives back, whatever becomes of the base.
-
-    Args:
-        manifest: Without the hashes.
-        checkpoint: The base.
-        expanded: What was written.
-        copied: Sums of the shards that were hashed as they were copied; all else is read again.
-        track: Makes progress bars.
-
-    Returns:
-        The manifest with the hashes.
-    """
+def _with_base_hashes(manifest: Manifest, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
+    """Hash the base as it was written: what is recorded is what `strip` gives back, whatever becomes of the base."""
     places = {file: stored_shard(file) for file in (*checkpoint.shards, *checkpoint.side_files)}
     taken = {file: stored for file, stored in places.items() if file not in manifest.replaced}
     sizes = {file: checkpoint.stamps[checkpoint.path / file].bytes for file in places}
-    left = {file: place for file, place in taken.items() if place not in copied.files}
     # the file of a renumbered shard is hashed with the base's header, and its tensors by themselves
-    moved = [place for place in left.values() if place in manifest.renumbered]
+    moved = [place for place in taken.values() if place in manifest.renumbered]
     beside = [name for name in checkpoint.tensors if expanded.tensors[name].file in moved]
-    total = sum(sizes[file] for file in left) + sum(expanded.tensors[name].bytes for name in beside)
+    total = sum(sizes[file] for file in taken) + sum(expanded.tensors[name].bytes for name in beside)
     with track("base hashes", total) as advance:
-        read = hash_all(expanded, [place for place in left.values() if place not in moved], advance)
-        stored = copied.files | read.files | hash_stored(expanded.path, manifest, moved, advance)
-        tensors = copied.tensors | read.tensors | hash_tensors(expanded, beside, advance)
+        read = hash_all(expanded, [place for place in taken.values() if place not in moved], advance)
+        stored = read.files | hash_stored(expanded.path, manifest, moved, advance)
+        tensors = read.tensors | hash_tensors(expanded, beside, advance)
     hashes = {file: stored[place] for file, place in taken.items()}
     hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
     files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}
