@@ -4,8 +4,9 @@
     default                 the field
     help                    the field's line in the docstring, under `Attributes:`
 
-A field's metadata says what these cannot: another name on the command line (`option`), and choices that are rows of a
-table (`choices`, a function that lists them).
+A field's metadata says what these cannot: another name on the command line (`option`), choices that are rows of a table
+(`choices`, a function that lists them), and that there is no option, because hardly anybody types it (`NO_OPTION`).
+Such a field is filled by `--set KEY=VALUE`, by a recipe, or in Python.
 
 The command line makes its options from this, and `problems_of` checks values that came from Python or from a file. The
 help stands in the docstring, and not in the metadata of a field, because there the pages of the API find it too.
@@ -63,6 +64,8 @@ class Range:
 Count = Annotated[int, Range(least=1)]
 # the first token of a sequence is not predicted
 SequenceLength = Annotated[int, Range(least=2)]
+# metadata of a field that has no option of its own
+NO_OPTION: dict[str, Any] = {"has_option": False}
 # what every random generator takes
 Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
 
@@ -74,6 +77,7 @@ class Field:
     Attributes:
         name: Its name.
         option: Its name on the command line: the same with dashes, or that in the field's metadata.
+        has_option: Whether it has an option of its own; --set fills the others.
         kind: Type of its values; for choices that of a choice.
         part: Type of the values in a tuple.
         list_choices: Lists the values that it may take, or that those in a tuple may take; none where any may be.
@@ -85,6 +89,7 @@ class Field:
 
     name: str
     option: str
+    has_option: bool
     kind: type
     part: type
     list_choices: Callable[[], Iterable[str]]
@@ -97,6 +102,31 @@ class Field:
     def choices(self) -> tuple[str, ...]:
         """The values that it may take, at this moment; empty where any may be."""
         return tuple(self.list_choices())
+
+    @property
+    def typed(self) -> str:
+        """How messages call it: as an option, or as --set and a recipe do."""
+        return f"--{self.option}" if self.has_option else self.name
+
+    def read(self, value: Any) -> Any:
+        """Make what YAML read its value; what it cannot be is said by `expects`.
+
+        YAML reads 1e-3 as text, and --layers 4 as a number; one text needs no list, and names may be one line with
+        commas.
+        """
+        if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        if self.kind is float and isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                return value
+        if self.kind is tuple:
+            # the name of a text may hold commas
+            parts = (value.split(",") if self.choices else [value]) if isinstance(value, str) else value
+            if isinstance(parts, list | tuple):
+                return tuple(part.strip() if isinstance(part, str) else part for part in parts)
+        return value
 
     def expects(self, value: object, *, with_range: bool = True) -> str | None:
         """Say what a value should have been; None where it is fine, and for fields of other types."""
@@ -136,7 +166,7 @@ def fields_of(owner: type) -> dict[str, Field]:
     }
 
 
-def problems_of(filled: Any, form: str = "--{option} is {value!r}", *, with_ranges: bool = True) -> list[str]:
+def problems_of(filled: Any, form: str = "{typed} is {value!r}", *, with_ranges: bool = True) -> list[str]:
     """Say which fields of a filled dataclass hold what they may not.
 
     Args:
@@ -149,7 +179,7 @@ def problems_of(filled: Any, form: str = "--{option} is {value!r}", *, with_rang
     """
     found = ((field, getattr(filled, field.name)) for field in fields_of(type(filled)).values())
     return [
-        f"{form.format(option=field.option, value=value)}, expected {expected}."
+        f"{form.format(typed=field.typed, option=field.option, value=value)}, expected {expected}."
         for field, value in found
         if (expected := field.expects(value, with_range=with_ranges)) is not None
     ]
@@ -164,6 +194,7 @@ def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
     return Field(
         name=field.name,
         option=field.metadata.get("option", field.name.replace("_", "-")),
+        has_option=field.metadata.get("has_option", True),
         kind=str if kind is Literal else kind,
         part=float if listed is float else str,
         list_choices=field.metadata.get("choices", lambda: get_args(listed)),

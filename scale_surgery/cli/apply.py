@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import TOKENIZER_CODE, output_options, overwrite_options, run_options, take
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="apply")
+@click.command(name="apply", cls=Headed)
 @click.argument("extract")
 @click.option(
     "--base",

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.generate import asking_options, look_options
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import model_options, output_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="chat")
+@click.command(name="chat", cls=Headed)
 @model_options
 @asking_options
 @look_options

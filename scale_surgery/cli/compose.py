@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import as_list, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.errors import counted
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="compose")
+@click.command(name="compose", cls=Headed)
 @click.argument("base")
 @click.argument("extracts", nargs=-1)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     help="Names of the expansions, letters, digits and underscores, in the order of EXTRACTS.  "
     "[default: as they were made; of one called default as its folder, qwen3-law becomes qwen3_law]",
 )
-@click.option("--add", multiple=True, metavar="EXTRACT", help="The same as one of EXTRACTS. Can be repeated.")
 @click.option(
     "--remove",
     multiple=True,
@@ -53,7 +53,6 @@ def compose_command(
     extracts: tuple[str, ...],
     output: Path,
     names: tuple[str, ...] | None,
-    add: tuple[str, ...],
     out: Output,
     **options: Any,
 ) -> None:
@@ -68,15 +67,15 @@ def compose_command(
     from scale_surgery.show.tables_forms import render_composed
     from scale_surgery.surgery.compose import compose
 
-    given = (*extracts, *add)
-    if names is not None and len(names) != len(given):
+    if names is not None and len(names) != len(extracts):
         raise click.UsageError(
-            f"--names gives {counted(len(names), 'name')} for {counted(len(given), 'extract')}, expected one for each."
+            f"--names gives {counted(len(names), 'name')} for {counted(len(extracts), 'extract')}, expected one for "
+            "each."
         )
     if names is not None and len(set(names)) < len(names):
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
-    named = given if names is None else dict(zip(names, given, strict=True))
-    changes = bool(given or options["remove"])
+    named = extracts if names is None else dict(zip(names, extracts, strict=True))
+    changes = bool(extracts or options["remove"])
     routing = make_routing(base, options.pop("prior"), options.pop("switch_rate"), changes=changes)
     done = compose(base, named, output, routing=routing, track=out.track, **options)
     out.show(done, render_composed(done))

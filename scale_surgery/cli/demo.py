@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import output_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="demo")
+@click.command(name="demo", cls=Headed)
 @click.option(
     "-o", "--output", type=OUTPUT_FOLDER, default=Path("demo"), show_default=True, help="Folder for all that it makes."
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import OLD_HELP, TEXTS, output_options, reading_options, take
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 from scale_surgery.running.sources import NO_OLD_TEXT
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="evaluate")
+@click.command(name="evaluate", cls=Headed)
 @click.argument("models", nargs=-1, required=True)
 @click.option("--old", multiple=True, type=TEXTS, help=OLD_HELP)
 @click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned; can be repeated.")
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 @files_option(
     ".json",
     *PICTURES,
-    also="--plot",
     help="Write the numbers as .json, or draw old loss against new loss, a point for each model, as .png or .svg.",
 )
 @click.option("--revision", help="Branch, tag or commit of Hub repositories.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import (
     BASE_CODE,
     FILE,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="expand")
+@click.command(name="expand", cls=Headed, first=("layers", "method", "variant", "ratio", "output"))
 @model_options
 @request_options
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-scale.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import (
     TEXTS,
     add_options,
@@ -20,7 +21,6 @@ from scale_surgery.cli.options import (
     take,
 )
 from scale_surgery.cli.outputs import as_result, files_option, write_files
-from scale_surgery.fields import fields_of
 from scale_surgery.talking.settings import GenerationSettings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def asking_options(command: Command) -> Command:
     compare = click.option(
         "--compare", is_flag=True, help="Let the base of an expanded model answer too, side by side with it."
     )
-    asked = options_from(GenerationSettings, *fields_of(GenerationSettings))
+    asked = options_from(GenerationSettings)
     return add_options(command, [asked, compare, run_options("dtype", "device", code=code_of("MODEL"))])
 
 
@@ -46,11 +46,10 @@ def look_options(command: Command) -> Command:
         help="Show which path each token of a routed model came from: by colours, or in ⟦⟧ where there are none. "
         "Default: where there are colours.",
     )
-    plain = click.option("--plain", "is_plain", is_flag=True, help="Use no colours, as with NO_COLOR.")
-    return add_options(command, [paths, plain])
+    return paths(command)
 
 
-@click.command(name="generate")
+@click.command(name="generate", cls=Headed, first=("prompts", "files", "samples", "outputs", "compare"))
 @model_options
 @click.option("--prompt", "prompts", multiple=True, help="What to answer; can be repeated.")
 @click.option(
@@ -90,7 +89,7 @@ def generate_command(
              scale-surgery generate MODEL --samples 500 -o old.jsonl
     """
     if samples is not None:
-        if prompts or files or compare or any(options.pop(name) for name in ("paths", "is_plain")):
+        if prompts or files or compare or options.pop("paths"):
             raise click.UsageError("--samples takes no prompt, and nothing is shown of them. Leave the others out.")
         if [file.suffix.lower() for file in outputs] != [".jsonl"]:
             raise click.UsageError("--samples needs one file for the texts, give -o OLD.jsonl.")

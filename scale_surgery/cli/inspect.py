@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import BASE_CODE, model_options, output_options, run_options, take
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="inspect")
+@click.command(name="inspect", cls=Headed)
 @model_options
 @run_options(code=BASE_CODE)
 @output_options

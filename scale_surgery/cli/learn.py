@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from scale_surgery.cli.options import BASE_CODE, OLD_HELP, options_from, output_options, run_options, take
+from scale_surgery.cli.headings import Headed
+from scale_surgery.cli.options import (
+    BASE_CODE,
+    OLD_HELP,
+    options_from,
+    output_options,
+    read_settings,
+    run_options,
+    set_option,
+    take,
+)
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
-from scale_surgery.fields import fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.learning.recipe import PresetName
 from scale_surgery.planning.request import Request
@@ -23,33 +32,16 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 # options that have a name of their own here, by section; every other setting is reached by --set
-EXPANSION, RANKING = ("layers", "name", "method", "variant"), ("budget",)
+EXPANSION, RANKING = ("layers", "name"), ("budget",)
 TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size", "rehearse")
 SHORT = {"expansion": EXPANSION, "ranking": RANKING, "training": TRAINING, "running": ("device", "trust_remote_code")}
 HELPS = {
     "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",
     "budget": "Parameters that the pilot's layers may add: a share of the base's, or a number such as 200M.",
-    "variant": "What trains, as for plan.",
     "learning_rate": "Highest learning rate, reached after the warm-up.",
 }
 # a preset has others than a single command
-USUAL = dict.fromkeys(("variant", "epochs", "learning_rate", "batch_size"), "that of the preset")
-
-
-def read_settings(given: tuple[str, ...]) -> dict[str, Any]:
-    """Read KEY=VALUE of --set; values are written as in YAML."""
-    import yaml
-
-    found: dict[str, Any] = {}
-    for text in given:
-        name, separator, value = text.partition("=")
-        try:
-            found[name.strip().replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise click.UsageError(f"--set {text}: the value is no YAML.") from error
-        if not separator:
-            raise click.UsageError(f"--set {text} is not KEY=VALUE, for example training.steps=200.")
-    return found
+USUAL = dict.fromkeys(("epochs", "learning_rate", "batch_size"), "that of the preset")
 
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:
@@ -66,14 +58,14 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section, names in SHORT.items():
         found |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
-    texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old", "measure_new", "measure_old")}
+    texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old")}
     found |= {name: files for name, files in texts.items() if files}
     if (revision := options.pop("revision")) is not None:
         found["revision"] = revision
-    return found | ({"route": False} if options.pop("no_route") else {})
+    return found
 
 
-@click.command(name="learn")
+@click.command(name="learn", cls=Headed, first=("data", "old", "output", "layers", "preset"))
 @click.argument("model", required=False)
 @click.option("--data", multiple=True, help="Text to learn: a file, a folder or a dataset of the Hub; can be repeated.")
 @click.option("--old", multiple=True, help=OLD_HELP)
@@ -81,13 +73,14 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
 @options_from(RankingRequest, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
-@click.option("--no-route", is_flag=True, help="Give the model no router.")
-@click.option("--measure-new", multiple=True, help="Text to measure learning on; can be repeated.")
-@click.option("--measure-old", multiple=True, help="Text to measure forgetting on; can be repeated.")
 @click.option("--preset", type=click.Choice(get_args(PresetName)), help="Settings to begin with.  [default: default]")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings; options go before it.")
 @click.option(
-    "--set", "given", multiple=True, metavar="KEY=VALUE", help="Any setting of a recipe, such as training.warmup=0.1."
+    "--set",
+    "given",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any setting of a recipe, such as training.warmup=0.1. Can be repeated.",
 )
 @click.option("--write-recipe", type=OutputFile(".yaml", ".yml"), help="Write the recipe with all settings, and stop.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done, with every command, and stop.")
@@ -144,10 +137,11 @@ def learn_command(
     sys.exit(0 if learned.verified else 1)
 
 
-@click.command(name="hold-out")
+@click.command(name="hold-out", cls=Headed)
 @click.argument("files", nargs=-1, required=True)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
-@options_from(HoldOutSettings, *fields_of(HoldOutSettings))
+@options_from(HoldOutSettings)
+@set_option(HoldOutSettings)
 @output_options
 def hold_out_command(files: tuple[str, ...], output: Path, out: Output, **options: Any) -> None:
     """Set some text of FILES aside: calibrate.jsonl for the router, measure.jsonl to measure on.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, running_options, take
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.surgery.merge import MergedForm
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="merge")
+@click.command(name="merge", cls=Headed)
 @click.argument("expanded", type=FOLDER)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @click.option(

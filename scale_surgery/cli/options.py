@@ -59,18 +59,60 @@ def options_from(
 
     Args:
         owner: The dataclass.
-        *names: Its fields that become options, in the order of the help.
-        declared: How a flag is written by field, where it has two names, such as `--packing/--padding`.
+        *names: Its fields that become options, in the order of the help; by default all that have one.
+        declared: How a flag is written by field, where it has two names, such as `--private/--public`.
         helps: Help by field, where a command means something else than the dataclass.
         usual: What stands as the default, by field, where a command has another one.
     """
     fields = fields_of(owner)
-    own = (declared or {}, helps or {}, usual or {})
+    given = (declared or {}, helps or {}, usual or {})
+    chosen = names or [name for name, field in fields.items() if field.has_option]
 
     def add(command: Command) -> Command:
-        return add_options(command, [_option(fields[name], *own) for name in names])
+        return add_options(command, [_option(fields[name], *given) for name in chosen])
 
     return add
+
+
+def set_option(owner: type) -> Callable[[Command], Command]:
+    """Add --set KEY=VALUE, which fills the fields of a dataclass that have no option of their own."""
+    fields = {name: field for name, field in fields_of(owner).items() if not field.has_option}
+
+    def fill(context: click.Context, _parameter: click.Parameter, given: tuple[str, ...]) -> None:
+        values, problems = read_settings(given), []
+        for name, value in values.items():
+            if name not in fields:
+                problems.append(f"--set {name}: there is no such setting, expected one of: {', '.join(fields)}.")
+                continue
+            context.params[name] = fields[name].read(value)
+            if (expected := fields[name].expects(context.params[name])) is not None:
+                problems.append(f"--set {name} is {value!r}, expected {expected}.")
+        if problems:
+            raise click.UsageError("\n".join(problems), context)
+
+    usual = (f"{field.name}{_equals(field.default)}" for field in fields.values())
+    text = f"What is rarely set: {', '.join(usual)}. A recipe of learn says what each means. Can be repeated."
+    return click.option("--set", multiple=True, metavar="KEY=VALUE", expose_value=False, callback=fill, help=text)
+
+
+def _equals(default: Any) -> str:
+    return "" if default is None else f"={str(default).lower() if isinstance(default, bool) else default}"
+
+
+def read_settings(given: Sequence[str]) -> dict[str, Any]:
+    """Read KEY=VALUE of --set; values are written as in YAML."""
+    import yaml
+
+    settings: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise click.UsageError(f"--set {text} is not KEY=VALUE, for example warmup=0.1.")
+        try:
+            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise click.UsageError(f"--set {text}: the value is no YAML.") from error
+    return settings
 
 
 def _option(
@@ -249,8 +291,7 @@ def usual_options(usual: Any, *names: str, helps: Mapping[str, str] | None = Non
 def _usual_option(field: Field, usual: Any, helps: Mapping[str, str]) -> Callable[[Command], Command]:
     default, text = getattr(usual, field.name), helps.get(field.name, field.help)
     if field.kind is bool:
-        # transformers writes it with underscores
-        return click.option(f"--{field.option}", f"--{field.name}", is_flag=True, default=default, help=text)
+        return click.option(f"--{field.option}", is_flag=True, default=default, help=text)
     types = {bool(field.choices): click.Choice(field.choices), field.kind is Path: FILE}
     kind = types.get(True, field.kind if field.range is None else click.IntRange(min=int(field.range.least)))
     shown = default is not None
@@ -300,16 +341,12 @@ def reading_options(models: str) -> Callable[[Command], Command]:
             type=click.IntRange(min=2),
             help=f"Tokens in one window. Default: {context}, at most 1024.",
         ),
-        click.option(
-            "--step",
-            type=click.IntRange(min=1),
-            help="Tokens from one window of a longer text to the next. Default: half of --sequence-length.",
-        ),
     ]
 
     def add(command: Command) -> Command:
         usual = RunOptions(batch_size=WINDOWS)
-        running = run_options("batch_size", "dtype", "device", usual=usual, code=code_of(models))
+        helps = {"batch_size": "Windows in one forward pass."}
+        running = run_options("batch_size", "dtype", "device", usual=usual, code=code_of(models), helps=helps)
         return add_options(running(command), windows)
 
     return add

@@ -61,16 +61,15 @@ class OutputFile(click.Path):
 OUTPUT_FOLDER = OutputFolder()
 
 
-def files_option(*suffixes: str, also: str | None = None, help: str) -> Callable[..., Any]:
+def files_option(*suffixes: str, help: str) -> Callable[..., Any]:
     """Make -o of a command that has a result to show.
 
     Args:
         *suffixes: What can be written.
-        also: Another name of the option, one that it had before.
         help: What is written.
     """
-    names = ("-o", "--output", *([also] if also else []))
-    return click.option(*names, "outputs", multiple=True, type=OutputFile(*suffixes), help=f"{help} Can be repeated.")
+    kind = OutputFile(*suffixes)
+    return click.option("-o", "--output", "outputs", multiple=True, type=kind, help=f"{help} Can be repeated.")
 
 
 def write_files(files: Sequence[Path], writers: Mapping[str, Writer], out: Output) -> None:

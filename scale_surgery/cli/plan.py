@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import (
     BASE_CODE,
+    Command,
+    add_options,
     given,
     model_options,
     named,
     options_from,
     output_options,
     run_options,
+    set_option,
     take,
 )
 from scale_surgery.cli.outputs import files_option, write_files
@@ -26,12 +30,10 @@ from scale_surgery.planning.request import Request
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-request_options = options_from(
-    Request,
-    *("layers", "name", "method", "variant", "copies", "collaborative_layers", "collaborate"),
-    *("ratio", "up_width", "up_kv_heads", "up_inner_width"),
-    *("init_w21", "init_w22", "init_embedding", "svd", "seed", "dtype"),
-)
+
+def request_options(command: Command) -> Command:
+    """Add what an expansion is made of."""
+    return add_options(command, [options_from(Request), set_option(Request)])
 
 
 LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
@@ -47,7 +49,7 @@ def make_request(options: dict[str, Any]) -> Request | None:
     return None
 
 
-@click.command(name="plan")
+@click.command(name="plan", cls=Headed, first=("layers", "method", "variant", "ratio", "outputs"))
 @model_options
 @request_options
 @files_option(".json", help="Write the plan to this .json file, for expand --plan.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, given, options_from, output_options
 from scale_surgery.errors import HubError
 from scale_surgery.hub.push import Push
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="push")
+@click.command(name="push", cls=Headed)
 @click.argument("folder", type=FOLDER)
 @click.argument("repo")
 @options_from(Push, "private", "create_pr", "revision", "commit_message", declared={"private": "--private/--public"})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import (
     BASE_CODE,
     OLD_HELP,
@@ -36,7 +37,7 @@ EXPANSION_HELPS = {
 }
 
 
-@click.command(name="rank-layers")
+@click.command(name="rank-layers", cls=Headed)
 @click.argument("model")
 @click.option(
     "--data", multiple=True, required=True, type=TEXTS, help="Text with what is to be learned; can be repeated."
@@ -62,9 +63,7 @@ EXPANSION_HELPS = {
 )
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
 @options_from(PilotSettings, *fields_of(PilotSettings))
-@files_option(
-    ".json", *PICTURES, also="--plot", help="Write the ranking as .json, or draw the scores of layers as .png or .svg."
-)
+@files_option(".json", *PICTURES, help="Write the ranking as .json, or draw the scores of layers as .png or .svg.")
 @click.option("--details", is_flag=True, help="Show the scores of each matrix too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options(

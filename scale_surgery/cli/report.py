@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, TEXTS, code_of, output_options, run_options, take
 from scale_surgery.cli.outputs import as_result, files_option, write_files
-from scale_surgery.running.options import REPORT_WINDOWS, RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="report")
+@click.command(name="report", cls=Headed)
 @click.argument("expanded", type=FOLDER)
 @click.option(
     "--text",
@@ -36,15 +36,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=2),
     help="Tokens in one window. Default: the context length of EXPANDED, at most 1024.",
 )
-@run_options(
-    "batch_size",
-    "device",
-    usual=RunOptions(batch_size=REPORT_WINDOWS),
-    code=code_of("EXPANDED"),
-    helps={
-        "batch_size": "Windows in one forward pass. Hidden states of all layers are kept in memory for them.",
-    },
-)
+@run_options("device", code=code_of("EXPANDED"))
 @output_options
 def report_command(
     expanded: Path, texts: tuple[Path, ...], outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
@@ -60,6 +52,7 @@ def report_command(
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.report import report
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import after_report
     from scale_surgery.show.pages.report import write_page
     from scale_surgery.show.tables_report import render_report

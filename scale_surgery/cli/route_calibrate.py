@@ -7,24 +7,34 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, OLD_HELP, TEXTS, options_from, output_options, reading_options, take
+from scale_surgery.cli.headings import Headed
+from scale_surgery.cli.options import (
+    FOLDER,
+    OLD_HELP,
+    TEXTS,
+    options_from,
+    output_options,
+    reading_options,
+    set_option,
+    take,
+)
 from scale_surgery.cli.outputs import PICTURES, OutputFile
-from scale_surgery.fields import fields_of
 from scale_surgery.routing.choice import CalibrationSettings
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="route-calibrate")
+@click.command(name="route-calibrate", cls=Headed, first=("old", "new", "most_forgetting", "write", "plot"))
 @click.argument("routed", type=FOLDER)
 @click.option("--old", multiple=True, required=True, type=TEXTS, help=OLD_HELP)
 @click.option(
     "--new", multiple=True, required=True, type=TEXTS, help="Text with what was to be learned; can be repeated."
 )
-@options_from(CalibrationSettings, *(name for name in fields_of(CalibrationSettings) if name != "plot"))
+@options_from(CalibrationSettings, "most_forgetting", "bound", "write")
+@set_option(CalibrationSettings)
 @click.option(
-    *("-o", "--output", "--plot", "plot"),
+    *("-o", "--output", "plot"),
     type=OutputFile(*PICTURES),
     help="Draw forgetting against learning, a point for each setting, as .png or .svg. Default: none.",
 )
@@ -43,9 +53,9 @@ def route_calibrate_command(
 
     The best setting is the one that learns most among those that forget at most --most-forgetting. Where none forgets
     so little, it is the one that forgets least. Settings with which any text, or the first 8 tokens of old texts, may
-    lose more than now are left out unless they are asked for (--bound, --bound-per-token, --most-short-forgetting),
-    and a change has to be worth it (--least-gain). Among equals the current setting wins, then the default. Measure
-    the result on other text than you calibrate on.
+    lose more than now are left out unless they are asked for (--bound, and bound_per_token or most_short_forgetting by
+    --set), and a change has to be worth it (--set least_gain). Among equals the current setting wins, then the default.
+    Measure the result on other text than you calibrate on.
 
     \b
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.txt --write

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, given, named, options_from, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.modeling.expanded_routers import ROUTERS
@@ -27,7 +28,7 @@ def make_routing(router: str, options: dict[str, Any]) -> Router | None:
     return RouterOptions(router, **said).make() if router in ROUTERS else None
 
 
-@click.command(name="route-export")
+@click.command(name="route-export", cls=Headed)
 @click.argument("expanded", type=FOLDER)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @click.option(

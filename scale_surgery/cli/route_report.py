@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import TEXTS, output_options, reading_options, take
 from scale_surgery.cli.outputs import as_result, files_option, write_files
 
@@ -15,14 +16,13 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="route-report")
+@click.command(name="route-report", cls=Headed)
 @click.argument("model")
 @click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to look at; can be repeated.")
 @files_option(
     ".html",
     ".jsonl",
     ".json",
-    also="--jsonl",
     help="Write a page with tokens in colour as .html, a line of JSON for each token as .jsonl, or all as .json.",
 )
 @reading_options("MODEL")

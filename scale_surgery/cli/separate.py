@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_options
+from scale_surgery.cli.headings import Headed
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="strip")
+@click.command(name="strip", cls=Headed)
 @click.argument("expanded", type=FOLDER)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @overwrite_options
@@ -32,15 +33,13 @@ def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bo
     out.show(done, render_stripped(done))
 
 
-@click.command(name="extract")
+@click.command(name="extract", cls=Headed)
 @click.argument("expanded", type=FOLDER)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--name", help="Which expansion, where there are several.")
-@overwrite_options
+@overwrite_option
 @output_options
-def extract_command(
-    expanded: Path, output: Path, name: str | None, base_weights: Any, overwrite: bool, out: Output
-) -> None:
+def extract_command(expanded: Path, output: Path, name: str | None, overwrite: bool, out: Output) -> None:
     """Take the new tensors of EXPANDED alone: a small folder, like an adapter, that names its base model.
 
     The command apply puts it back on its base; compose puts several of them on one.
@@ -51,5 +50,5 @@ def extract_command(
     from scale_surgery.show.tables_forms import render_extracted
     from scale_surgery.surgery.extract import extract
 
-    done = extract(expanded, output, name=name, base_weights=base_weights, overwrite=overwrite, track=out.track)
+    done = extract(expanded, output, name=name, overwrite=overwrite, track=out.track)
     out.show(done, render_extracted(done))

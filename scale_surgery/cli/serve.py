@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import code_of, model_options, output_options, run_options, take, usual_options
 from scale_surgery.running.serve import Address
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="serve")
+@click.command(name="serve", cls=Headed)
 @model_options
 @usual_options(Address(), "host", "port")
 @click.option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import (
     FOLDER,
     code_of,
@@ -16,10 +17,10 @@ from scale_surgery.cli.options import (
     output_options,
     overwrite_options,
     run_options,
+    set_option,
     take,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
-from scale_surgery.fields import fields_of
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[str]]:
     return sides
 
 
-@click.command(name="train")
+@click.command(name="train", cls=Headed, first=("data", "output", "eval_data", "steps", "learning_rate"))
 @click.argument("expanded", type=FOLDER)
 @click.option(
     "--data",
@@ -51,7 +52,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[str]]:
     multiple=True,
     help="old=FILE or new=FILE: measure the loss on this text during the run; can be repeated.",
 )
-@options_from(TrainingSettings, *fields_of(TrainingSettings), declared={"packing": "--packing/--padding"})
+@options_from(TrainingSettings)
 @click.option(
     "--report-to",
     multiple=True,
@@ -66,6 +67,7 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[str]]:
     "texts of 64 MiB and more are, in the cache of Hugging Face.",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in the output folder.")
+@set_option(TrainingSettings)
 @overwrite_options
 @run_options("device", code=code_of("EXPANDED"))
 @output_options

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, output_options, running_options, take
 from scale_surgery.cli.outputs import as_result, files_option, write_files
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="verify")
+@click.command(name="verify", cls=Headed)
 @click.argument("expanded", type=FOLDER)
 @click.option(
     "--base", help="Base model to compare with, a folder or a Hub id. Default: the base tensors inside EXPANDED."
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     help="Check files only and run no model: promises about outputs are not checked.",
 )
 @running_options
-@files_option(".json", also="--report", help="Write the result to this .json file, as a certificate.")
+@files_option(".json", help="Write the result to this .json file, as a certificate.")
 @output_options
 def verify_command(
     expanded: Path,

@@ -181,7 +181,7 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
     length = choose_length(length, {subject.name: subject.context for subject in subjects})
     step = max(1, length // 2) if step is None else step
     if not 1 <= step < length:
-        raise DataError(f"--step is {step}, expected 1 to {length - 1}, less than --sequence-length.")
+        raise DataError(f"step is {step}, expected 1 to {length - 1}, less than --sequence-length.")
     return length, step
 
 

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -23,7 +23,7 @@ from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import check_target, staged
 from scale_surgery.checkpoint.stamps import take_stamps
 from scale_surgery.errors import DataError, PlanError
-from scale_surgery.fields import Count, Range, Seed, problems_of
+from scale_surgery.fields import NO_OPTION, Count, Range, Seed, problems_of
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.sources import parse_source
@@ -51,8 +51,8 @@ class HoldOutSettings:
     """
 
     share: Annotated[float, Range(above=0, most=LARGEST_SHARE, noun="a share")] = 0.1
-    most_characters: Count = 200_000
-    seed: Seed = 0
+    most_characters: Count = field(default=200_000, metadata=NO_OPTION)
+    seed: Seed = field(default=0, metadata=NO_OPTION)
     parts: tuple[Part, ...] = ASIDE
 
 

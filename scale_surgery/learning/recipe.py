@@ -120,37 +120,6 @@ def unknown_setting(name: str) -> str:
     return f"{name} is no setting of a recipe. {advice}"
 
 
-def read_value(name: str, value: Any) -> Any:
-    """Make what was written the value of a setting.
-
-    YAML reads 1e-3 as text, and --layers 4 as a number; one text needs no list, and names may be one line with commas.
-
-    Args:
-        name: A setting.
-        value: What YAML made of it.
-
-    Returns:
-        The value; what it cannot be is said by `value_problem`.
-    """
-    setting = settings()[name]
-    if setting.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if setting.kind is float and isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    if setting.kind is tuple:
-        # the name of a text may hold commas
-        parts = (value.split(",") if setting.choices else [value]) if isinstance(value, str) else value
-        return tuple(map(_stripped, parts)) if isinstance(parts, list | tuple) else value
-    return value
-
-
-def _stripped(text: Any) -> Any:
-    return text.strip() if isinstance(text, str) else text
-
-
 def value_problem(name: str, value: Any) -> str | None:
     """Say what the value of a setting should have been; None where it is fine."""
     setting = settings()[name]
@@ -173,7 +142,7 @@ def make_recipe(values: Values) -> Recipe:
         PlanError: If there is no model or no text, a setting is unknown, or a value cannot be; all are named.
     """
     unknown = [unknown_setting(name) for name in values if name not in settings()]
-    known = {name: read_value(name, value) for name, value in values.items() if name in settings()}
+    known = {name: settings()[name].read(value) for name, value in values.items() if name in settings()}
     problems = [*unknown, *filter(None, (value_problem(name, value) for name, value in known.items()))]
     problems += [_missing(name) for name in ("model", "data") if not known.get(name)]
     if problems:
@@ -197,7 +166,7 @@ def differences(one: Recipe, other: Values) -> Iterator[str]:
     """Say in which settings a recipe is another than one that was kept as plain values."""
     for name, value in values_of(one).items():
         was = other.get(name)
-        if read_value(name, was) != value and not (was is None and value == ()):
+        if settings()[name].read(was) != value and not (was is None and value == ()):
             yield f"{name} {_said(was)}, now {_said(value)}"
 
 

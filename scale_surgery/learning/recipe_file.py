@@ -18,7 +18,6 @@ from scale_surgery.learning.recipe import (
     SECTIONS,
     Recipe,
     Values,
-    read_value,
     settings,
     unknown_setting,
     value_problem,
@@ -72,7 +71,7 @@ def _read(name: str, node: yaml.Node) -> tuple[Any, str | None]:
         return value, f"{name} is a section, expected its settings below it."
     if name not in settings():
         return value, unknown_setting(name)
-    value = read_value(name, value)
+    value = settings()[name].read(value)
     return value, value_problem(name, value)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import problems_of
+from scale_surgery.fields import NO_OPTION, problems_of
 from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
 from scale_surgery.planning.scale import RATIO, WIDTH
@@ -51,11 +51,11 @@ class Request:
     up_width: Annotated[int, WIDTH] | None = None
     up_kv_heads: Annotated[int, WIDTH] | None = None
     up_inner_width: Annotated[int, WIDTH] | None = None
-    init_w21: ChosenInit = "svd"
-    init_w22: ChosenInit = "zero"
-    init_embedding: Literal["svd", "zero"] = "svd"
-    svd: Literal["exact", "fast"] = "fast"
-    seed: int = 0
+    init_w21: ChosenInit = field(default="svd", metadata=NO_OPTION)
+    init_w22: ChosenInit = field(default="zero", metadata=NO_OPTION)
+    init_embedding: Literal["svd", "zero"] = field(default="svd", metadata=NO_OPTION)
+    svd: Literal["exact", "fast"] = field(default="fast", metadata=NO_OPTION)
+    seed: int = field(default=0, metadata=NO_OPTION)
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     copies: Annotated[int, COPIES] | None = None
     name: str = DEFAULT_NAME

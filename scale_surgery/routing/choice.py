@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import Range, problems_of
+from scale_surgery.fields import NO_OPTION, Range, problems_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.outcome import Outcome
 
@@ -45,9 +45,9 @@ class CalibrationSettings:
 
     most_forgetting: Nats = NEGLIGIBLE
     bound: Annotated[float, Range(above=0, noun="nats")] | None = None
-    bound_per_token: Nats | None = None
-    most_short_forgetting: Nats | None = None
-    least_gain: Annotated[float, Range(least=0, below=1, noun="a share")] = 0.01
+    bound_per_token: Nats | None = field(default=None, metadata=NO_OPTION)
+    most_short_forgetting: Nats | None = field(default=None, metadata=NO_OPTION)
+    least_gain: Annotated[float, Range(least=0, below=1, noun="a share")] = field(default=0.01, metadata=NO_OPTION)
     write: bool = False
     plot: Path | None = None
 
@@ -118,13 +118,13 @@ def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
         PlanError: If a number is out of range, or a bound is asked of a router that has none.
     """
     problems = problems_of(settings)
-    asked = {"--bound": settings.bound, "--bound-per-token": settings.bound_per_token}
+    asked = {"--bound": settings.bound, "bound_per_token": settings.bound_per_token}
     given = {name: value for name, value in asked.items() if value is not None}
     if given and present.bound is None:
         named = " and ".join(f"{name} {value:g}" for name, value in given.items())
         problems.append(
             f"{named}: the {present.router} router bounds nothing, expected a posterior router. Leave that out; "
-            "--most-short-forgetting limits what short prompts may lose."
+            "most_short_forgetting limits what short prompts may lose."
         )
     if problems:
         raise PlanError.from_problems(problems)
@@ -179,11 +179,11 @@ def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
         lowest = min(within, key=lambda outcome: outcome.short.forgetting)
         least = f"the least is {lowest.short.forgetting:.4g} nats per token, with {lowest.numbers}."
         yield (
-            f"--most-short-forgetting {limits.short:g}: no setting loses so little on the first tokens of old texts; "
+            f"most_short_forgetting {limits.short:g}: no setting loses so little on the first tokens of old texts; "
             f"{least} Raise it."
             if limits.short is not None
             else "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; "
-            f"{least} Give more old texts, or --most-short-forgetting {_round_up(lowest.short.forgetting):g}."
+            f"{least} Give more old texts, or --set most_short_forgetting={_round_up(lowest.short.forgetting):g}."
         )
     else:
         yield from _say_lowest_bound(outcomes, limits)
@@ -198,44 +198,44 @@ def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[s
         f"{lowest.numbers}. Raise it."
         for name, what, asked, least, lowest in (
             ("--bound", "a text", limits.bound, by_text.bound, by_text),
-            ("--bound-per-token", "a further token", limits.bound_per_token, by_token.bound_per_token, by_token),
+            ("bound_per_token", "a further token", limits.bound_per_token, by_token.bound_per_token, by_token),
         )
         if asked is not None and least is not None and least > asked + ROUNDING
     ]
     yield from unmet or [
-        f"--bound {limits.bound:g} and --bound-per-token {limits.bound_per_token:g}: no setting keeps both. Raise one."
+        f"--bound {limits.bound:g} and bound_per_token {limits.bound_per_token:g}: no setting keeps both. Raise one."
     ]
 
 
 def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:
     """The options with which a setting that is not allowed would be chosen."""
     words = [
-        _option("bound", outcome.bound, limits.bound),
-        _option("bound-per-token", outcome.bound_per_token, limits.bound_per_token),
+        _option("--bound ", outcome.bound, limits.bound),
+        _option("--set bound_per_token=", outcome.bound_per_token, limits.bound_per_token),
     ]
     if limits.keeps_bound(outcome) and not limits.keeps_short(outcome):
-        words.append(f"--most-short-forgetting {_round_up(outcome.short.forgetting):g}")
-    words.append("--least-gain 0" if outcome.gain.value <= needed else "")
+        words.append(f"--set most_short_forgetting={_round_up(outcome.short.forgetting):g}")
+    words.append("--set least_gain=0" if outcome.gain.value <= needed else "")
     return " ".join(filter(None, words))
 
 
 def given_options(limits: Limits, present: Outcome) -> tuple[str, ...]:
-    """The options that set these limits, as they are typed; those that a command without options has are left out."""
+    """The options that set these limits, as they are typed; limits that hold without any are left out."""
     usual = CalibrationSettings()
     pairs = {
-        "--most-forgetting": (limits.forgetting, usual.most_forgetting),
-        "--bound": (limits.bound, present.bound),
-        "--bound-per-token": (limits.bound_per_token, present.bound_per_token),
-        "--most-short-forgetting": (limits.short, None),
-        "--least-gain": (limits.gain, usual.least_gain),
+        "--most-forgetting {}": (limits.forgetting, usual.most_forgetting),
+        "--bound {}": (limits.bound, present.bound),
+        "--set bound_per_token={}": (limits.bound_per_token, present.bound_per_token),
+        "--set most_short_forgetting={}": (limits.short, None),
+        "--set least_gain={}": (limits.gain, usual.least_gain),
     }
     # a looser bound lifts the limit of short prompts, which cannot be typed
-    given = [(name, own) for name, (own, default) in pairs.items() if own not in (None, default, math.inf)]
-    return tuple(word for name, own in given for word in (name, str(own)))
+    given = [(form, limit) for form, (limit, default) in pairs.items() if limit not in (None, default, math.inf)]
+    return tuple(word for form, limit in given for word in form.format(limit).split())
 
 
 def _option(name: str, own: Any, most: Any) -> str:
-    return "" if own is None or own <= most + ROUNDING else f"--{name} {_round_up(own):g}"
+    return "" if own is None or own <= most + ROUNDING else f"{name}{_round_up(own):g}"
 
 
 def _round_up(number: float) -> float:

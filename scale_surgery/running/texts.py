@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DOCUMENTS_AT_ONCE = 1000
 # while a text becomes tokens, each character takes a hundred bytes and more
 CHARACTERS_AT_ONCE = 2**20
-TOO_LONG = "Pack the documents (--packing), raise --sequence-length, or split them."
+TOO_LONG = "Pack the documents (packing, the default), raise --sequence-length, or split them."
 
 
 def tokenize(

@@ -32,7 +32,7 @@ def choose_marking(console: Console, look: Look) -> Marking:
         console: Where.
         look: What was asked for.
     """
-    has_colours = has_colour(console) and not look.is_plain
+    has_colours = has_colour(console)
     if look.paths is False or (look.paths is None and not has_colours):
         return "nothing"
     return "colours" if has_colours else "brackets"

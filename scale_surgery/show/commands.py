@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from scale_surgery.planning.architecture import Architecture
     from scale_surgery.planning.plan import Plan
 
-# what switches an option off where that has a name of its own
-NEGATED = {"packing": "--padding"}
-
 
 def command(*words: object) -> str:
     """A command of this program."""
@@ -39,12 +37,22 @@ def said(options: Any, usual: Any, without: Collection[str] = ()) -> Iterator[st
 
 
 def _typed(own: Field, value: Any) -> list[str]:
+    if not own.has_option:
+        return ["--set", f"{own.name}={as_yaml(value)}"]
     option = f"--{own.option}"
     if isinstance(value, bool):
-        return [option if value else NEGATED.get(own.option, f"--no-{own.option}")]
+        return [option if value else f"--no-{own.option}"]
     if isinstance(value, tuple) and not own.choices:
         return [word for one in value for word in (option, one)]
     return [option, ",".join(value) if isinstance(value, tuple) else str(value)]
+
+
+def as_yaml(value: Any) -> str:
+    """A value as --set takes it."""
+    import yaml
+
+    # after a bare value YAML ends the document
+    return str(yaml.safe_dump(value, width=math.inf)).removesuffix("\n").removesuffix("\n...")
 
 
 def trusting(architecture: Architecture) -> list[str]:
@@ -83,7 +91,7 @@ def expand_command(model: str, made: Plan, revision: str | None = None, plan: Pa
 def after_verification(result: Verification) -> str:
     """What to do with a model that keeps its promises, and with one that does not."""
     if not result.passed:
-        return running_command("verify", result.path, "--report", "certificate.json")
+        return running_command("verify", result.path, "-o", "certificate.json")
     if result.state == "trained" or result.routing is not None:
         return running_command("evaluate", result.path, "--old", "FILE", "--new", "FILE")
     return running_command("train", result.path, "--data", "FILE")

@@ -51,7 +51,7 @@ def check_finite(weight: Tensor, name: str) -> None:
         bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in _chunks(weight, 0))
         raise CheckpointError(
             f"{name}: holds {bad} NaN or infinite values of {weight.numel()}, expected finite numbers to decompose. "
-            "Check the checkpoint, leave out its layer, or choose --init-w21 random."
+            "Check the checkpoint, leave out its layer, or set init_w21 to random."
         )
 
 

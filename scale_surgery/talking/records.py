@@ -72,11 +72,9 @@ class Look:
 
     Attributes:
         paths: Whether to show the path of each token; by default where there are colours.
-        is_plain: Whether colours are not wanted.
     """
 
     paths: bool | None = None
-    is_plain: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from scale_surgery.errors import counted
-from scale_surgery.fields import Count, Range, Seed
+from scale_surgery.fields import NO_OPTION, Count, Range, Seed
 
 # with any of them a model draws at random, unless the temperature is 0
 DRAWING = ("temperature", "top_p", "top_k")
@@ -42,7 +42,7 @@ class GenerationSettings:
     temperature: Annotated[float, Range(least=0)] | None = None
     top_p: Annotated[float, Range(above=0, most=1)] | None = None
     top_k: Annotated[int, Range(least=0)] | None = None
-    repetition_penalty: Annotated[float, Range(above=0)] | None = None
+    repetition_penalty: Annotated[float, Range(above=0)] | None = field(default=None, metadata=NO_OPTION)
     seed: Seed = 0
     expansion: str | None = None
 

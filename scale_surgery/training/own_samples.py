@@ -34,7 +34,7 @@ from scale_surgery.training.settings import TrainingSettings
 
 # samples in one call of generate, of short sequences; fewer of long ones
 TOGETHER, TOKENS_TOGETHER = 64, 16_384
-GIVE_BEGINNINGS = "Give beginnings with --rehearsal-prompts, or texts with --rehearse FILE."
+GIVE_BEGINNINGS = "Give beginnings with --set rehearsal_prompts=FILE, or texts with --rehearse FILE."
 
 
 @dataclass(frozen=True)

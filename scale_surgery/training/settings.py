@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
-from scale_surgery.fields import Count, Range, Seed, SequenceLength, problems_of
+from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, problems_of
 
 if TYPE_CHECKING:
     from scale_surgery.training.outlook import Outlook
@@ -69,33 +69,35 @@ class TrainingSettings:
 
     name: str | None = None
     sequence_length: SequenceLength | None = None
-    packing: bool = True
-    learn_prompts: bool = False
+    packing: bool = field(default=True, metadata=NO_OPTION)
+    learn_prompts: bool = field(default=False, metadata=NO_OPTION)
     steps: Count | None = None
     epochs: AboveZero = 1.0
     batch_size: Count = 8
     gradient_accumulation: Count = 1
     learning_rate: AboveZero = 1e-3
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    warmup: Annotated[float, Range(least=0, below=1, noun="a share of the steps")] = 0.06
-    weight_decay: AtLeastZero = 0.0
-    max_gradient_norm: AtLeastZero = 1.0
+    schedule: Literal["linear", "cosine", "constant"] = field(default="linear", metadata=NO_OPTION)
+    warmup: Annotated[float, Range(least=0, below=1, noun="a share of the steps")] = field(
+        default=0.06, metadata=NO_OPTION
+    )
+    weight_decay: AtLeastZero = field(default=0.0, metadata=NO_OPTION)
+    max_gradient_norm: AtLeastZero = field(default=1.0, metadata=NO_OPTION)
     groups: tuple[TensorGroup, ...] = field(default=GROUPS, metadata={"option": "train-only"})
     routed: bool = False
     seed: Seed = 0
     bf16: bool | None = None
     base_quantization: Quantisation | None = None
     gradient_checkpointing: bool = False
-    save_every: Count | None = None
-    eval_every: Count | None = None
-    log_every: Count | None = None
+    save_every: Count | None = field(default=None, metadata=NO_OPTION)
+    eval_every: Count | None = field(default=None, metadata=NO_OPTION)
+    log_every: Count | None = field(default=None, metadata=NO_OPTION)
     rehearse: tuple[str, ...] = ()
-    rehearsal_weight: AboveZero = 1.0
-    rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = 0.25
-    rehearsal_samples: Count = 800
-    rehearsal_length: SequenceLength | None = None
-    rehearsal_temperature: AboveZero = 1.0
-    rehearsal_prompts: str | None = None
+    rehearsal_weight: AboveZero = field(default=1.0, metadata=NO_OPTION)
+    rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = field(default=0.25, metadata=NO_OPTION)
+    rehearsal_samples: Count = field(default=800, metadata=NO_OPTION)
+    rehearsal_length: SequenceLength | None = field(default=None, metadata=NO_OPTION)
+    rehearsal_temperature: AboveZero = field(default=1.0, metadata=NO_OPTION)
+    rehearsal_prompts: str | None = field(default=None, metadata=NO_OPTION)
 
     @property
     def rehearses_itself(self) -> bool:

@@ -1,0 +1,59 @@
+"""Help with headings: what a command is mostly typed with stands first, the rest below, by subject."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+# names of options, which mean the same in every command; what stands nowhere is under Options, or under More options
+# where a command says which ones come first
+HEADINGS: Mapping[str, Sequence[str]] = {
+    "More options": (),
+    "New blocks": (
+        *("name", "collaborative_layers", "collaborate", "up_width", "up_kv_heads", "up_inner_width", "copies"),
+        *("groups", "routed"),
+    ),
+    "Batches and memory": (
+        *("sequence_length", "batch_size", "gradient_accumulation", "gradient_checkpointing", "bf16"),
+        "base_quantization",
+    ),
+    "Answers": ("system", "raw", "expansion", "max_new_tokens", "temperature", "top_p", "top_k"),
+    "Files": ("resume", "overwrite", "base_weights", "cache_dir"),
+    "Model and device": ("revision", "device", "dtype", "memory_bytes", "trust_remote_code"),
+    "Messages": ("details", "paths", "as_json", "quiet", "debug"),
+}
+
+
+class Headed(click.Command):
+    """A command whose help has headings.
+
+    Args:
+        *arguments: What `click.Command` takes.
+        first: Names of the options that stand first, in this order; none where there are few.
+        **options: What `click.Command` takes.
+    """
+
+    def __init__(self, *arguments: Any, first: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.first = first
+
+    def heading_of(self, option: click.Option) -> str:
+        """The heading under which an option stands."""
+        if option.name in self.first:
+            return "Options"
+        usual = "Messages" if "--help" in option.opts else "More options" if self.first else "Options"
+        return next((heading for heading, names in HEADINGS.items() if option.name in names), usual)
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, by heading."""
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in ("Options", *HEADINGS)}
+        options = {str(option.name): option for option in self.get_params(context) if isinstance(option, click.Option)}
+        for name in dict.fromkeys((*self.first, *options)):
+            if (row := options[name].get_help_record(context)) is not None:
+                rows[self.heading_of(options[name])].append(row)
+        for heading, records in rows.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
