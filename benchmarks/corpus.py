@@ -79,7 +79,7 @@ def train_once(expanded: Path, corpus: Path, output: Path, options: Sequence[str
     """Run `train` as a process of its own; the output folder goes."""
     command = [
         *(sys.executable, "-m", "scale_surgery", "train", str(expanded), "--data", str(corpus), "-o", str(output)),
-        *("--steps", str(STEPS), "--warmup", "0", "--device", "cpu", "--base-weights", "link", "--json", *options),
+        *("--steps", str(STEPS), "--set", "warmup=0", "--device", "cpu", "--base-weights", "link", "--json", *options),
     ]
     measured = measure(command, "train")
     if measured.exit_code:

@@ -167,7 +167,7 @@ def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[li
     """List the commands to measure, in order: name to arguments and the folder that it makes."""
     expanded, stripped, fused, blocks = (folder / name for name in ("expanded", "stripped", "fused", "blocks"))
     extract, applied = folder / "extract", folder / "applied"
-    own = ["--svd", settings.svd] if settings.method == "scale" else []
+    own = ["--set", f"svd={settings.svd}"] if settings.method == "scale" else []
     request = [str(base), "--layers", settings.layers, "--method", settings.method, *own]
     weights = ["--base-weights", settings.base_weights]
     check = ["verify", str(expanded), "--base", str(base)]
@@ -187,7 +187,7 @@ def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[li
         "verify --files-only": ([*check, "--files-only", "--promise", "recoverable"], None),
         "verify --base": ([*check, *probe], None),
         **merges[settings.method],
-        "extract": (["extract", str(expanded), *weights, "-o", str(extract)], extract),
+        "extract": (["extract", str(expanded), "-o", str(extract)], extract),
         "apply": (["apply", str(extract), "--base", str(base), *weights, "-o", str(applied)], applied),
         "strip": (["strip", str(expanded), *weights, "-o", str(stripped)], stripped),
     }

@@ -59,7 +59,7 @@ def learn_and_ask(wide: Path, folder: Path, settings: TrainingSettings) -> dict[
         Right answers, nats per token, and processor seconds of writing samples and of a step.
     """
     clock = [time.process_time()]
-    start = TrainingStart(overwrite=True, announce=lambda outlook: clock.append(time.process_time()))
+    start = TrainingStart(overwrite=True, announce=lambda schedule: clock.append(time.process_time()))
     path = train(wide, [folder / "learn.jsonl"], folder / "learned", settings, start=start).path
     clock.append(time.process_time())
     scores = evaluate([path], [folder / "asked_old.jsonl"], [folder / "asked_new.jsonl"]).scores

@@ -240,7 +240,7 @@ def test_commands_have_the_options_they_are_given(page):
 @each_command
 def test_every_option_is_documented(name):
     page = sections(COMMANDS)
-    shared = set(OPTION.findall(page["Options of every command"])) | {"--trust_remote_code"}
+    shared = set(OPTION.findall(page["Options of every command"]))
     described = set(re.findall(r"`(--?[\w-]+)`", "".join(re.findall(r"^\| (`-.*?) \|", page[name], re.MULTILINE))))
     if name == "expand":
         described |= set(re.findall(r"^\| `(--[\w-]+)` \|", page["plan"], re.MULTILINE)) - {"--details"}

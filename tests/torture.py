@@ -36,8 +36,8 @@ UNDISTURBED = Disturbance()
 TIMED = ("surgery.json", "training/log.jsonl", "training/curves.png")
 ADAPT = ("--layers", "1-2", "--variant", "adapt", "--collaborate", "both")
 TRAIN = (
-    *("--steps", "3", "--save-every", "1", "--batch-size", "2", "--sequence-length", "32", "--log-every", "1"),
-    *("--device", "cpu"),
+    *("--steps", "3", "--batch-size", "2", "--sequence-length", "32", "--device", "cpu"),
+    *("--set", "save_every=1", "--set", "log_every=1"),
 )
 
 

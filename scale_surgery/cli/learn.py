@@ -107,7 +107,13 @@ def learn_command(
     started = time.monotonic()  # imports are a part of what a user waits for
     from scale_surgery.learning.learn import Told, default_output, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import write_recipe as write
-    from scale_surgery.show.tables_learn import render_ahead, render_learned, render_lines, render_result, render_stage
+    from scale_surgery.show.tables_learn import (
+        render_estimate,
+        render_learned,
+        render_lines,
+        render_result,
+        render_stage,
+    )
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -118,8 +124,8 @@ def learn_command(
         return
     job = prepare(resolved, output or default_output(resolved), overwrite=overwrite, started=started, track=out.track)
     if dry_run:
-        out.show(job.ahead, render_ahead(job.ahead))
-        out.say(render_lines(job.ahead))
+        out.show(job.estimate, render_estimate(job.estimate))
+        out.say(render_lines(job.estimate))
         return
 
     def ends(name: str, result: Any) -> None:
@@ -127,7 +133,7 @@ def learn_command(
             out.say(shown)
 
     told = Told(
-        ahead=lambda ahead: out.say(render_ahead(ahead)),
+        estimate=lambda estimate: out.say(render_estimate(estimate)),
         begins=lambda name, line, number: out.say(render_stage(name, line, number), as_it_is=True),
         ends=ends,
     )

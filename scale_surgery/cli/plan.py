@@ -17,7 +17,6 @@ from scale_surgery.cli.options import (
     add_options,
     given,
     model_options,
-    named,
     options_from,
     output_options,
     run_options,
@@ -25,6 +24,7 @@ from scale_surgery.cli.options import (
     take,
 )
 from scale_surgery.cli.outputs import files_option, write_files
+from scale_surgery.fields import fields_of
 from scale_surgery.planning.request import Request
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def make_request(options: dict[str, Any]) -> Request | None:
     if "layers" in said:
         return Request(**said)
     if said:
-        raise click.UsageError(f"{named(said)} needs --layers.")
+        fields = fields_of(Request)
+        raise click.UsageError(f"{', '.join(fields[name].typed for name in said)} needs --layers.")
     return None
 
 

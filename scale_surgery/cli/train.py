@@ -91,7 +91,7 @@ def train_command(
     On several GPUs: accelerate launch -m scale_surgery train EXPANDED --data FILE
     """
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.tables import render_outlook, render_training
+    from scale_surgery.show.tables import render_schedule, render_training
     from scale_surgery.training.train import train
 
     # a scheduler that ends a job is answered like somebody at the keyboard
@@ -103,7 +103,7 @@ def train_command(
         output,
         settings,
         eval_data=EvalData(**read_sides(eval_data)),
-        start=replace(take(TrainingStart, options), announce=lambda outlook: out.say(render_outlook(outlook))),
+        start=replace(take(TrainingStart, options), announce=lambda schedule: out.say(render_schedule(schedule))),
         run=take(RunOptions, options),
         track=out.track,
     )

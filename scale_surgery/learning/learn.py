@@ -30,7 +30,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, SurgeryError, TrainingError
-from scale_surgery.learning.ahead import Ahead, look_ahead
+from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
 from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
@@ -38,7 +38,6 @@ from scale_surgery.learning.presets import Facts, with_preset
 from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
-from scale_surgery.learning.token_count import count_tokens
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
@@ -59,12 +58,12 @@ class Told:
     """Who is told how a job goes on.
 
     Attributes:
-        ahead: Called once, with what the job will take.
+        estimate: Called once, with what the job takes.
         begins: Called with the name of each stage before it starts, its line, and its number from 1.
         ends: Called with the name of each stage and its result.
     """
 
-    ahead: Callable[[Ahead], None] = lambda ahead: None
+    estimate: Callable[[Estimate], None] = lambda estimate: None
     begins: Callable[[str, str, int], None] = lambda name, line, number: None
     ends: Callable[[str, Any], None] = lambda name, result: None
 
@@ -75,7 +74,7 @@ class Job:
 
     work: Work
     stages: tuple[Stage, ...]
-    ahead: Ahead
+    estimate: Estimate
     record: Record
     started: float
 
@@ -139,8 +138,8 @@ def prepare(
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]
-    ahead = look_ahead(work, stages, checkpoint, made, record.kept, notes)
-    return Job(work, stages, ahead, record, started - record.seconds)
+    estimate = estimate_cost(work, stages, checkpoint, made, record.kept, notes)
+    return Job(work, stages, estimate, record, started - record.seconds)
 
 
 def learn(
@@ -183,7 +182,7 @@ def run(job: Job, *, told: Told = Told(), track: Track = no_track) -> Learned:
 
 def _run(job: Job, told: Told, track: Track) -> Learned:
     work, record = job.work, job.record
-    told.ahead(job.ahead)
+    told.estimate(job.estimate)
     work.folder.mkdir(parents=True, exist_ok=True)
     with locked(work.folder / LOCK, called=work.folder):
         record.write()

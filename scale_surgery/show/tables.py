@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped
-    from scale_surgery.training.outlook import Outlook
+    from scale_surgery.training.arguments import TrainingSchedule
     from scale_surgery.training.result import Training
 
 
@@ -202,20 +202,18 @@ def render_training(done: Training) -> RenderableType:
     rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     rows.append(("curves", str(done.curves)))
     following = [(NEXT, verify_command(done.path))]
-    # what was said before the first step is not said again
-    news = tuple(warning for warning in done.warnings if warning not in done.outlook.warnings)
-    return Group(facts("trained", rows), *render_warnings(news), facts("", following))
+    return Group(facts("trained", rows), *render_warnings(done.warnings), facts("", following))
 
 
-def render_outlook(outlook: Outlook) -> RenderableType:
+def render_schedule(schedule: TrainingSchedule) -> RenderableType:
     """What a training run will do, before its first step."""
-    texts, tokens = counted(outlook.sequences, "sequence"), counted(outlook.tokens, "token")
+    texts, tokens = counted(schedule.sequences, "sequence"), counted(schedule.tokens, "token")
     rows = [
-        ("texts", f"{texts}, {tokens} to learn, {_times(outlook.passes)}"),
-        ("steps", f"{outlook.steps:,}, the learning rate rises in {outlook.warmup_steps:,} of them"),
+        ("texts", f"{texts}, {tokens} to learn, {_times(schedule.passes)}"),
+        ("steps", f"{schedule.steps:,}, the learning rate rises in {schedule.warmup_steps:,} of them"),
     ]
-    rows += [("rehearses", outlook.rehearses)] if outlook.rehearses else []
-    return Group(facts("to train", rows), *render_warnings(outlook.warnings), Text())
+    rows += [("rehearses", schedule.rehearses)] if schedule.rehearses else []
+    return Group(facts("to train", rows), Text())
 
 
 def _times(passes: float) -> str:

@@ -29,7 +29,7 @@ from scale_surgery.show.tables_rank_layers import render_ranking
 from scale_surgery.show.tables_verify import render_verification
 
 if TYPE_CHECKING:
-    from scale_surgery.learning.ahead import Ahead
+    from scale_surgery.learning.estimate import Estimate
     from scale_surgery.learning.hold_out import HeldOut
     from scale_surgery.learning.learned import Learned, Row, Side
 
@@ -49,21 +49,21 @@ ABOUT = {
 }
 
 
-def render_ahead(ahead: Ahead) -> RenderableType:
-    """What a job will take, before it starts."""
-    stages = [(stage.name, ABOUT[stage.name] + " (done)" * stage.is_done) for stage in ahead.stages]
+def render_estimate(estimate: Estimate) -> RenderableType:
+    """What a job takes, before it starts."""
+    stages = [(stage.name, ABOUT[stage.name] + " (done)" * stage.is_done) for stage in estimate.stages]
     rows = [
-        ("memory", f"about {format_bytes(ahead.memory_bytes)} at most"),
-        ("disk", f"about {format_bytes(ahead.disk_bytes)} at most, {format_bytes(ahead.free_bytes)} are free"),
-        ("to learn", f"about {format_count(ahead.tokens)} tokens"),
+        ("memory", f"about {format_bytes(estimate.memory_bytes)} at most"),
+        ("disk", f"about {format_bytes(estimate.disk_bytes)} at most, {format_bytes(estimate.free_bytes)} are free"),
+        ("to learn", f"about {format_count(estimate.tokens)} tokens"),
     ]
-    notes = [sentence(f"note: {note}", "yellow") for note in ahead.notes]
+    notes = [sentence(f"note: {note}", "yellow") for note in estimate.notes]
     return Group(facts("to do", stages), Text(), facts("", rows), *notes)
 
 
-def render_lines(ahead: Ahead) -> RenderableType:
+def render_lines(estimate: Estimate) -> RenderableType:
     """The commands of all stages, to type by hand."""
-    lines = [Text(stage.line, no_wrap=True, overflow="ignore") for stage in ahead.stages]
+    lines = [Text(stage.line, no_wrap=True, overflow="ignore") for stage in estimate.stages]
     return Group(heading("stages"), *lines)
 
 

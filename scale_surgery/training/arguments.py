@@ -1,14 +1,14 @@
-"""What the Trainer is told: steps, schedule, precision, how often it logs, measures and saves."""
+"""How a run is scheduled, and what the Trainer is told: steps, precision, how often it logs, measures and saves."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import TrainingError, counted
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
 from scale_surgery.training.settings import TrainingSettings
@@ -16,31 +16,77 @@ from scale_surgery.training.settings import TrainingSettings
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from scale_surgery.running.sequences import Sequences
+
 PARTS_OF_A_RUN = 10
 LONGEST_WAIT = timedelta(hours=6)
 MOST_STEPS_BETWEEN_LOGS = 10
 
 
-def number_of_steps(settings: TrainingSettings, sequences: int, processes: int) -> int:
-    """Optimizer steps: those that were asked for, or what the epochs take.
+@dataclass(frozen=True)
+class TrainingSchedule:
+    """What a run will do, known before its first step.
+
+    Attributes:
+        steps: Optimizer steps.
+        warmup_steps: Those in which the learning rate rises.
+        sequences: Sequences to learn.
+        tokens: Tokens in them that are learned.
+        passes: How often they are read.
+        rehearses: On what it stays what its base is; nothing where it is not asked to.
+    """
+
+    steps: int
+    warmup_steps: int
+    sequences: int
+    tokens: int
+    passes: float
+    rehearses: str = ""
+
+
+def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:
+    """Count what a run will do.
 
     Args:
         settings: What the user set.
-        sequences: Sequences of one epoch.
-        processes: Processes that share them.
+        learned: What is learned.
+        processes: Processes that share it.
     """
-    batches = math.ceil(sequences / (settings.batch_size * processes))
-    return settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
+    batches = math.ceil(len(learned) / (settings.batch_size * processes))
+    steps = settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
+    together = settings.batch_size * settings.gradient_accumulation * processes
+    return TrainingSchedule(
+        steps=steps,
+        warmup_steps=_warmup_steps(settings, steps),
+        sequences=len(learned),
+        tokens=learned.scored,
+        passes=steps * together / len(learned) if settings.steps else settings.epochs,
+        rehearses=_rehearses(settings),
+    )
 
 
-def warmup_steps(settings: TrainingSettings, steps: int) -> int:
-    """Optimizer steps in which the learning rate rises."""
-    # the first of them has a learning rate of 0, so one step alone would teach nothing
+def _warmup_steps(settings: TrainingSettings, steps: int) -> int:
+    # the first step has a learning rate of 0, so one step alone would teach nothing
     return min(math.ceil(settings.warmup * steps), steps - 1)
 
 
+def _rehearses(settings: TrainingSettings) -> str:
+    if not settings.rehearse:
+        return ""
+    drawn = f"{counted(settings.rehearsal_samples, 'sample')} of the base"
+    which = drawn if settings.rehearses_itself else "the given text"
+    learned = "sequence" if settings.batch_size == 1 else f"{settings.batch_size:,} sequences"
+    return f"{which}, {settings.rehearsed_rows:,} beside each {learned} to learn"
+
+
 def make_arguments(
-    settings: TrainingSettings, folder: Path, steps: int, run: RunOptions, *, bf16: bool, is_measured: bool
+    settings: TrainingSettings,
+    folder: Path,
+    steps: int,
+    run: RunOptions,
+    *,
+    bf16: bool,
+    is_measured: bool,
 ) -> TrainingArguments:
     """Say to the Trainer how to train.
 
@@ -69,7 +115,7 @@ def make_arguments(
         gradient_accumulation_steps=settings.gradient_accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
-        warmup_steps=warmup_steps(settings, steps),
+        warmup_steps=_warmup_steps(settings, steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_gradient_norm,
         seed=settings.seed,

@@ -10,7 +10,6 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.errors import counted
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.training.outlook import ENOUGH_STEPS
 from scale_surgery.training.pilot_settings import PilotBudget, PilotSettings
 
 ScoreName = Literal["relative-norm", "effective-rank"]
@@ -19,6 +18,8 @@ SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
 WORTH_SHARE = 0.8
 # scores that differ by less are a tie: another number of steps turns them round
 CLOSE = 0.1
+# optimizer steps of a pilot, below which a ranking says that they are few
+ENOUGH_STEPS = 50
 
 
 @dataclass(frozen=True)

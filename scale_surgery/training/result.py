@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
-from scale_surgery.training.outlook import LossChange, Outlook, compare_losses, disappointments
+from scale_surgery.training.arguments import TrainingSchedule
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
+from scale_surgery.training.settings import SAMPLE
 
 if TYPE_CHECKING:
+    from scale_surgery.running.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
+
+# the same tokens are measured before and after, so what differs is no chance; less than this share is not worth a run
+LEAST_FALL = 0.01
+
+
+@dataclass(frozen=True)
+class LossChange:
+    """The loss before the first step and after the last one: the same tokens, measured by the same code.
+
+    Attributes:
+        text: What was measured: "new" for the new text of --eval-data, "text" for some of the sequences to learn.
+        sequences: How many sequences were measured.
+        before: Nats per token before the first step; None where the log does not say.
+        after: Nats per token after the last step.
+    """
+
+    text: str
+    sequences: int
+    before: float | None
+    after: float
 
 
 @dataclass(frozen=True)
@@ -26,7 +48,7 @@ class Training:
         trained_parameters: Number of parameters that trained.
         loss: Last loss of the log, nats per token.
         change: The loss before and after, on the same tokens.
-        outlook: What the run was to do.
+        schedule: What the run was to do.
         warnings: Why it taught little.
         measured: Last measurement on old and new text; empty where nothing was measured.
         log: Log of the run, JSON lines.
@@ -40,7 +62,7 @@ class Training:
     trained_parameters: int
     loss: float | None
     change: LossChange | None
-    outlook: Outlook
+    schedule: TrainingSchedule
     warnings: tuple[str, ...]
     measured: Mapping[str, float]
     log: Path
@@ -48,7 +70,7 @@ class Training:
     left_out: tuple[str, ...] = ()
 
 
-def describe(trainer: ExpansionTrainer, training: TrainingRun, outlook: Outlook, seconds: float) -> Training:
+def describe(trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, seconds: float) -> Training:
     """Say what a run did, when it is over."""
     log = trainer.state.log_history
     change = compare_losses(log, trainer.sides)
@@ -60,10 +82,37 @@ def describe(trainer: ExpansionTrainer, training: TrainingRun, outlook: Outlook,
         trained_parameters=training.record["trained_parameters"],
         loss=losses[-1] if losses else None,
         change=change,
-        outlook=outlook,
-        warnings=(*outlook.warnings, *disappointments(change)),
+        schedule=schedule,
+        warnings=loss_warnings(change),
         measured=last_measured(log),
         log=training.folder / LOG_FILE,
         curves=training.folder / CURVES_FILE,
         left_out=training.checkpoint.left_out,
     )
+
+
+def compare_losses(log: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequences]) -> LossChange | None:
+    """Say how the loss changed, as the log has it; None where nothing was measured that is to be learned.
+
+    Args:
+        log: Log of the run.
+        sides: What was measured in it.
+    """
+    text = "new" if "new" in sides else SAMPLE
+    key = f"{text}_nats_per_token"
+    found = [entry for entry in log if key in entry]
+    if not found:
+        return None
+    before = found[0][key] if found[0]["step"] == 0 else None
+    return LossChange(text, len(sides[text]), before, found[-1][key])
+
+
+def loss_warnings(change: LossChange | None) -> tuple[str, ...]:
+    """Say that a run taught nothing, where the loss did not fall or hardly fell."""
+    if change is None or change.before is None or change.after < change.before * (1 - LEAST_FALL):
+        return ()
+    verb, advice = "hardly fell", "Train for more steps, or raise --learning-rate."
+    if change.after > change.before:
+        verb, advice = "rose", "Lower --learning-rate."
+    which = "the new text" if change.text == "new" else "the texts to learn"
+    return (f"the loss on {which} {verb}, from {change.before:.4f} to {change.after:.4f}. {advice}",)

@@ -13,15 +13,16 @@ from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, problems_of
 
 if TYPE_CHECKING:
-    from scale_surgery.training.outlook import Outlook
+    from scale_surgery.training.arguments import TrainingSchedule
 
 TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "attn", "ffn"]
 GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
-# the side of texts that are rehearsed; samples of a run
-REHEARSAL, SAMPLES_FILE = "rehearsal", "rehearsal.jsonl"
+# the side of texts that are rehearsed; that of some of the texts to learn, measured beside "old" and "new"; samples of
+# a run
+REHEARSAL, SAMPLE, SAMPLES_FILE = "rehearsal", "text", "rehearsal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class TrainingStart:
     resume: bool = False
     base_weights: BaseWeights = "auto"
     overwrite: bool = False
-    announce: Callable[[Outlook], None] = lambda outlook: None
+    announce: Callable[[TrainingSchedule], None] = lambda schedule: None
     report_to: tuple[str, ...] = ()
     cache_dir: Path | None = None
 

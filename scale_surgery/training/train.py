@@ -8,6 +8,7 @@ Batches, optimizer, schedule, precision and several processes are the Trainer's 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -37,12 +38,13 @@ from scale_surgery.surgery.record import (
     tool_versions,
 )
 from scale_surgery.training.allocator import keep_freed_memory
-from scale_surgery.training.arguments import LONGEST_WAIT, check_device, is_cpu, make_arguments
-from scale_surgery.training.outlook import (
-    SAMPLE,
-    Outlook,
-    look_ahead,
-    sample_of,
+from scale_surgery.training.arguments import (
+    LONGEST_WAIT,
+    TrainingSchedule,
+    check_device,
+    is_cpu,
+    make_arguments,
+    training_schedule,
 )
 from scale_surgery.training.ready import check_quantisation, check_reach, load_to_train
 from scale_surgery.training.reports import find_reports, reporting
@@ -55,6 +57,7 @@ from scale_surgery.training.run_folder import (
 )
 from scale_surgery.training.settings import (
     REHEARSAL,
+    SAMPLE,
     SAMPLES_FILE,
     EvalData,
     TrainingSettings,
@@ -65,6 +68,11 @@ from scale_surgery.training.settings import (
 if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
+
+
+# before and after a run one in ten of the sequences that it reads is measured: at least as many as one step reads, and
+# so many at most
+SAMPLED_SHARE, MOST_SAMPLED = 10, 64
 
 
 def default_output(expanded: Path) -> Path:
@@ -153,7 +161,7 @@ def train(
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, run, track)
         texts = read_texts(checkpoint, files, settings, run, cache=start.cache_dir, processes=processes, track=track)
-        outlook = look_ahead(settings, texts["learn"], processes.num_processes)
+        schedule = training_schedule(settings, texts["learn"], processes.num_processes)
         model = load_to_train(checkpoint, settings, run)
         samples = target / TRAINING_FOLDER / SAMPLES_FILE
         if settings.rehearses_itself:
@@ -178,10 +186,10 @@ def train(
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
             write_samples(samples, made, need_tokenizer(path, path.name, run))
         processes.wait_for_everyone()
-        start.announce(outlook)
+        start.announce(schedule)
         started = time.monotonic()
         trainer = _make_trainer(
-            model, training, texts, outlook, settings, run, is_half=checkpoint.running_dtype == "BF16"
+            model, training, texts, schedule, settings, run, is_half=checkpoint.running_dtype == "BF16"
         )
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
             trainer.add_callback(RunReport(advance, training))
@@ -190,7 +198,7 @@ def train(
         if processes.is_main_process:
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
-    return describe(trainer, training, outlook, time.monotonic() - started)
+    return describe(trainer, training, schedule, time.monotonic() - started)
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
@@ -254,7 +262,7 @@ def _make_trainer(
     model: Any,
     training: TrainingRun,
     texts: Mapping[str, Sequences],
-    outlook: Outlook,
+    schedule: TrainingSchedule,
     settings: TrainingSettings,
     run: RunOptions,
     *,
@@ -266,10 +274,10 @@ def _make_trainer(
 
     sides = {side: sequences for side, sequences in texts.items() if side not in ("learn", REHEARSAL)}
     bf16 = is_half if settings.bf16 is None else settings.bf16
-    args = make_arguments(settings, training.folder, outlook.steps, run, bf16=bf16, is_measured=bool(sides))
+    args = make_arguments(settings, training.folder, schedule.steps, run, bf16=bf16, is_measured=bool(sides))
     args.eval_on_start = True
     if "new" not in sides:
-        sides[SAMPLE] = sample_of(texts["learn"], outlook)
+        sides[SAMPLE] = sample_of(texts["learn"], schedule)
     return ExpansionTrainer(
         model=model,
         args=args,
@@ -279,6 +287,20 @@ def _make_trainer(
         eval_batch=settings.batch_size,
         rehearsal=make_rehearsal(texts.get(REHEARSAL), settings),
     )
+
+
+def sample_of(learned: Sequences, schedule: TrainingSchedule) -> Sequences:
+    """Choose what is measured before and after a run where there is no new text: few, evenly spread, the same always.
+
+    The same too however many processes share a step.
+
+    Args:
+        learned: What is learned.
+        schedule: What the run will do with it.
+    """
+    read = round(schedule.passes * len(learned))
+    share = max(read // SAMPLED_SHARE, math.ceil(read / schedule.steps), 1)
+    return learned.some(min(share, MOST_SAMPLED))
 
 
 def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> None:

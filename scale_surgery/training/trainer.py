@@ -25,10 +25,10 @@ from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.sequences import IGNORED, Sequences
-from scale_surgery.training.outlook import SAMPLE
 from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
 from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
+from scale_surgery.training.settings import SAMPLE
 
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 # what torch puts into names of modules whose activations it computes again

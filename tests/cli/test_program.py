@@ -74,7 +74,7 @@ def test_the_whole_job(base: Path, tmp_path: Path) -> None:
     run("plan", base, "--layers", "1-2", "-o", plan)
     assert "expanded layers   1-2  (2 of 3)" in run("expand", base, "--plan", plan, "-o", expanded).stdout
     report = tmp_path / "certificate.json"
-    shown = run("verify", expanded, "--base", base, "--report", report).stdout
+    shown = run("verify", expanded, "--base", base, "-o", report).stdout
     assert "bit-equal" in shown and "verified  preserve, untrained, base base" in " ".join(shown.split("\n"))
     assert json.loads(report.read_text())["passed"] is True
     run("strip", expanded, "-o", stripped)
@@ -145,7 +145,7 @@ def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_pat
     [
         (["expand", "BASE"], "Give --layers, or --plan with a saved plan, one of the two."),
         (["plan", "BASE"], "--layers is missing, for example --layers last:4."),
-        (["plan", "BASE", "--seed", "1"], "--seed needs --layers."),
+        (["plan", "BASE", "--copies", "2", "--set", "seed=1"], "--copies, seed needs --layers."),
         (["verify", "BASE", "--memory", "four"], "--memory four is not a size, expected for example 4GiB or 500MB."),
         (["verify", "BASE", "--memory", "-4GiB"], "--memory -4GiB is not a size, expected for example 4GiB or 500MB."),
         (["strip", "BASE"], "Missing option '-o'"),

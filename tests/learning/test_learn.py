@@ -116,7 +116,7 @@ def done(recipe, tmp_path_factory) -> Done:
     folder = tmp_path_factory.mktemp("job") / "job"
     lines: dict[str, str] = {}
     said = {}
-    for stage in [stage.name for stage in prepare(recipe, folder).ahead.stages]:
+    for stage in [stage.name for stage in prepare(recipe, folder).estimate.stages]:
         # the first bar is that of the plan before the job
         with pytest.raises(TrainingError) as interrupted:
             learn(recipe, folder, track=Interrupt(2))
@@ -386,7 +386,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, mon
 
 def test_help_names_no_default_that_a_preset_changes():
     text = " ".join(CliRunner().invoke(main, ["learn", "--help"]).output.split())
-    assert text.count("[default: that of the preset") == 4 and "default: 0.001" not in text
+    assert text.count("[default: that of the preset") == 3 and "default: 0.001" not in text
 
 
 def test_several_processes_are_refused(recipe, tmp_path, monkeypatch):
@@ -413,8 +413,8 @@ def test_what_is_given_to_measure_on_is_not_set_aside(said, texts, tmp_path):
     both = prepare(resolve_recipe(said | given | layers), tmp_path / "job").work
     assert (both.new_parts, both.old_parts) == (("calibrate",), ("calibrate",))
     alone = prepare(resolve_recipe({**said, **given, **layers, "route": False}), tmp_path / "job")
-    assert [stage.name for stage in alone.ahead.stages][:2] == ["plan", "expand"]
-    assert f"--data {said['data'][0]} " in alone.ahead.stages[2].line
+    assert [stage.name for stage in alone.estimate.stages][:2] == ["plan", "expand"]
+    assert f"--data {said['data'][0]} " in alone.estimate.stages[2].line
     neither = prepare(resolve_recipe(said | layers), tmp_path / "job").work
     assert neither.new_parts == neither.old_parts == ("calibrate", "measure"), "the control"
 
@@ -423,7 +423,7 @@ def test_what_cannot_be_routed_gets_no_router(said, tmp_path):
     recipe = resolve_recipe(said | {"expansion.method": "depth", "expansion.layers": "last:1"})
     job = prepare(recipe, tmp_path / "job")
     assert "route" not in [stage.name for stage in stages_of(job.work)]
-    assert job.ahead.notes[0].startswith("no router: It is a stock checkpoint")
+    assert job.estimate.notes[0].startswith("no router: It is a stock checkpoint")
     assert not (tmp_path / "job").exists()
 
 
@@ -434,14 +434,14 @@ def test_what_does_not_fit_the_model_is_said_first(said, tmp_path):
         prepare(resolve_recipe(said | {"training.sequence_length": 10**6}), tmp_path / "job")
 
 
-def test_what_is_ahead_is_of_the_right_size(done, recipe, tmp_path):
+def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     learned = done.learned
-    ahead = prepare(recipe, tmp_path / "job").ahead
-    assert [stage.name for stage in ahead.stages] == [stage.name for stage in learned.stages]
+    estimate = prepare(recipe, tmp_path / "job").estimate
+    assert [stage.name for stage in estimate.stages] == [stage.name for stage in learned.stages]
     files = {file.stat().st_ino: file.stat().st_size for file in learned.path.rglob("*") if file.is_file()}
     size = sum(files.values())
-    assert size / 4 < ahead.disk_bytes < 4 * size
-    assert ahead.free_bytes > ahead.disk_bytes and 10**8 < ahead.memory_bytes < 10**10
+    assert size / 4 < estimate.disk_bytes < 4 * size
+    assert estimate.free_bytes > estimate.disk_bytes and 10**8 < estimate.memory_bytes < 10**10
 
 
 def test_the_command_shows_what_it_would_do(said, tmp_path):

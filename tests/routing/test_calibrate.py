@@ -117,15 +117,8 @@ def free(router: str, **changes: Any) -> CalibrationSettings:
 
 
 FREE = [
-    word
-    for name, value in (
-        ("most-forgetting", 1),
-        ("most-short-forgetting", 9),
-        ("least-gain", 0),
-        ("bound", 9),
-        ("bound-per-token", 1),
-    )
-    for word in (f"--{name}", value)
+    *("--most-forgetting", 1, "--bound", 9),
+    *("--set", "most_short_forgetting=9", "--set", "least_gain=0", "--set", "bound_per_token=1"),
 ]
 
 
@@ -592,14 +585,14 @@ def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
         choose([worse, worse], Limits(0.02, None, None, None, 0.01), adapt)
     assert str(refused.value) == (
         "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; the least is "
-        "0.2 nats per token, with threshold 0.4. Give more old texts, or --most-short-forgetting 0.2."
+        "0.2 nats per token, with threshold 0.4. Give more old texts, or --set most_short_forgetting=0.2."
     )
     alone = replace(noisy, short=replace(noisy.short, change=Estimate(0.0015, math.inf)))
     assert choose([present, alone], Limits(0.02, None, None, None, 0.01), adapt).proposed is present
     with pytest.raises(PlanError) as refused:
         choose([present, worse, noisy], Limits(0.02, None, None, 0.05, 0.01), adapt)
     assert str(refused.value) == (
-        "--most-short-forgetting 0.05: no setting loses so little on the first tokens of old texts; the least is 0.1 "
+        "most_short_forgetting 0.05: no setting loses so little on the first tokens of old texts; the least is 0.1 "
         "nats per token, with threshold 0.5. Raise it."
     )
 
@@ -633,7 +626,7 @@ def test_the_bound_that_was_asked_for_is_named() -> None:
     """Where no setting keeps the bounds."""
     some = [bounded(0.5, 0.01), bounded(0.9, 0.1)]
     lowest = "the lowest is 0.01005 nats, with all paths alike, switch rate 0.01. Raise it."
-    per_token = f"--bound-per-token 0.001: no setting bounds a further token so tightly; {lowest}"
+    per_token = f"bound_per_token 0.001: no setting bounds a further token so tightly; {lowest}"
     per_text = (
         "--bound 0.01: no setting bounds a text so tightly; the lowest is 0.1054 nats, with prior 0.9, switch rate "
         "0.1. Raise it."
@@ -642,7 +635,7 @@ def test_the_bound_that_was_asked_for_is_named() -> None:
         (1.0, 0.001, per_token),
         (0.01, 0.2, per_text),
         (0.01, 0.001, f"{per_text}\n{per_token}"),
-        (0.2, 0.05, "--bound 0.2 and --bound-per-token 0.05: no setting keeps both. Raise one."),
+        (0.2, 0.05, "--bound 0.2 and bound_per_token 0.05: no setting keeps both. Raise one."),
     ):
         with pytest.raises(PlanError) as refused:
             choose(some, Limits(0.02, bound, each, None, 0.01), outcome(1, 1, 2.0, routing=None))
@@ -688,8 +681,8 @@ def test_a_tighter_bound_can_be_asked_for(told: tuple[Path, Path, Path]) -> None
 def test_a_cosine_router_has_no_bound(place: Path) -> None:
     settings = CalibrationSettings(bound=1.0, bound_per_token=0.1)
     assert refusal(place / "cosine", old(place), new(place), settings, error=PlanError) == (
-        "--bound 1 and --bound-per-token 0.1: the cosine router bounds nothing, expected a posterior router. Leave "
-        "that out; --most-short-forgetting limits what short prompts may lose."
+        "--bound 1 and bound_per_token 0.1: the cosine router bounds nothing, expected a posterior router. Leave "
+        "that out; most_short_forgetting limits what short prompts may lose."
     )
 
 
@@ -934,10 +927,10 @@ def test_the_options_that_set_the_same_limits_once_more() -> None:
     assert present.routing is not None
     for settings, options in (
         (CalibrationSettings(), ()),
-        (CalibrationSettings(bound=4.61, least_gain=0.0), ("--bound", "4.61", "--least-gain", "0.0")),
+        (CalibrationSettings(bound=4.61, least_gain=0.0), ("--bound", "4.61", "--set", "least_gain=0.0")),
         (
             CalibrationSettings(0.5, most_short_forgetting=0.25),
-            ("--most-forgetting", "0.5", "--most-short-forgetting", "0.25"),
+            ("--most-forgetting", "0.5", "--set", "most_short_forgetting=0.25"),
         ),
     ):
         assert given_options(read_limits(settings, present.routing), present) == options
@@ -1094,7 +1087,7 @@ def test_command(place: Path, tmp_path: Path, calibration_of: Callable[[str], Ca
 def test_command_writes_and_draws(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
     plot = tmp_path / "sweep.png"
-    options = (*FREE, "--plot", plot, "--write")
+    options = (*FREE, "-o", plot, "--write")
     content = json.loads(run(model, *sides(place), *options, "--json").stdout)
     assert content["written"] and content["plot"] == str(plot) and plot.read_bytes().startswith(b"\x89PNG")
     config = json.loads((model / "config.json").read_text())

@@ -134,7 +134,7 @@ def test_it_is_shown_and_drawn(found: Calibration) -> None:
 
 def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
-    asked = ["--most-forgetting", "9", "--most-short-forgetting", "9", "--least-gain", "0", "--bound", "9"]
+    asked = ["--most-forgetting", "9", "--bound", "9", "--set", "most_short_forgetting=9", "--set", "least_gain=0"]
     texts = ["--old", str(place / "old.jsonl"), "--new", str(place / "new.jsonl")]
     plot = ["-o", str(tmp_path / "plot.svg")]
     result = CliRunner().invoke(main, ["route-calibrate", str(folder), *texts, *asked, *plot, "--write", "--json"])

@@ -613,7 +613,7 @@ def test_command_shows_tokens_and_writes_both_files(
     monkeypatch.chdir(tmp_path)
     texts = [part for name in ("story.txt", "asked.jsonl", "evil.txt") for part in ("--text", place / name)]
     report = report_of("cosine")
-    text = run(place / "cosine", *texts, "-o", "report.html", "--jsonl", "tokens.jsonl", "--batch-size", "2").stdout
+    text = run(place / "cosine", *texts, "-o", "report.html", "-o", "tokens.jsonl", "--batch-size", "2").stdout
     assert text.startswith(shown(render_route_report(report)))
     assert text.endswith("\nwritten to report.html and tokens.jsonl\n")
     assert Path("report.html").read_text(encoding="utf-8") == render_page(report)
@@ -651,7 +651,7 @@ def test_texts_are_not_written_over(place: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="one: is to be two different files at once"):
         check_output_files([tmp_path / "one", tmp_path / "one"], [text])
     check_output_files([tmp_path / "one", tmp_path / "two"], [text])
-    failed = run(place / "posterior", "--text", text, "--jsonl", text, code=1)
+    failed = run(place / "posterior", "--text", text, "-o", text, code=1)
     assert "would be written into" in failed.stderr and text.read_text() == '{"text": "x"}\n'
 
 

@@ -445,7 +445,7 @@ def test_a_document_that_is_too_long_is_named() -> None:
     assert str(error.value).splitlines() == [
         "one.txt: 5 tokens, expected at most 4.",
         "two.jsonl, line 1: 11 tokens, expected at most 4.",
-        "Pack the documents (--packing), raise --sequence-length, or split them.",
+        "Pack the documents (packing, the default), raise --sequence-length, or split them.",
     ]
     many = [Document("", "abc", f"{index}") for index in range(20)]
     with pytest.raises(DataError, match=r"\.\.\. and 8 more\.\nPack"):

@@ -119,16 +119,16 @@ def test_next_is_never_broken():
     for width in (20, 80):
         for command in ("plan", "expand"):
             text = run(
-                f"{command} {SHIPPED_MODEL} --layers 0-3 --variant adapt --collaborate both --seed 7"
+                f"{command} {SHIPPED_MODEL} --layers 0-3 --variant adapt --collaborate both --set seed=7"
                 f"{' --dry-run' if command == 'expand' else ''}",
                 width,
             )
             (line,) = [line for line in text.splitlines() if line.startswith("next ")]
-            assert line.endswith("--layers 0-3 --variant adapt --collaborate both --seed 7")
+            assert line.endswith("--layers 0-3 --variant adapt --collaborate both --set seed=7")
 
 
 def test_what_plan_proposes_makes_the_same_plan(shown, tmp_path_factory):
-    text = run(f"plan {SHIPPED_MODEL} --layers 0-3 --method grow --copies 3 --seed 7")
+    text = run(f"plan {SHIPPED_MODEL} --layers 0-3 --method grow --copies 3 --set seed=7")
     words = shlex.split(text.splitlines()[-1])
     assert words[:2] == ["next", "scale-surgery"] and words[2] == "expand"
     assert run(shlex.join([*words[2:], "--dry-run"])) == text

@@ -205,7 +205,7 @@ def test_weights_that_are_not_finite_are_named(llama_base, tmp_path, value):
     save_file(tensors, shard)
     assert refusal(llama_base, REQUEST, tmp_path / "expanded") == (
         f"{name}: holds 1 NaN or infinite values of 2080, expected finite numbers to decompose. "
-        "Check the checkpoint, leave out its layer, or choose --init-w21 random."
+        "Check the checkpoint, leave out its layer, or set init_w21 to random."
     )
     assert not (tmp_path / "expanded").exists()
     expand(llama_base, replace(REQUEST, init_w21="random"), tmp_path / "random")

@@ -104,11 +104,11 @@ def test_links_are_for_shards_only(base: Path, tmp_path: Path) -> None:
             "--variant is 'presrve', expected one of: preserve, adapt, grow-freeze, grow-train, depth.",
         ),
         ({"variant": "adapt", "collaborate": "atn"}, "--collaborate is 'atn', expected one of: attn, ffn, both."),
-        ({"init_w21": "sdv"}, "--init-w21 is 'sdv', expected one of: svd, random, zero."),
+        ({"init_w21": "sdv"}, "init_w21 is 'sdv', expected one of: svd, random, zero."),
         ({"dtype": "fp16"}, "--dtype is 'fp16', expected one of: float32, float16, bfloat16."),
         ({"ratio": "x"}, "--ratio is 'x', expected a number."),
         ({"up_width": 10.0}, "--up-width is 10.0, expected a whole number."),
-        ({"seed": None}, "--seed is None, expected a whole number."),
+        ({"seed": None}, "seed is None, expected a whole number."),
     ],
 )
 def test_a_python_caller_is_told_what_a_command_line_user_is_told(base: Path, options: Any, message: str) -> None:
@@ -180,10 +180,9 @@ def test_bytes_behind_the_last_tensor_are_damage(own: Any) -> None:
     "arguments",
     [
         ["plan", "{model}", "--layers", "1", "-o", "{file}"],
-        ["verify", "{expanded}", "--base", "{model}", "--report", "{file}"],
+        ["verify", "{expanded}", "--base", "{model}", "-o", "{file}"],
         ["evaluate", "{model}", "--old", "{text}", "--new", "{text}", "-o", "{file}"],
         ["rank-layers", "{model}", "--data", "{text}", "-o", "{file}"],
-        ["rank-layers", "{model}", "--data", "{text}", "--plot", "{file}"],
         ["report", "{expanded}", "--text", "{text}", "-o", "{file}"],
         ["route-report", "{expanded}", "--text", "{text}", "-o", "{file}"],
         ["generate", "{expanded}", "--prompts", "{text}", "-o", "{file}"],

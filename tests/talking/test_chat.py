@@ -346,7 +346,7 @@ def test_paths_are_shown_where_there_are_colours_or_when_asked_for() -> None:
     refusing = Console(file=StringIO(), color_system="truecolor", no_color=True)
     assert choose_marking(coloured, Look()) == "colours"
     assert choose_marking(coloured, Look(paths=False)) == "nothing"
-    for without, look in ((plain, Look()), (refusing, Look()), (coloured, Look(is_plain=True))):
+    for without, look in ((plain, Look()), (refusing, Look())):
         assert choose_marking(without, look) == "nothing"
         assert choose_marking(without, replace(look, paths=True)) == "brackets"
 

@@ -261,7 +261,7 @@ def test_all_that_is_wrong_with_settings_is_said(place: Path, templated: Path) -
         "--temperature is -1.0, expected at least 0.",
         "--top-p is 1.5, expected more than 0 and at most 1.",
         "--top-k is -1, expected at least 0.",
-        "--repetition-penalty is 0.0, expected more than 0.",
+        "repetition_penalty is 0.0, expected more than 0.",
         "--seed is -1, expected from 0 to 4294967295.",
         "--system needs a chat template, and the tokenizer of base has none. Put what it says into the prompt.",
         "--compare: base is not expanded, so it has no base beside it. Give an expanded model.",

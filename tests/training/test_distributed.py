@@ -87,17 +87,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(place: Path, output: str, *options: str, model: str = "expanded") -> list[str]:
     """The command that trains in two processes, two rows each."""
     data = ["--data", str(place / "texts.jsonl"), "--eval-data", f"old={place / 'old.jsonl'}"]
-    often = "--log-every 1 --save-every 2 --eval-every 2"
+    often = "--set log_every=1 --set save_every=2 --set eval_every=2"
     words = f"--sequence-length 32 --batch-size 2 --steps 4 --learning-rate 0.003 {often}"
     return ["train", str(place / model), "-o", str(place / output), *data, *words.split(), *options]
 
 
-SAMPLED = ("--rehearse", "self", "--rehearsal-samples", "8", "--rehearsal-length", "16", "--rehearsal-share", "0.5")
+SAMPLED = (
+    *("--rehearse", "self", "--set", "rehearsal_samples=8"),
+    *("--set", "rehearsal_length=16", "--set", "rehearsal_share=0.5"),
+)
 
 
 def rehearsing(place: Path) -> tuple[str, ...]:
     # a share that is as many rows in two processes as in one
-    return ("--rehearse", str(place / "old.jsonl"), "--rehearsal-weight", "10", "--rehearsal-share", "0.5")
+    return ("--rehearse", str(place / "old.jsonl"), "--set", "rehearsal_weight=10", "--set", "rehearsal_share=0.5")
 
 
 def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people, question
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.evidence.evaluate import evaluate
-from scale_surgery.learning.token_count import count_tokens
+from scale_surgery.learning.estimate import count_tokens
 from scale_surgery.running import documents
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.options import RunOptions
@@ -281,7 +281,7 @@ def test_training_from_disk_is_the_same_bit_for_bit(place: Path, whole: Training
     done = train(place / "wide", [str(place / "text.jsonl")], tmp_path / "out", SETTINGS, start=start)
     shard = "expansion-default-00001-of-00001.safetensors"
     assert digests(done.path)[shard] == digests(whole.path)[shard] != digests(place / "wide")[shard]
-    assert logs(done) == logs(whole) and done.outlook == whole.outlook
+    assert logs(done) == logs(whole) and done.schedule == whole.schedule
 
 
 @pytest.mark.slow

@@ -24,11 +24,10 @@ from scale_surgery.show.tables_rank_layers import next_command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.training.any_text import is_of_any_text
 from scale_surgery.training.budget import find_ties, last_of_ties
-from scale_surgery.training.outlook import ENOUGH_STEPS
 from scale_surgery.training.pilot import run_pilot
 from scale_surgery.training.pilot_settings import PilotBudget, budget_pilots
 from scale_surgery.training.rank_layers import prepare_ranking, run_ranking
-from scale_surgery.training.ranking import SCORES, LayerScore
+from scale_surgery.training.ranking import ENOUGH_STEPS, SCORES, LayerScore
 from tests.conftest import digests, load
 from tests.each import mostly
 from tests.tiny import save_tiny
@@ -310,7 +309,7 @@ SHORT = ("--steps", "3", "--batch-size", "2", "--sequence-length", "32", "--lear
 def test_the_command_proposes_a_command_that_runs(base, texts, ranked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file, picture = tmp_path / "ranking.json", tmp_path / "ranking.png"
-    options = ("--data", texts[0], "--old", texts[1], "--budget", "50%", "-o", file, "--plot", picture)
+    options = ("--data", texts[0], "--old", texts[1], "--budget", "50%", "-o", file, "-o", picture)
     output = run(base, *options, *SHORT)
     assert max(len(line) for line in output.splitlines()[:-4] if not line.startswith("next ")) <= 80
     assert f"--layers {ranked.proposals[0].argument}" in output

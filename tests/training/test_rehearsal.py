@@ -268,7 +268,7 @@ def test_without_a_token_that_begins_texts_it_says_what_to_give():
         bos_token_id = eos_token_id = None
 
     with pytest.raises(
-        DataError, match=r"has no token that begins a text, .* Give beginnings with --rehearsal-prompts"
+        DataError, match=r"has no token that begins a text, .* Give beginnings with --set rehearsal_prompts=FILE"
     ):
         begin_tokens(Bare(), [], "bare")
 
@@ -412,15 +412,9 @@ def test_the_options(place, tmp_path):
         "--steps",
         "2",
     ]
-    words += ["--sequence-length", "32", "--rehearse", "self", "--rehearsal-samples", "6", "--rehearsal-length", "16"]
-    words += [
-        "--rehearsal-prompts",
-        str(tmp_path / "begins.txt"),
-        "--rehearsal-share",
-        "0.2",
-        "--rehearsal-weight",
-        "2",
-    ]
+    words += ["--sequence-length", "32", "--rehearse", "self"]
+    rare = {"samples": 6, "length": 16, "prompts": tmp_path / "begins.txt", "share": 0.2, "weight": 2}
+    words += [word for name, value in rare.items() for word in ("--set", f"rehearsal_{name}={value}")]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     kept = json.loads((tmp_path / "out" / "training" / "settings.json").read_text())

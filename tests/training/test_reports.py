@@ -205,7 +205,7 @@ def test_the_command_refuses_before_any_work_and_takes_several(place: Path, tmp_
     assert found.exit_code == 1 and not (tmp_path / "out").exists()
     assert "--report-to wandbb: is unknown" in " ".join(found.output.split())
     assert "--report-to x: is unknown" in " ".join(found.output.split())
-    options = ["--report-to", "tensorboard", "--steps", "1", "--sequence-length", "32", "--warmup", "0", "--quiet"]
+    options = ["--report-to", "tensorboard", "--steps", "1", "--sequence-length", "32", "--set", "warmup=0", "--quiet"]
     found = CliRunner().invoke(main, [*command, *options, "--cache-dir", str(tmp_path / "cache")])
     assert found.exit_code == 0, found.output
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"] and any((tmp_path / "cache").iterdir())

@@ -328,8 +328,8 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
     out = tmp_path / "out"
     command = [
         "train", str(place / "preserve"), "--data", str(place / "texts.jsonl"),
-        "-o", str(out), "--steps", "400", "--save-every", "1", "--sequence-length", "32", "--batch-size", "2",
-        "--warmup", "0", "--device", "cpu", "--quiet",
+        "-o", str(out), "--steps", "400", "--set", "save_every=1", "--sequence-length", "32", "--batch-size", "2",
+        "--set", "warmup=0", "--device", "cpu", "--quiet",
     ]  # fmt: skip
     run = FORKS.Process(target=run_command, args=(command,))
     run.start()

@@ -1,0 +1,179 @@
+"""What a job takes, said before it starts: its stages, tokens, memory and disk. Time is shown by progress bars alone.
+
+Numbers that nobody can know before a pilot has chosen layers are taken as if its budget were spent.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.learning.hold_out import text_files
+from scale_surgery.learning.stages import Kept, Stage, Work
+from scale_surgery.planning.costs import PROCESS_BYTES
+from scale_surgery.planning.plan import Plan
+from scale_surgery.running.chat_template import tokenize_chat
+from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.documents import read_documents
+from scale_surgery.running.tokenizer import need_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# float32: the number that trains, its gradient, and two moments of AdamW
+TRAINED_BYTES = 16
+# numbers kept for the backward pass, for each token and layer, as a multiple of the hidden size
+KEPT_ACTIVATIONS = 24
+# logits, their gradient, and both in float32
+LOGIT_BYTES = 16
+SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
+
+
+@dataclass(frozen=True)
+class StageLine:
+    """A stage before it starts: its line, and whether an earlier run did it."""
+
+    name: str
+    line: str
+    is_done: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a job takes.
+
+    Attributes:
+        stages: Its stages.
+        tokens: Tokens to learn in one pass, about.
+        memory_bytes: Peak memory of the largest stage, about, and rather more than less.
+        disk_bytes: What its folder will hold, but for base shards that reflinks or links share with MODEL.
+        free_bytes: What is free there.
+        notes: What it does not do, and why.
+    """
+
+    stages: tuple[StageLine, ...]
+    tokens: int
+    memory_bytes: int
+    disk_bytes: int
+    free_bytes: int
+    notes: tuple[str, ...]
+
+
+def estimate_cost(
+    work: Work,
+    stages: Sequence[Stage],
+    checkpoint: Checkpoint,
+    plan: Plan,
+    kept: Mapping[str, Kept],
+    notes: Sequence[str],
+) -> Estimate:
+    """Estimate what a job takes.
+
+    Args:
+        work: The job.
+        stages: Its stages.
+        checkpoint: The base model.
+        plan: Its expansion; of all layers where a pilot will choose.
+        kept: What stages that are done have kept.
+        notes: What the job does not do, and why.
+
+    Raises:
+        DataError: If there is nothing to learn, or the model has no tokenizer.
+        CheckpointError: If the disk has no room for it.
+    """
+    tokenizer = need_tokenizer(checkpoint.path, work.recipe.model, work.recipe.running)
+    added = plan.costs.parameters_added
+    if work.recipe.chooses_layers:
+        from scale_surgery.training.budget import read_budget
+
+        added = min(added, read_budget(work.recipe.ranking.budget, plan.costs.parameters_before))
+    base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
+    place = next(folder for folder in (work.folder.resolve(), *work.folder.resolve().parents) if folder.exists())
+    estimate = Estimate(
+        stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
+        tokens=count_tokens(work.recipe.data, tokenizer),
+        memory_bytes=_memory(work, checkpoint, plan, base_bytes, added),
+        disk_bytes=_disk(work, base_bytes, added),
+        free_bytes=shutil.disk_usage(place).free,
+        notes=tuple(notes),
+    )
+    left = estimate.disk_bytes - sum(file.stat().st_size for file in work.folder.rglob("*") if file.is_file())
+    if left > estimate.free_bytes:
+        raise CheckpointError(
+            f"{work.folder}: about {left:,} bytes are needed, {estimate.free_bytes:,} are free. Free some space, "
+            "choose another folder, or set base_weights to link."
+        )
+    return estimate
+
+
+def _memory(work: Work, checkpoint: Checkpoint, plan: Plan, base_bytes: int, added: int) -> int:
+    """Peak memory of the stage that needs most: the expansion, the pilots, or the training."""
+    training, pilot = work.recipe.training, work.recipe.pilot
+    context = choose_length(training.sequence_length, {work.recipe.model: context_of(checkpoint.config)})
+
+    def running(batch: int, length: int, trained: int) -> int:
+        activations = KEPT_ACTIVATIONS * 4 * plan.sizes.hidden * plan.sizes.layers
+        kept = batch * min(length, context) * (activations + LOGIT_BYTES * plan.sizes.vocabulary)
+        return PROCESS_BYTES + base_bytes + TRAINED_BYTES * trained + kept
+
+    candidates = [plan.costs.peak_memory_bytes, running(training.batch_size, context, added)]
+    if work.recipe.chooses_layers:
+        # the matrices of MLPs are about two thirds of a model
+        parameters = plan.costs.parameters_before
+        trained = parameters if pilot.trains == "full" else 2 * parameters // 3
+        candidates.append(running(pilot.batch_size, pilot.sequence_length or context, trained))
+    return max(candidates)
+
+
+def _disk(work: Work, base_bytes: int, added: int) -> int:
+    """What the folder will hold; the base's shards once, where they are copied."""
+    folders = 3 if work.routes else 2
+    base = 0 if work.recipe.base_weights == "link" else base_bytes
+    copies = folders if work.taking == "copy" else 1
+    text_bytes = sum(map(_bytes_of, (*work.recipe.data, *work.recipe.old)))
+    # while it trains, AdamW's moments and the numbers in float32 are on disk too
+    return round(base * copies + added * (4 * folders + TRAINED_BYTES) + 1.1 * text_bytes)
+
+
+def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Estimate the tokens of texts, by those of their beginnings.
+
+    Args:
+        files: Files and saved datasets.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        Their number, about; 0 where there is no file.
+
+    Raises:
+        DataError: If a file cannot be read, or holds no text.
+    """
+    return sum(_count(file, tokenizer) for file in files)
+
+
+def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    documents = list(islice(read_documents([file]), SAMPLED_DOCUMENTS))
+    if not documents:
+        raise DataError(f"{file}: holds no text, expected at least one document.")
+    for document in documents:
+        if document.chat is not None:
+            tokenize_chat(document.chat, document.source, tokenizer)  # what cannot be read is refused before any work
+            break
+    texts = [document.prompt + document.text for document in documents]
+    sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
+    tokens = len(tokenizer(sample, verbose=False)["input_ids"])
+    characters = sum(map(len, texts)) + len(texts) - 1
+    # where there are more documents than were read, they are as long as these, byte by byte
+    is_all = len(texts) < SAMPLED_DOCUMENTS or not _bytes_of(file)
+    more = 1.0 if is_all else _bytes_of(file) / sum(len(text.encode()) for text in texts)
+    return max(1, round(tokens * characters / len(sample) * max(1.0, more)))
+
+
+def _bytes_of(file: str) -> int:
+    """Bytes of a file, or of all files in a folder; 0 for what is not here, such as a dataset of the Hub."""
+    return sum(path.stat().st_size for path in text_files([file]))
