@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="chat", cls=Headed)
+@click.command(name="chat", cls=Headed, first=("system", "max_new_tokens", "temperature", "expansion", "compare"))
 @model_options
 @asking_options
 @look_options

@@ -7,10 +7,8 @@ from typing import Any
 
 import click
 
-# names of options, which mean the same in every command; what stands nowhere is under Options, or under More options
-# where a command says which ones come first
-HEADINGS: Mapping[str, Sequence[str]] = {
-    "More options": (),
+# names of options, which mean the same in every command; what stands nowhere is under More options
+SUBJECTS: Mapping[str, Sequence[str]] = {
     "New blocks": (
         *("name", "collaborative_layers", "collaborate", "up_width", "up_kv_heads", "up_inner_width", "copies"),
         *("groups", "routed"),
@@ -20,6 +18,9 @@ HEADINGS: Mapping[str, Sequence[str]] = {
         "base_quantization",
     ),
     "Answers": ("system", "raw", "expansion", "max_new_tokens", "temperature", "top_p", "top_k"),
+}
+# of every command; in one with few options, which does not say which come first, all others are under Options
+COMMON: Mapping[str, Sequence[str]] = {
     "Files": ("resume", "overwrite", "base_weights", "cache_dir"),
     "Model and device": ("revision", "device", "dtype", "memory_bytes", "trust_remote_code"),
     "Messages": ("details", "paths", "as_json", "quiet", "debug"),
@@ -43,12 +44,17 @@ class Headed(click.Command):
         """The heading under which an option stands."""
         if option.name in self.first:
             return "Options"
-        usual = "Messages" if "--help" in option.opts else "More options" if self.first else "Options"
-        return next((heading for heading, names in HEADINGS.items() if option.name in names), usual)
+        if "--help" in option.opts:
+            return "Messages"
+        headings = {**SUBJECTS, **COMMON} if self.first else COMMON
+        usual = "More options" if self.first else "Options"
+        return next((heading for heading, names in headings.items() if option.name in names), usual)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, by heading."""
-        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in ("Options", *HEADINGS)}
+        rows: dict[str, list[tuple[str, str]]] = {
+            heading: [] for heading in ("Options", "More options", *SUBJECTS, *COMMON)
+        }
         options = {str(option.name): option for option in self.get_params(context) if isinstance(option, click.Option)}
         for name in dict.fromkeys((*self.first, *options)):
             if (row := options[name].get_help_record(context)) is not None:

@@ -91,7 +91,7 @@ def set_option(owner: type) -> Callable[[Command], Command]:
             raise click.UsageError("\n".join(problems), context)
 
     usual = (f"{field.name}{_equals(field.default)}" for field in fields.values())
-    text = f"What is rarely set: {', '.join(usual)}. A recipe of learn says what each means. Can be repeated."
+    text = f"What is rarely set: {', '.join(usual)}. Can be repeated. learn --write-recipe explains each."
     return click.option("--set", multiple=True, metavar="KEY=VALUE", expose_value=False, callback=fill, help=text)
 
 
