@@ -50,7 +50,7 @@ class Estimate:
     Attributes:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
-        memory_bytes: Peak memory of the largest stage, about, and rather more than less.
+        memory_bytes: Peak memory of the largest stage, about.
         disk_bytes: What its folder will hold, but for base shards that reflinks or links share with MODEL.
         free_bytes: What is free there.
         notes: What it does not do, and why.

@@ -1065,9 +1065,10 @@ def sides(place: Path) -> list[object]:
     return [word for side in ("old", "new") for file in globals()[side](place) for word in (f"--{side}", file)]
 
 
-def test_command(place: Path, tmp_path: Path, calibration_of: Callable[[str], Calibration]) -> None:
-    windows = ("--batch-size", 16, "--sequence-length", 20, "--step", 7)
-    found = calibration_of("strict")
+def test_command(place: Path) -> None:
+    windows = ("--batch-size", 16, "--sequence-length", 20)
+    run_as = {"sequence_length": 20, "run": RunOptions(batch_size=16)}
+    found = route_calibrate(place / "strict", old(place), new(place), **run_as)
     shown = run(place / "strict", *sides(place), *windows).stdout
     assert [line.rstrip() for line in shown.splitlines()] == shown_of(found)
     content = json.loads(run(place / "strict", *sides(place), *windows, "--json").stdout)

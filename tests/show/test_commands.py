@@ -16,9 +16,15 @@ def test_options_that_are_said_fill_the_same_settings():
         learning_rate=2e-3,
         gradient_checkpointing=True,
         steps=3,
+        schedule="cosine",
+        warmup=1e-5,
+        save_every=7,
+        rehearsal_prompts="a: b #c.txt",
     )
     words = list(said(settings, TrainingSettings()))
     options = main.commands["train"].make_context("train", ["folder", "--data", "x", *words]).params
-    assert all(options[name] == value for name, value in vars(settings).items() if options[name] is not None)
-    given = {name for name in vars(settings) if options[name] is not None}
-    assert given == {"packing", "bf16", "groups", "rehearse", "learning_rate", "gradient_checkpointing", "steps"}
+    given = {name: options[name] for name in vars(settings) if options.get(name) is not None}
+    assert given == {
+        name: value for name, value in vars(settings).items() if value != getattr(TrainingSettings(), name)
+    }
+    assert [word for word in words if word.startswith("save")] == ["save_every=7"], "after --set"
