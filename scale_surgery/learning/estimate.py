@@ -18,7 +18,6 @@ from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.chat_template import tokenize_chat
-from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.tokenizer import need_tokenizer
 
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
 
 # float32: the number that trains, its gradient, and two moments of AdamW
 TRAINED_BYTES = 16
-# numbers kept for the backward pass, for each token and layer, as a multiple of the hidden size
-KEPT_ACTIVATIONS = 24
-# logits, their gradient, and both in float32
-LOGIT_BYTES = 16
+# of a pilot, whose gradients do not last: two moments of AdamW
+MOMENT_BYTES = 8
 SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
 
 
@@ -50,7 +47,7 @@ class Estimate:
     Attributes:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
-        memory_bytes: Peak memory of the largest stage, about.
+        memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
         disk_bytes: What its folder will hold, but for base shards that reflinks or links share with MODEL.
         free_bytes: What is free there.
         notes: What it does not do, and why.
@@ -97,7 +94,7 @@ def estimate_cost(
     estimate = Estimate(
         stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
         tokens=count_tokens(work.recipe.data, tokenizer),
-        memory_bytes=_memory(work, checkpoint, plan, base_bytes, added),
+        memory_bytes=_least_memory(work, plan, base_bytes, added),
         disk_bytes=_disk(work, base_bytes, added),
         free_bytes=shutil.disk_usage(place).free,
         notes=tuple(notes),
@@ -111,22 +108,14 @@ def estimate_cost(
     return estimate
 
 
-def _memory(work: Work, checkpoint: Checkpoint, plan: Plan, base_bytes: int, added: int) -> int:
-    """Peak memory of the stage that needs most: the expansion, the pilots, or the training."""
-    training, pilot = work.recipe.training, work.recipe.pilot
-    context = choose_length(training.sequence_length, {work.recipe.model: context_of(checkpoint.config)})
-
-    def running(batch: int, length: int, trained: int) -> int:
-        activations = KEPT_ACTIVATIONS * 4 * plan.sizes.hidden * plan.sizes.layers
-        kept = batch * min(length, context) * (activations + LOGIT_BYTES * plan.sizes.vocabulary)
-        return PROCESS_BYTES + base_bytes + TRAINED_BYTES * trained + kept
-
-    candidates = [plan.costs.peak_memory_bytes, running(training.batch_size, context, added)]
+def _least_memory(work: Work, plan: Plan, base_bytes: int, added: int) -> int:
+    """Memory of the stage that needs most, without activations: the expansion, the pilot, or the training."""
+    candidates = [plan.costs.peak_memory_bytes, PROCESS_BYTES + base_bytes + TRAINED_BYTES * added]
     if work.recipe.chooses_layers:
         # the matrices of MLPs are about two thirds of a model
         parameters = plan.costs.parameters_before
-        trained = parameters if pilot.trains == "full" else 2 * parameters // 3
-        candidates.append(running(pilot.batch_size, pilot.sequence_length or context, trained))
+        trained = parameters if work.recipe.pilot.trains == "full" else 2 * parameters // 3
+        candidates.append(PROCESS_BYTES + base_bytes + MOMENT_BYTES * trained)
     return max(candidates)
 
 

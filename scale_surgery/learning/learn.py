@@ -42,7 +42,7 @@ from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.context import DEFAULT_LENGTH, context_of
+from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe, router_for
@@ -131,7 +131,7 @@ def prepare(
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
     if record.file.is_file() and not overwrite:
         record = take_up(record, recipe)
-    checkpoint, made = _plan_ahead(recipe, record.kept, track)
+    checkpoint, made = _plan_now(recipe, record.kept, track)
     problems = _route_problems(made) if recipe.route else []
     others = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
     work = Work(recipe, folder, recipe.route and not problems, is_one_of_several=bool(others))
@@ -325,12 +325,13 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
 
 
-def _plan_ahead(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
+def _plan_now(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
     """The plan, or where a pilot will choose, that of all layers: what does not fit the model is said now."""
     request = chosen_request(recipe, kept)
     if recipe.chooses_layers and "layers" not in kept:
         request = replace(request, layers="all")
     source, checkpoint = open_model(recipe.model, recipe.revision)
+    choose_length(recipe.training.sequence_length, {recipe.model: context_of(checkpoint.config)})
     given: dict[str, Any] = {"revision": source.revision, "run": recipe.running, "track": track}
     return checkpoint, make_plan(checkpoint, request, name=source.name, **given)
 

@@ -53,7 +53,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     """What a job takes, before it starts."""
     stages = [(stage.name, ABOUT[stage.name] + " (done)" * stage.is_done) for stage in estimate.stages]
     rows = [
-        ("memory", f"about {format_bytes(estimate.memory_bytes)} in the largest stage"),
+        ("memory", f"at least {format_bytes(estimate.memory_bytes)}, and activations"),
         ("disk", f"about {format_bytes(estimate.disk_bytes)} at most, {format_bytes(estimate.free_bytes)} are free"),
         ("to learn", f"about {format_count(estimate.tokens)} tokens"),
     ]

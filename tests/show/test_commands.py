@@ -24,7 +24,6 @@ def test_options_that_are_said_fill_the_same_settings():
     words = list(said(settings, TrainingSettings()))
     options = main.commands["train"].make_context("train", ["folder", "--data", "x", *words]).params
     given = {name: options[name] for name in vars(settings) if options.get(name) is not None}
-    assert given == {
-        name: value for name, value in vars(settings).items() if value != getattr(TrainingSettings(), name)
-    }
+    usual = vars(TrainingSettings())
+    assert given == {name: value for name, value in vars(settings).items() if value != usual[name]}
     assert [word for word in words if word.startswith("save")] == ["save_every=7"], "after --set"
