@@ -131,7 +131,7 @@ def prepare(
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
     if record.file.is_file() and not overwrite:
         record = take_up(record, recipe)
-    checkpoint, made = _plan_now(recipe, record.kept, track)
+    checkpoint, made = _first_plan(recipe, record.kept, track)
     problems = _route_problems(made) if recipe.route else []
     others = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
     work = Work(recipe, folder, recipe.route and not problems, is_one_of_several=bool(others))
@@ -325,7 +325,7 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
 
 
-def _plan_now(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
+def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
     """The plan, or where a pilot will choose, that of all layers: what does not fit the model is said now."""
     request = chosen_request(recipe, kept)
     if recipe.chooses_layers and "layers" not in kept:
