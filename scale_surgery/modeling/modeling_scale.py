@@ -117,23 +117,6 @@ def convert_as(expanded: type, stock: type, stock_config: type) -> None:
             register_checkpoint_conversion_mapping(own, known, overwrite=True)
 
 
-def expand_in_memory(model: Any, base: dict[str, Any]) -> Any:
-    """Make an expanded model of a loaded stock model, in place; it has no expansion yet.
-
-    Args:
-        model: The stock model.
-        base: What `config.scale_surgery` says of the base.
-    """
-    stock_config = type(model.config)
-    model.__class__ = model_of(type(model), stock_config)
-    model.config.__class__ = config_of(stock_config)
-    # the class says it; a config that was read from a file may say it too
-    vars(model.config).pop("model_type", None)
-    model.config.scale_surgery = {"base": base, "expansions": []}
-    model.begin()
-    return model
-
-
 def __getattr__(name: str) -> Any:
     own, _, config = name.partition("_of_")
     stock = stock_class(own, PreTrainedModel, __name__)
