@@ -1,6 +1,27 @@
 """Configurations of expanded models: each a stock class with a model type of its own, made when its name is asked for.
 
-`ScaleQwen3Config` is made of `Qwen3Config`. This file travels with the checkpoint: it opens no file.
+`ScaleQwen3Config` is made of `Qwen3Config`. It has one more key, `scale_surgery`:
+
+    base                what all paths pass through
+        hidden              width of the hidden state
+        base_model, layers, last      names of the module that holds the layers, of these in it, and of its last norm
+        kind_of_layer, kinds          layers may be of several kinds: the kind of each, and what is said of a kind:
+            modules                       a module's name: its kind, and widths of the parts of a fused projection
+            attention                     an attention module's name: its heads, and what says how many there are
+        softcap, softcap_key          what caps the logits, and the key that says so in the config
+    expansions          a list; of each expansion
+        name, dtype
+        expanded_layers     the layers that are widened
+        collaborative       layers that have a W12, and the groups of linears in them that do
+        widths              what is added: up_width to the hidden state, up_kv_heads, up_inner_width to an MLP
+        model, head         modules outside the layers: a module's name, and what the expansion adds to it
+        expanded, passing, attention  the same of a layer that is widened, of one that is not, and new heads; where
+                            layers are of several kinds, `kinds` and `kind_of_layer` as above
+        enter               "hook" where up streams begin before the first layer, and not beside the embedding
+        fused, fused_head   whether base weights and blocks are one matrix
+        problems            why its path cannot run beside others
+        origin              what it was made of; nothing here reads it
+    router              the router's name and numbers, if there is one
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The base's heads get the shapes, the strides and the alignment that they have in the base model, so their results are
 the base model's, bit for bit. The stock forward runs on a copy of its module that sees as many heads as there are;
-nothing of the module itself changes. This file travels with the checkpoint.
+nothing of the module itself changes.
 """
 
 from __future__ import annotations
@@ -16,28 +16,21 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .expanded_modules import View
-from .expanded_paths import Paths, Running, keep
+from .expanded_modules import View, twin
+from .expanded_paths import Paths, Running, memo
 from .expanded_streams import CACHE_LINE
 
 
 class Part(NamedTuple):
-    """Heads that attend by themselves.
+    """Heads that attend by themselves."""
 
-    Attributes:
-        heads: How many heads of queries.
-        kv_heads: How many of keys and values.
-        is_old: Whether the base has them.
-        is_detached: Whether gradients stop there: nothing that trains has reached the base's own stream.
-    """
-
-    heads: int
-    kv_heads: int
-    is_old: bool
-    is_detached: bool = False
+    heads: int  # how many heads of queries
+    kv_heads: int  # how many of keys and values
+    is_base: bool  # whether the base has them
+    is_detached: bool = False  # whether gradients stop there: nothing that trains has reached the base's own stream
 
 
-class NewHeads(NamedTuple):
+class Heads(NamedTuple):
     """Heads that an expansion adds to a layer."""
 
     heads: int
@@ -58,13 +51,13 @@ def own_heads(states: Tensor, sizes: list[int], parts: tuple[Part, ...], is_eage
     found = []
     for index, (part, own) in enumerate(zip(parts, states.split(sizes, dim=1), strict=True)):
         own = own.detach() if part.is_detached else own
-        if part.is_old and is_transposed:
+        if part.is_base and is_transposed:
             # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
             start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
             beside = states.new_empty(batch, rows, sizes[index], head_stride)
             own = beside[..., start : start + size].transpose(1, 2).copy_(own)
         # new heads are aligned the same on one path and on two; a copy of them is what backward keeps
-        elif is_transposed or (is_unaligned and (batch > 1 or index)) or (own.requires_grad and not part.is_old):
+        elif is_transposed or (is_unaligned and (batch > 1 or index)) or (own.requires_grad and not part.is_base):
             own = own.clone()
         found.append(own)
     return found
@@ -78,10 +71,9 @@ def joined_parts(parts: tuple[Part, ...], states: Tensor, name: str) -> tuple[Pa
     """
     is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1 or torch.compiler.is_compiling()
     is_apart = is_apart or states.shape[-1] * states.element_size() % CACHE_LINE or torch.get_num_threads() > 1
-    if is_apart or len({own.is_detached for own in parts}) > 1:
+    if is_apart:
         return parts
-    heads, kv_heads = sum(own.heads for own in parts), sum(own.kv_heads for own in parts)
-    return (Part(heads, kv_heads, is_old=False, is_detached=parts[0].is_detached),)
+    return (Part(sum(part.heads for part in parts), sum(part.kv_heads for part in parts), is_base=False),)
 
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):
@@ -125,8 +117,7 @@ class ExpandedAttention:
     is_split = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        paths = self.running.now().paths
-        parts = self.parts_of[paths] if paths in self.parts_of else keep(self.parts_of, paths, self.make_parts(paths))
+        parts = memo(self.parts_of, self.running.now().paths, self.make_parts)
         if parts is None:
             return super().forward(*args, **kwargs)
         return type(self).__bases__[1].forward(self.seen(parts), *args, **kwargs)
@@ -135,8 +126,8 @@ class ExpandedAttention:
         """Heads of these paths, in the order in which they lie."""
         parts = []
         for group in paths.groups(self.place):
-            parts.append(Part(self.old.heads, self.old.kv_heads, is_old=True, is_detached=not group.writer))
-            parts += [Part(*self.new_heads[name], is_old=False) for name in group.ups if name in self.new_heads]
+            parts.append(Part(self.old.heads, self.old.kv_heads, is_base=True, is_detached=not group.writer))
+            parts += [Part(*self.new_heads[name], is_base=False) for name in group.ups if name in self.new_heads]
         return None if len(parts) == 1 else tuple(parts)
 
     def seen(self, parts: tuple[Part, ...]) -> nn.Module:
@@ -144,11 +135,8 @@ class ExpandedAttention:
         heads = sum(part.heads for part in parts)
         config = {name: getattr(self.config, name) * heads // self.old.heads for name in self.config_values}
         values = {name: getattr(self, name) * heads // self.old.heads for name in self.attributes}
-        found = object.__new__(type(self))
-        found.__dict__.update(self.__dict__, **values, parts=parts, stock=self)
         split = {"_attn_implementation": SPLIT_ATTENTION} if self.is_split else {}
-        found.__dict__["config"] = View(self.config, config | split)
-        return found
+        return twin(self, **values, parts=parts, stock=self, config=View(self.config, config | split))
 
 
 def find_eager_attention(module: nn.Module) -> Any:
@@ -170,7 +158,7 @@ def find_eager_attention(module: nn.Module) -> Any:
 @cache
 def expanded_attention_class(stock: type) -> type:
     """The class of an attention module that sees the heads of all paths."""
-    return type(f"{stock.__name__}WithNewHeads", (ExpandedAttention, stock), {"__module__": __name__})
+    return type(f"{stock.__name__}WithHeads", (ExpandedAttention, stock), {"__module__": __name__})
 
 
 def expand_attention(module: nn.Module, facts: dict[str, Any], running: Running, place: int) -> None:
@@ -187,5 +175,5 @@ def expand_attention(module: nn.Module, facts: dict[str, Any], running: Running,
     module.eager_attention = find_eager_attention(module)
     module.__class__ = expanded_attention_class(type(module))
     module.running, module.place, module.parts_of, module.new_heads = running, place, {}, {}
-    module.old = NewHeads(facts["heads"], facts["kv_heads"])
+    module.old = Heads(facts["heads"], facts["kv_heads"])
     module.attributes, module.config_values = tuple(facts["attributes"]), tuple(facts["config"])

@@ -3,7 +3,6 @@
 One product instead of four, for serving. Its sums run in another order than those of the blocks, so results are equal
 up to rounding and no longer bit for bit, and nothing trains. What else keeps streams apart for the sake of bits does
 not: heads attend at once, activations and norms inside a head are stock modules.
-This file travels with the checkpoint: it opens no file, and needs only torch.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from .expanded_modules import (
     ExpandedHead,
     ExpandedHeadNorm,
     ExpandedModule,
+    HeadBlocks,
     Layout,
     LinearBlocks,
     NormBlocks,
@@ -105,14 +105,13 @@ class FusedHead(ExpandedHead):
         return functional.linear(base, self.weight[:, : base.shape[-1]], self.bias)
 
 
-class FusedHeadBlocks(Blocks):
+class FusedHeadBlocks(HeadBlocks):
     """The up part of a head, which lies in its weight."""
 
     up_weight = None
 
-    def forward(self, logits: Tensor, up: Tensor) -> Tensor:
-        """Logits of a path, from those of its base stream."""
-        return logits + functional.linear(up, self.stock.weight[:, -self.up_in :])
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        return y + functional.linear(up, self.stock.weight[:, -self.up_in :]), None
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

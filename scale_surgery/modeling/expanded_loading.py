@@ -1,7 +1,4 @@
-"""What an expanded model is beside its forward: loaded, initialised, saved, trained and counted.
-
-This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
-"""
+"""What an expanded model is beside its forward: loaded, initialised, saved, trained and counted."""
 
 from __future__ import annotations
 
@@ -86,7 +83,7 @@ class LoadedModel:
                 "release of transformers that wrote them; strict_loading=False loads what there is."
             )
 
-    def blocks(self) -> list[Blocks]:
+    def expansion_blocks(self) -> list[Blocks]:
         """What expansions add to modules."""
         return [module for module in self.modules() if isinstance(module, Blocks)]
 
@@ -94,13 +91,13 @@ class LoadedModel:
         """Let the tensors of the expansions train, and nothing else; in the fused form nothing trains."""
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-        for blocks in self.blocks():
+        for blocks in self.expansion_blocks():
             for parameter in blocks.parameters():
                 parameter.requires_grad_(not self.is_fused)
 
     def align(self) -> None:
         """Let what copies the base's weights lie in memory as these do."""
-        for blocks in self.blocks():
+        for blocks in self.expansion_blocks():
             blocks.align()
 
     def expansion_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -167,7 +164,7 @@ class LoadedModel:
         """
         missing = [
             parameter
-            for blocks in self.blocks()
+            for blocks in self.expansion_blocks()
             if not getattr(blocks, "_is_hf_initialized", False)
             for parameter in blocks.parameters()
             if not getattr(parameter, "_is_hf_initialized", False)

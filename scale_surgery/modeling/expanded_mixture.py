@@ -1,7 +1,6 @@
 """Arithmetic of routing: numbers of each row of logits, the posterior weights of two paths, and mixtures of any number.
 
 Logits are large, so what needs float32 takes them some rows at a time.
-This file travels with the checkpoint: it opens no file, and needs only torch.
 """
 
 from __future__ import annotations

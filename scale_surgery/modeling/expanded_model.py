@@ -1,13 +1,12 @@
-"""The mixin before a stock model class: one base, any number of named expansions, and a choice of what runs.
-
-This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
-"""
+"""The mixin before a stock model class: one base, any number of named expansions, and a choice of what runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -16,11 +15,11 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .expanded_attention import ExpandedAttention, NewHeads, expand_attention
+from .expanded_attention import ExpandedAttention, Heads, expand_attention
 from .expanded_fused import fuse
 from .expanded_loading import MOST_NAMED, LoadedModel
-from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modules
-from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, keep, parting, streams_of_groups
+from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modules, twin
+from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, memo, parting, streams_of_groups
 from .expanded_routers import Router, make_router
 from .expanded_routing import Features, TokenScores, route, score_tokens
 from .expanded_shapes import shapes_of
@@ -38,16 +37,11 @@ FUSED = (
 
 
 class Choice(NamedTuple):
-    """What the model is for now.
+    """What the model is for now."""
 
-    Attributes:
-        names: Expansions that take part; none for the base.
-        router: What weighs the base and these, or None.
-        rows: The expansion of each row of a batch, None for the base's; empty where all rows are alike.
-    """
-
-    names: tuple[str, ...] = ()
-    router: Router | None = None
+    names: tuple[str, ...] = ()  # expansions that take part; none for the base
+    router: Router | None = None  # what weighs the base and these, or None
+    # the expansion of each row of a batch, None for the base's; empty where all rows are alike
     rows: tuple[str | None, ...] = ()
 
     @property
@@ -84,10 +78,10 @@ def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any])
     return plan["widths"]["up_width"] if spec["kind"] == "passing" and spec["base"] is not None else 0
 
 
-def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> NewHeads:
+def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Heads:
     """The heads that an expansion adds to a layer."""
     kv_heads = plan["widths"]["up_kv_heads"]
-    return NewHeads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
+    return Heads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
 
 
 def make_blocks(module: nn.Module, plan: dict[str, Any], spec: dict[str, Any], attention: dict, groups: list) -> Blocks:
@@ -130,19 +124,19 @@ class ExpandedPreTrainedModel(LoadedModel):
         self.running = Running(self._call(Choice()))
         separate(layers)
         for index, layer in enumerate(layers):
-            kind = facts["kinds"][facts["kind_of_layer"][index]]
-            for name, spec in kind["modules"].items():
+            specs = specs_of(facts, index)
+            for name, spec in specs["modules"].items():
                 self._expand(layer, name, spec, index)
-            for name, heads in kind["attention"].items():
+            for name, heads in specs["attention"].items():
                 expand_attention(layer.get_submodule(name), heads, self.running, index)
-            layer.register_forward_pre_hook(_Rearranging(self, index), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(self._rearrange, index), with_kwargs=True)
         self._expand(base_model, facts["last"], {"kind": "last"}, len(layers)).stream_widths = self.stream_widths
         head = self.get_output_embeddings()
         if head is not None:
             expand_module(head, "head", self.running, len(layers))
             head.softcap = facts["softcap"]
         if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
-            base_model.register_forward_pre_hook(_Widening(self), with_kwargs=True)
+            base_model.register_forward_pre_hook(self._widen, with_kwargs=True)
 
     def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
         """Let paths pass through a module."""
@@ -186,16 +180,14 @@ class ExpandedPreTrainedModel(LoadedModel):
         if head is not None and plan["head"]:
             head.expansions[name] = make_blocks(head, plan, plan["head"], {}, [])
         for index, layer in enumerate(layers):
-            own = specs_of(plan, plan, index)
+            specs = specs_of(plan, index)
             is_expanded = index in plan["expanded_layers"]
             groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
-            attention = own["attention"] if is_expanded else {}
-            for path, spec in own["expanded" if is_expanded else "passing"].items():
+            attention = specs["attention"] if is_expanded else {}
+            for path, spec in specs["expanded" if is_expanded else "passing"].items():
                 self._add(layer, path, name, plan, spec, attention, groups, index)
             for path, spec in attention.items():
-                module = layer.get_submodule(path)
-                expand_attention(module, spec, self.running, index)
-                module.new_heads[name] = new_heads(plan, spec)
+                layer.get_submodule(path).new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan
         if plan.get("fused"):
             fuse(self, name, has_fused_head=head is not None and plan["fused_head"])
@@ -327,11 +319,7 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     def enable_routing(self, is_enabled: bool = True) -> None:
         """Let the router weigh all paths, or run the only expansion without it."""
-        if is_enabled and self.config.scale_surgery.get("router") is None:
-            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
-        if is_enabled and self.get_output_embeddings() is None:
-            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
-        self._set_choice(self.whole_choice() if is_enabled else self.make_choice(self._only()))
+        self._set_choice(self._routed() if is_enabled else self.make_choice(self._only()))
 
     @property
     def is_routing_enabled(self) -> bool:
@@ -339,12 +327,19 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.choice.router is not None
 
     def routing_enabled(self) -> AbstractContextManager[None]:
-        """Run what the model was loaded for inside a `with` block: where it has a router, that weighs all paths."""
-        return self.use_choice(self.whole_choice())
+        """Let the router weigh all paths inside a `with` block."""
+        return self.use_choice(self._routed())
 
     def routing_disabled(self) -> AbstractContextManager[None]:
         """Run the only expansion alone inside a `with` block."""
         return self.use_expansion(self._only())
+
+    def _routed(self) -> Choice:
+        if self.config.scale_surgery.get("router") is None:
+            raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
+        if self.get_output_embeddings() is None:
+            raise ValueError("This model has no head, so there is nothing to route. Load it as AutoModelForCausalLM.")
+        return self.whole_choice()
 
     def _only(self) -> str:
         if len(self.expansions) != 1:
@@ -410,8 +405,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         refuse_adapter_names(inputs, A_NAME_A_ROW)
         rows = inputs.pop("expansion_names", None)
         if rows is not None:
-            check_rows(rows, inputs)
-            with self.use_choice(self.rows(rows)):
+            choice, read = self.rows(rows), inputs.get("input_ids", inputs.get("inputs_embeds"))
+            if read is not None and len(rows) != len(read):
+                raise number_of_names(len(rows), len(read))
+            with self.use_choice(choice):
                 return self._run(inputs)
         # whatever another thread chooses for the model meanwhile, this forward ends as it began
         with self.running.within(self.running.now()):
@@ -432,12 +429,20 @@ class ExpandedPreTrainedModel(LoadedModel):
         That is too late where the head gives what is made of several paths: then it caps the logits of each itself, and
         the stock forward sees a config without the cap.
         """
+        self._check_width(inputs.get("inputs_embeds"))
         stock, key = super().forward, self.facts["softcap_key"]
         if key is None or self.running.now().answer is None:
             return stock(**inputs)
-        seen = object.__new__(type(self))
-        seen.__dict__.update(self.__dict__, config=without(self.config, key))
-        return stock.__func__(seen, **inputs)
+        return stock.__func__(twin(self, config=without(self.config, key)), **inputs)
+
+    def _check_width(self, embeddings: Tensor | None) -> None:
+        """Refuse embeddings of another width than those that the model makes of token ids for these paths."""
+        width = sum(width for _, width in self.streams_after(self.running.now().paths, -1))
+        if embeddings is not None and embeddings.shape[-1] != width:
+            raise ValueError(
+                f"inputs_embeds: are {embeddings.shape[-1]} wide, expected {width}, the base stream and the up streams "
+                "of what runs. Take them from model.get_input_embeddings()(ids)."
+            )
 
     def _run_beside(self, inputs: dict[str, Any]) -> Any:
         """Run several paths side by side, and make one set of logits of them."""
@@ -569,15 +574,42 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     # ---- hidden states
 
-    def partings(self, paths: Paths) -> list[Parting | None]:
+    def _make_partings(self, paths: Paths) -> list[Parting | None]:
         """What changes of the hidden state before each layer."""
-        if paths in self.known_partings:
-            return self.known_partings[paths]
-        found = [
+        return [
             parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
             for layer in range(self.layer_count)
         ]
-        return keep(self.known_partings, paths, found)
+
+    def _rearrange(self, index: int, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A hook before a layer, so that no stock forward is touched: streams enter and part."""
+        change = memo(self.known_partings, self.running.now().paths, self._make_partings)[index]
+        if change is None:
+            return None
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+    def _widen(self, base_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A hook before the base model: what stock code adds between layers goes to each base stream.
+
+        Models that see images may add features of them once more after each of the first layers, or before some.
+        """
+        paths = self.running.now().paths
+        if paths.is_base:
+            return None
+
+        def wide(features: Tensor, layer: int) -> Tensor:
+            streams = self.streams_after(paths, layer)
+            zeros = features.new_zeros
+            return torch.cat([features if is_base else zeros(*features.shape[:-1], w) for is_base, w in streams], -1)
+
+        wider: dict[str, Any] = {}
+        if kwargs.get(ADDED_AFTER) is not None:
+            wider[ADDED_AFTER] = [wide(features, layer) for layer, features in enumerate(kwargs[ADDED_AFTER])]
+        if kwargs.get(ADDED_BEFORE) is not None:
+            wider[ADDED_BEFORE] = {layer: wide(features, layer - 1) for layer, features in kwargs[ADDED_BEFORE].items()}
+        return args, kwargs | wider
 
     def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
         """The streams that leave a layer: whether each is a base stream, and its width."""
@@ -592,50 +624,11 @@ class WholeHead(NamedTuple):
     bias: Tensor | None
 
 
-class _Rearranging:
-    """A hook before a layer, so that no stock forward is touched: streams enter and part."""
-
-    def __init__(self, model: ExpandedPreTrainedModel, layer: int) -> None:
-        self.model, self.layer = model, layer
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        change = self.model.partings(self.model.running.now().paths)[self.layer]
-        return None if change is None else change_hidden(args, kwargs, change)
-
-
-class _Widening:
-    """A hook before the base model: what stock code adds to the hidden state between layers goes to each base stream.
-
-    Models that see images may add features of them once more after each of the first layers, or before some.
-    """
-
-    def __init__(self, model: ExpandedPreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        paths = self.model.running.now().paths
-        if paths.is_base:
-            return None
-
-        def wide(features: Tensor, layer: int) -> Tensor:
-            streams = self.model.streams_after(paths, layer)
-            return torch.cat(
-                [features if is_base else features.new_zeros(*features.shape[:-1], own) for is_base, own in streams], -1
-            )
-
-        own: dict[str, Any] = {}
-        if kwargs.get(ADDED_AFTER) is not None:
-            own[ADDED_AFTER] = [wide(features, layer) for layer, features in enumerate(kwargs[ADDED_AFTER])]
-        if kwargs.get(ADDED_BEFORE) is not None:
-            own[ADDED_BEFORE] = {layer: wide(features, layer - 1) for layer, features in kwargs[ADDED_BEFORE].items()}
-        return args, kwargs | own
-
-
 def by_row(features: Features, choice: Choice) -> Tensor:
     """Logits of each row's own path; beams of one row lie one after the other."""
     batch, rows = len(features.bases[0]), len(choice.rows)
     if batch % rows:
-        raise ValueError(f"expansion_names: {rows} names for {batch} rows, expected one for each, None for the base.")
+        raise number_of_names(rows, batch)
     numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
     chosen = torch.tensor(numbers, device=features.read.device).repeat_interleave(batch // rows)[:, None, None]
     found, *others = features.logits()
@@ -667,13 +660,9 @@ def without(config: Any, key: str) -> View:
     return whole
 
 
-def check_rows(rows: Sequence[str | None], inputs: dict[str, Any]) -> None:
-    """Refuse another number of names than of rows."""
-    read = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if read is not None and len(rows) != len(read) and not isinstance(rows, str):
-        raise ValueError(
-            f"expansion_names: {len(rows)} names for {len(read)} rows, expected one for each, None for the base."
-        )
+def number_of_names(names: int, rows: int) -> ValueError:
+    """What is wrong with so many names for so many rows."""
+    return ValueError(f"expansion_names: {names} names for {rows} rows, expected one for each, None for the base.")
 
 
 def unknown_name(name: str, known: list[str]) -> str:
@@ -718,9 +707,9 @@ def find_module(parent: nn.Module, name: str) -> nn.Module:
         ) from error
 
 
-def specs_of(specs: dict[str, Any], plan: dict[str, Any], layer: int) -> dict[str, Any]:
-    """What `specs` say of one layer: the plan itself, or its routing; layers may be of several kinds."""
-    return specs["kinds"][plan["kind_of_layer"][layer]] if "kinds" in specs else specs
+def specs_of(plan: dict[str, Any], layer: int) -> dict[str, Any]:
+    """What the base or an expansion says of one layer; layers may be of several kinds."""
+    return plan["kinds"][plan["kind_of_layer"][layer]] if "kinds" in plan else plan
 
 
 def separate(layers: nn.Module) -> None:
@@ -729,18 +718,8 @@ def separate(layers: nn.Module) -> None:
     for name, module in list(layers.named_modules(remove_duplicate=False)):
         if module in seen and not (module._modules or module._parameters or module._buffers):
             parent, _, last = name.rpartition(".")
-            own = module.__class__.__new__(module.__class__)
-            parts = {key: part.copy() if isinstance(part, dict) else part for key, part in vars(module).items()}
-            own.__dict__.update(parts)
-            setattr(layers.get_submodule(parent), last, own)
+            setattr(layers.get_submodule(parent), last, deepcopy(module))
         seen.add(module)
-
-
-def change_hidden(args: tuple, kwargs: dict, change: Callable[[Tensor], Tensor]) -> tuple[tuple, dict]:
-    """What a layer is called with, its hidden states changed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
 
 def refuse_adapter_names(inputs: dict[str, Any], instead: str) -> None:

@@ -7,7 +7,6 @@ A stock module gets a second class, which takes its input apart into streams (se
 forward once on each base stream, lets each expansion compute its up stream from that, and puts all of it together.
 Because the stock forward sees the same values in the same shapes as in the base model, its results are the base
 model's, bit for bit. W12 y is added to a base stream that is the expansion's own, and to no other.
-This file travels with the checkpoint: it opens no file, and needs only torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .expanded_paths import Paths, Running, keep
+from .expanded_paths import Paths, Running, memo
 from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
@@ -51,6 +50,13 @@ class View:
         return getattr(self.viewed, name)
 
 
+def twin(module: Any, **values: Any) -> Any:
+    """A module with the tensors and modules of another, and some values of its own."""
+    found = object.__new__(type(module))
+    found.__dict__.update(vars(module), **values)
+    return found
+
+
 class Blocks(nn.Module):
     """What one expansion adds to a stock module: its tensors, and what becomes of its up stream there.
 
@@ -68,7 +74,7 @@ class Blocks(nn.Module):
         super().__init__()
         # no part of this module: it is the one that this stands in
         self.__dict__["stock"] = stock
-        self.up_in, self.up_sections = up_in, [0 for _ in spec.get("sections") or ()]
+        self.up_in, self.up_sections = up_in, []
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
         """Both streams of a path.
@@ -238,9 +244,9 @@ class HeadBlocks(Blocks):
 
     groups = {"up_weight": "head"}
 
-    def forward(self, logits: Tensor, up: Tensor) -> Tensor:
-        """Logits of a path, from those of its base stream, in the memory of these."""
-        return logits if self.up_weight is None else add_product(logits, up, self.up_weight)
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+        # in the memory of the logits of the base stream, which are large
+        return add_product(y, up, self.up_weight), None
 
 
 class SameBlocks(Blocks):
@@ -291,38 +297,29 @@ class DenseBlocks(Blocks):
 
 
 class Through(NamedTuple):
-    """A group of streams as it passes through a module.
+    """A group of streams as it passes through a module."""
 
-    Attributes:
-        writes: Whether the base stream is an expansion's own, so that W12 exists there.
-        blocks: For each up stream what the expansion adds to the module, None where that is nothing.
-    """
-
-    writes: bool
+    writes: bool  # whether the base stream is an expansion's own, so that W12 exists there
+    # for each up stream what the expansion adds to the module, None where that is nothing
     blocks: tuple[Blocks | None, ...]
 
 
 class Layout(NamedTuple):
-    """How the streams of the chosen paths lie in what a module reads.
+    """How the streams of the chosen paths lie in what a module reads."""
 
-    Attributes:
-        groups: The groups of streams, in the order in which they lie.
-        up_in: Widths of all streams, None for a base stream; all of these are equally wide.
-        widths: The same once known, by their sum.
-    """
-
-    groups: tuple[Through, ...]
-    up_in: tuple[int | None, ...]
-    widths: dict[int, list[int]]
+    groups: tuple[Through, ...]  # the groups of streams, in the order in which they lie
+    up_in: tuple[int | None, ...]  # widths of all streams, None for a base stream; all of these are equally wide
+    widths: dict[int, list[int]]  # the same once known, by their sum
 
     def widths_of(self, width: int) -> list[int]:
         """Widths of all streams that the module reads, from their sum."""
         # a token at a time, working them out costs as much as a small product
-        if width in self.widths:
-            return self.widths[width]
-        ups = [own for own in self.up_in if own is not None]
+        return memo(self.widths, width, self._widths_of)
+
+    def _widths_of(self, width: int) -> list[int]:
+        ups = [up for up in self.up_in if up is not None]
         base = (width - sum(ups)) // (len(self.up_in) - len(ups))
-        return keep(self.widths, width, [base if own is None else own for own in self.up_in])
+        return [base if up is None else up for up in self.up_in]
 
 
 class ExpandedModule:
@@ -344,8 +341,7 @@ class ExpandedModule:
 
     def layout(self) -> Layout | None:
         """How streams lie now in what the module reads."""
-        paths = self.running.now().paths
-        return self.layouts[paths] if paths in self.layouts else keep(self.layouts, paths, self.make_layout(paths))
+        return memo(self.layouts, self.running.now().paths, self.make_layout)
 
     def make_layout(self, paths: Paths) -> Layout | None:
         """How the streams of these paths lie in what the module reads."""
@@ -359,9 +355,9 @@ class ExpandedModule:
         is_stock = len(groups) == 1 and not any(own is not None for own in groups[0].blocks)
         return None if is_stock else Layout(tuple(groups), tuple(up_in), {})
 
-    def run_stock(self, x: Tensor) -> Tensor:
+    def run_stock(self, *args: Any, **kwargs: Any) -> Any:
         """The stock module's own forward."""
-        return super().forward(x)
+        return super().forward(*args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         layout = self.layout()
@@ -466,30 +462,22 @@ class ExpandedHeadNorm(ExpandedModule):
 
 
 class ExpandedEmbedding(ExpandedModule):
-    """An embedding, which reads ids and no streams."""
-
-    def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
-        return [x] * len(layout.up_in)
-
-    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
-        return torch.cat([own for own in found[0] if own is not None], dim=-1)
-
-
-class ExpandedPadding(ExpandedModule):
-    """A module that reads no hidden state, such as a position embedding; zeros stand beside what it gives."""
+    """A module that reads no hidden state, such as an embedding; up streams stand beside what it gives."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        y, layout = super(ExpandedModule, self).forward(*args, **kwargs), self.layout()
+        y, layout = self.run_stock(*args, **kwargs), self.layout()
         if layout is None:
             return y
-        return functional.pad(y, (0, sum(own.up_out for own in layout.groups[0].blocks if own is not None)))
+        (read,) = args[:1] or list(kwargs.values())[:1]
+        ups = [blocks(read, read, y, False)[1] for blocks in layout.groups[0].blocks if blocks is not None]
+        return torch.cat([y, *(up for up in ups if up is not None)], dim=-1)
 
 
 class ExpandedBlock(ExpandedModule):
     """A whole block of a layer, run as it is on each base stream."""
 
     def make_layout(self, paths: Paths) -> Layout | None:
-        held = CACHES.intersection(signature(super(ExpandedModule, self).forward).parameters)
+        held = CACHES.intersection(signature(stock_class(self).forward).parameters)
         if held and len(paths.groups(self.place)) > 1:
             raise ValueError(
                 f"{type(self).__name__}: keeps a cache ({', '.join(sorted(held))}) and runs as a whole, so two base "
@@ -508,10 +496,11 @@ class ExpandedBlock(ExpandedModule):
         return layout
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        stock, layout, found = super(ExpandedModule, self).forward, self.layout(), []
+        layout, found = self.layout(), []
 
         def run(base: Tensor) -> Tensor:
-            found.append(stock(base, *args[1:], **kwargs) if args else stock(**(kwargs | {"hidden_states": base})))
+            inputs = kwargs if args else kwargs | {"hidden_states": base}
+            found.append(self.run_stock(*((base, *args[1:]) if args else ()), **inputs))
             y = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
             # some blocks lay all tokens in a row
             return y if layout is None else y.view(*base.shape[:-1], -1)
@@ -537,10 +526,10 @@ class ExpandedHead(ExpandedModule):
         layout = self.layout()
         if layout is None:
             return self.base_logits(x.contiguous(), x)
-        base, up = self.split(x, layout)
-        group = layout.groups[0]
-        base = base if group.writes else base.detach()
-        return group.blocks[0](self.base_logits(base, x), up)
+        return self.through(lambda base: self.base_logits(base, x), x, layout)
+
+    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        return found[0][0]
 
     def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
         """Logits of the base stream, which is contiguous; `read` lies in memory as the base model's features do.
@@ -572,7 +561,7 @@ KINDS: dict[str, tuple[type, type]] = {
     "head_norm": (ExpandedHeadNorm, SameBlocks),
     "block": (ExpandedBlock, DenseBlocks),
     "embedding": (ExpandedEmbedding, EmbeddingBlocks),
-    "padding": (ExpandedPadding, PassingBlocks),
+    "padding": (ExpandedEmbedding, PassingBlocks),
     "head": (ExpandedHead, HeadBlocks),
     "last": (ExpandedLast, PassingBlocks),
 }

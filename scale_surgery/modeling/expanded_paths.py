@@ -11,7 +11,6 @@ router needs, `(base, medicine, law)` many expansions at once. Side by side, the
 A path shares the base stream x as long as nothing of it was written there: an expansion without W12 for good, any
 other below its fork, the first layer with W12. From there on it has a base stream of its own, x'. So one stock forward
 carries all paths, and what is the base's is computed once.
-This file travels with the checkpoint: it opens no file, and needs only torch.
 """
 
 from __future__ import annotations
@@ -26,14 +25,10 @@ from torch import Tensor
 
 
 class Path(NamedTuple):
-    """One way through the model.
+    """One way through the model."""
 
-    Attributes:
-        expansion: Name of the expansion; empty for the base.
-        writes: Whether its W12 exists; without it the base stream stays the base's, and the up stream has its own.
-    """
-
-    expansion: str = ""
+    expansion: str = ""  # name of the expansion; empty for the base
+    # whether its W12 exists; without it the base stream stays the base's, and the up stream has its own
     writes: bool = True
 
 
@@ -41,15 +36,10 @@ BASE = Path()
 
 
 class Group(NamedTuple):
-    """A base stream, and the up streams beside it.
+    """A base stream, and the up streams beside it."""
 
-    Attributes:
-        writer: The expansion that wrote into the base stream; empty for the base's own.
-        ups: Expansions whose up streams read it.
-    """
-
-    writer: str
-    ups: tuple[str, ...]
+    writer: str  # the expansion that wrote into the base stream; empty for the base's own
+    ups: tuple[str, ...]  # expansions whose up streams read it
 
 
 class Paths:
@@ -73,7 +63,7 @@ class Paths:
         return self.paths == (BASE,)
 
     def groups(self, layer: int) -> tuple[Group, ...]:
-        """The streams of a layer; -1 is what comes before the first one, and what comes after the last has its own."""
+        """The streams of a layer; -1 is what comes before the first one; after the last they are those of the last."""
         return self._groups[min(layer, self.layers - 1) + 1]
 
     def _at(self, layer: int, forks: dict[str, int | None]) -> tuple[Group, ...]:
@@ -97,14 +87,10 @@ class Paths:
 
 
 class Parting(NamedTuple):
-    """How the hidden state changes before a layer: up streams enter as zeros, base streams part.
+    """How the hidden state changes before a layer: up streams enter as zeros, base streams part."""
 
-    Attributes:
-        before: Widths of the streams that arrive.
-        after: For each stream that the layer reads, the number of the one it begins as, None for zeros, and its width.
-    """
-
-    before: list[int]
+    before: list[int]  # widths of the streams that arrive
+    # for each stream that the layer reads, the number of the one it begins as, None for zeros, and its width
     after: list[tuple[int | None, int]]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -142,16 +128,11 @@ def parting(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str
 
 
 class Call(NamedTuple):
-    """What one thread runs now.
+    """What one thread runs now."""
 
-    Attributes:
-        paths: The paths.
-        choice: What they were chosen by.
-        answer: What the head gives for the features of all of them; None for the logits of the only one.
-    """
-
-    paths: Paths
-    choice: Any = None
+    paths: Paths  # the paths
+    choice: Any = None  # what they were chosen by
+    # what the head gives for the features of all of them; None for the logits of the only one
     answer: Callable[[Tensor], Tensor] | None = None
 
 
@@ -212,8 +193,11 @@ class Running:
         return run
 
 
-def keep(known: dict[Any, Any], key: Any, made: Any) -> Any:
-    """What was made for a key, kept for the next time; a graph keeps its own, and changes nothing for other graphs."""
+def memo(known: dict[Any, Any], key: Any, make: Callable[[Any], Any]) -> Any:
+    """What is made of a key, once; a compiled graph makes its own, and changes nothing for other graphs."""
+    if key in known:
+        return known[key]
+    made = make(key)
     if not torch.compiler.is_compiling():
         known[key] = made
     return made

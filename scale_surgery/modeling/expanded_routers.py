@@ -11,7 +11,7 @@
                 5); strict: Z_p alone instead of the first
 
 A router is its numbers, and what `weights` makes of what is known of each token; ROUTERS is all that knows which there
-are. This file travels with the checkpoint: it opens no file. It is read without torch, for the numbers alone.
+are. It is read without torch, for the numbers alone.
 """
 
 from __future__ import annotations
@@ -84,17 +84,13 @@ class Router:
 
 @dataclass(frozen=True)
 class PosteriorRouter(Router):
-    """The Bayes mixture of all paths; see the module.
-
-    Attributes:
-        prior: Weight of the base and of each expansion at the start of a text; they sum to 1. One number is the
-            base's, and the expansions have the rest alike; None: all paths are alike.
-        switch_rate: Share of its weight that each path gives to the others at every token.
-    """
+    """The Bayes mixture of all paths; see the module."""
 
     router: str = field(default="posterior", init=False)
+    # weight of the base and of each expansion at the start of a text; they sum to 1. One number is the base's, and the
+    # expansions have the rest alike; None: all paths are alike.
     prior: tuple[float, ...] | float | None = None
-    switch_rate: float = 0.01
+    switch_rate: float = 0.01  # share of its weight that each path gives to the others at every token
 
     def of(self, expansions: int) -> PosteriorRouter:
         if self.prior is None:
@@ -136,18 +132,13 @@ class PosteriorRouter(Router):
 
 @dataclass(frozen=True)
 class CosineRouter(Router):
-    """The paper's router, on the base part of the logits; see the module.
-
-    Attributes:
-        threshold: Cosine above which a token takes the preserve path.
-        strict: Whether that is the base model alone, without an up stream of its own.
-    """
+    """The paper's router, on the base part of the logits; see the module."""
 
     reads_tokens: ClassVar[bool] = False
     is_hard: ClassVar[bool] = True
     router: str = field(default="cosine", init=False)
-    threshold: float = 0.5
-    strict: bool = False
+    threshold: float = 0.5  # cosine above which a token takes the preserve path
+    strict: bool = False  # whether that is the base model alone, without an up stream of its own
 
     def paths(self, expansions: tuple[str, ...]) -> tuple[Path, ...]:
         from .expanded_paths import BASE, Path

@@ -1,7 +1,4 @@
-"""From the features of all paths to one set of logits: what a router of `expanded_routers` reads, and gives out.
-
-This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
-"""
+"""From the features of all paths to one set of logits: what a router of `expanded_routers` reads, and gives out."""
 
 from __future__ import annotations
 
@@ -24,46 +21,28 @@ MOST_KEPT = 64
 
 
 class PathFeatures(NamedTuple):
-    """What of the features is one path's.
+    """What of the features is one path's."""
 
-    Attributes:
-        base: Number of its base stream.
-        up: Its up stream (b, t, u), or None.
-        blocks: What its expansion adds to the head, or None.
-    """
-
-    base: int
-    up: Tensor | None
-    blocks: Any
+    base: int  # number of its base stream
+    up: Tensor | None  # its up stream (b, t, u), or None
+    blocks: Any  # what its expansion adds to the head, or None
 
 
 class Side(NamedTuple):
-    """What a router weighs.
+    """What a router weighs."""
 
-    Attributes:
-        logits: Logits of base streams (b, t, v), to which `path` has yet to add its own.
-        path: What of the features is this path's.
-    """
-
-    logits: Tensor
-    path: PathFeatures
+    logits: Tensor  # logits of base streams (b, t, v), to which `path` has yet to add its own
+    path: PathFeatures  # what of the features is this path's
 
 
 @dataclass(frozen=True)
 class Features:
-    """What leaves the last norm, before the head.
+    """What leaves the last norm, before the head."""
 
-    Attributes:
-        head: The head.
-        bases: The base streams (b, t, d).
-        paths: What is each path's.
-        read: One base stream as it lies in memory: how a bias is added depends on that.
-    """
-
-    head: Any
-    bases: tuple[Tensor, ...]
-    paths: tuple[PathFeatures, ...]
-    read: Tensor
+    head: Any  # the head
+    bases: tuple[Tensor, ...]  # the base streams (b, t, d)
+    paths: tuple[PathFeatures, ...]  # what is each path's
+    read: Tensor  # one base stream as it lies in memory: how a bias is added depends on that
 
     @classmethod
     def of(cls, head: Any, features: Tensor, paths: Paths, stream_widths: dict[str, int]) -> Features:
@@ -110,10 +89,11 @@ class Features:
 
     def whole(self, side: Side) -> Tensor:
         """Logits of a path (b, t, v), in the memory of those of its base stream, capped as the stock model does."""
-        path = side.path
-        return self.head.capped_in_place(
-            side.logits if path.blocks is None else path.blocks(side.logits, own_memory(path.up))
-        )
+        logits, path = side.logits, side.path
+        if path.blocks is not None:
+            up = own_memory(path.up)
+            logits, _ = path.blocks(up, up, logits, False)
+        return self.head.capped_in_place(logits)
 
     def logits(self) -> list[Tensor]:
         """Logits of each path alone, in memory of their own (b, t, v)."""
@@ -131,40 +111,26 @@ class Features:
 
 
 class Evidence(NamedTuple):
-    """What a router knows of each token.
+    """What a router knows of each token."""
 
-    Attributes:
-        likelihoods: Log-probability of the token on each path (b, t, k), float32; 0 where nothing was before it. None
-            for a router that reads no tokens.
-        before: Log weights of the paths after the tokens of earlier calls (b, k), or None where there were none.
-        restarts: Where a sequence begins and where padding stands (b, t).
-        observed: What the router reads in the logits at each position (b, t); see `Router.sides`.
-        paths: How many are weighed, k.
-    """
-
+    # log-probability of the token on each path (b, t, k), float32; 0 where nothing was before it. None for a router
+    # that reads no tokens.
     likelihoods: Tensor | None
+    # log weights of the paths after the tokens of earlier calls (b, k), or None where there were none
     before: Tensor | None
-    restarts: Tensor
-    observed: Tensor | None
-    paths: int
+    restarts: Tensor  # where a sequence begins and where padding stands (b, t)
+    observed: Tensor | None  # what the router reads in the logits at each position (b, t); see `Router.sides`
+    paths: int  # how many are weighed, k
 
 
 class TokenScores(NamedTuple):
-    """What routing made of each token but the first; natural logarithms.
+    """What routing made of each token but the first; natural logarithms."""
 
-    Attributes:
-        base: Log-probability of the token under the base model (b, t - 1).
-        sides: The same under what the router weighs, a path each (b, t - 1, k).
-        weights: Weight of each where the token is predicted (b, t - 1, k); they sum to 1.
-        routed: Log-probability of the token under the routed output (b, t - 1).
-        observed: What the router read in the logits there (b, t - 1), or None; see `Router.sides`.
-    """
-
-    base: Tensor
-    sides: Tensor
-    weights: Tensor
-    routed: Tensor
-    observed: Tensor | None
+    base: Tensor  # log-probability of the token under the base model (b, t - 1)
+    sides: Tensor  # the same under what the router weighs, a path each (b, t - 1, k)
+    weights: Tensor  # weight of each where the token is predicted (b, t - 1, k); they sum to 1
+    routed: Tensor  # log-probability of the token under the routed output (b, t - 1)
+    observed: Tensor | None  # what the router read in the logits there (b, t - 1), or None; see `Router.sides`
 
 
 def combine(

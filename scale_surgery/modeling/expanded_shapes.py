@@ -6,8 +6,7 @@
     embedding, head     up_weight (rows, up)
     block               w12 (out, inner)   w21 (inner, in)   w22 (inner, up)   up_weight (up, inner)
 
-What is planned and what is loaded is the same list. This file travels with the checkpoint: it opens no file, and is
-read without torch, to plan an expansion.
+What is planned and what is loaded is the same list. It is read without torch, to plan an expansion.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a router that reads tokens remembers between calls, and what it must know of a call.
-
-This file travels with the checkpoint: it opens no file, and needs only torch and transformers.
-"""
+"""What a router that reads tokens remembers between calls, and what it must know of a call."""
 
 from __future__ import annotations
 
@@ -59,23 +56,14 @@ def state_of(cache: Cache | None) -> RouterState | None:
 
 @dataclass
 class Tokens:
-    """What a router must know of a call beside the features.
+    """What a router must know of a call beside the features."""
 
-    Attributes:
-        ids: Token ids (b, t), or None.
-        restarts: Where a sequence begins and where padding stands (b, t).
-        state: State after the tokens before, or None where there are none.
-        keep: Positions whose logits are wanted.
-        is_cached: Whether there will be a KV cache to remember the state in.
-        result: State after the last token, made by a router that reads tokens.
-    """
-
-    ids: Tensor | None
-    restarts: Tensor
-    state: RouterState | None
-    keep: slice | Tensor
-    is_cached: bool = True
-    result: tuple[Tensor, Tensor] | None = None
+    ids: Tensor | None  # token ids (b, t), or None
+    restarts: Tensor  # where a sequence begins and where padding stands (b, t)
+    state: RouterState | None  # state after the tokens before, or None where there are none
+    keep: slice | Tensor  # positions whose logits are wanted
+    is_cached: bool = True  # whether there will be a KV cache to remember the state in
+    result: tuple[Tensor, Tensor] | None = None  # state after the last token, made by a router that reads tokens
 
     @classmethod
     def of(cls, inputs: dict[str, Any], *, reads_tokens: bool, is_training: bool) -> Tokens:

@@ -1,7 +1,4 @@
-"""Streams of the hidden state: products with expansion blocks, joining streams and paths, and knowing them again.
-
-This file travels with the checkpoint: it opens no file, and needs only torch.
-"""
+"""Streams of the hidden state: products with expansion blocks, joining streams and paths, and knowing them again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Expanded models: each a stock class with an expanding mixin before it, made when its name is asked for.
 
 `ScaleQwen3ForCausalLM` is made of `Qwen3ForCausalLM`. Where a model type uses the class of another, as InternLM3 uses
-Llama's, the name says so: `ScaleLlamaForCausalLM_of_InternLM3Config`. This file travels with the checkpoint: it opens
-no file.
+Llama's, the name says so: `ScaleLlamaForCausalLM_of_InternLM3Config`. The files beside this one travel with the
+checkpoint. They open no file, and need only torch and transformers.
 
 What happens to a token
 -----------------------
@@ -10,18 +10,21 @@ What happens to a token
    mixes them. From that come the paths (`expanded_paths`): the base, an expansion, several of them. Then the stock
    forward of the model runs, once, for all paths.
 2. The embedding gives x, the base stream. Beside it stands an up stream for each expansion of the choice, from columns
-   of its own or zeros: [x | up of medicine | up of law]. From here on every tensor of hidden states is wider than the
-   stock code knows; stock code adds such tensors up, and does nothing else with them itself.
+   of that expansion or zeros: [x | up of medicine | up of law]. From here on every tensor of hidden states is wider
+   than the stock code knows. What stock code does with them itself (adding, scaling, gating, rotating heads) it does
+   element by element or head by head, so that no number of x depends on one beside it.
 3. Each module of a layer was given a second class (`expanded_modules`). It takes its input apart into streams, gives x,
    and x alone, to the stock module, and lets the blocks of each expansion compute its up stream: W21 x + W22 x_up. It
    joins the results. A module that has nothing to do with the chosen paths runs as it is. In the fused form
    (`expanded_fused`) base weight and blocks of a linear are one matrix, and the results equal up to rounding alone.
 4. x stays what it is in the base model, bit for bit: no block writes into it. The stock module sees the same numbers in
-   the same shape at the same place in memory, and that W12 is zero for the base is not a zero in a matrix but a product
-   that nobody computes.
+   the same shape, with the same strides and, on a CPU, at the same alignment. That W12 is zero for the base is not a
+   zero in a matrix but a product that nobody computes. Nothing that trains reaches x, so no gradient passes through
+   it: tensors of the base get none there, even if somebody lets them train.
    So until something is learned the logits are the base's: what an expansion adds to a base stream and to the logits
    is W12 x_up and head_up x_up, which begin as zeros, and y + 0 is y. Two forms keep that up to rounding alone: the
-   fused one, whose sums run in another order, and grown MLPs whose copies do not count a half each (W11 there).
+   fused one, and grown MLPs of more than two copies (`share` of `GrownBlocks`); sums run in another order there. So
+   does `torch.compile`, which chooses kernels itself.
 5. An expansion with W12 writes into a base stream of its own. Before the first layer in which it does, a hook copies x
    for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
    x, once on x'; W12 x_up is added to what it gives for x' and to nothing else. Where law runs alone, x' is all there
@@ -82,7 +85,7 @@ def _make(stock: Any, stock_config: type, config: type, module: str) -> type:
     # with the signature of the stock model, from which others learn what it takes
     @wraps(stock.forward)
     def forward(self, *args, **inputs):
-        return self.run(**dict(zip(names, args, strict=False)), **inputs)
+        return self.run(**dict(zip(names[: len(args)], args, strict=True)), **inputs)
 
     own = {"config_class": config, "forward": forward, "__module__": module, "__doc__": ExpandedPreTrainedModel.__doc__}
     own |= {name: refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
@@ -112,23 +115,6 @@ def convert_as(expanded: type, stock: type, stock_config: type) -> None:
     }.items():
         if (known := get_checkpoint_conversion_mapping(base)) is not None:
             register_checkpoint_conversion_mapping(own, known, overwrite=True)
-
-
-def expand_in_memory(model: Any, base: dict[str, Any]) -> Any:
-    """Make an expanded model of a loaded stock model, in place; it has no expansion yet.
-
-    Args:
-        model: The stock model.
-        base: What `config.scale_surgery` says of the base.
-    """
-    stock_config = type(model.config)
-    model.__class__ = model_of(type(model), stock_config)
-    model.config.__class__ = config_of(stock_config)
-    # the class says it; a config that was read from a file may say it too
-    vars(model.config).pop("model_type", None)
-    model.config.scale_surgery = {"base": base, "expansions": []}
-    model.begin()
-    return model
 
 
 def __getattr__(name: str) -> Any:

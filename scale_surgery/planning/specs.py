@@ -156,7 +156,7 @@ def _model_specs(architecture: Architecture, sizes: Sizes, up: int, *, is_embedd
     last = {final.name: _norm_spec(final, sizes, sizes.hidden, up)}
     if architecture.enters == "hook":
         return last
-    specs: Spec = {architecture.embedding: {"kind": "passing", "base": None, "up": up}}
+    specs: Spec = {architecture.embedding: {"kind": "padding", "up": up}}
     specs |= {norm.name: {"kind": "passing", "base": sizes.hidden, "up": up} for norm in architecture.first_norms}
     if is_embedding_widened:
         specs[architecture.embedding] = {"kind": "embedding", "up": up}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +222,13 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
         for mark in QUANTISED_MARKS:
             vars(expanded).pop(mark, None)
     unhook(expanded)
-    import_module(f"{modeling.__name__}.modeling_scale").expand_in_memory(expanded, config[CONFIG_KEY][BASE_KEY])
+    stock, stock_config = type(expanded), type(expanded.config)
+    classes = modeling.expanded_classes({"AutoModel": stock}, stock_config)
+    expanded.__class__, expanded.config.__class__ = classes["AutoModel"], classes["AutoConfig"]
+    # the class says it; a config that was read from a file may say it too
+    vars(expanded.config).pop("model_type", None)
+    expanded.config.scale_surgery = {"base": config[CONFIG_KEY][BASE_KEY], "expansions": []}
+    expanded.begin()
     return expanded
 
 

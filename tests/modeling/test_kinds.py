@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from scale_surgery.modeling.expanded_attention import expand_attention
-from scale_surgery.modeling.expanded_model import ExpandedPreTrainedModel, _Widening
+from scale_surgery.modeling.expanded_model import ExpandedPreTrainedModel
 from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
 from scale_surgery.modeling.expanded_paths import BASE, Call, Paths, Running
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
@@ -544,7 +544,7 @@ def widened(entering: int, *expansions: str) -> dict[int, Any]:
     }
     model.streams_after = partial(ExpandedPreTrainedModel.streams_after, model)
     kwargs = {"deepstack_features": {0: FEATURES, 1: FEATURES}, "use_cache": False}
-    found = _Widening(model)(nn.Module(), (), kwargs)
+    found = ExpandedPreTrainedModel._widen(model, nn.Module(), (), kwargs)
     assert found[0] == () and found[1]["use_cache"] is False
     return found[1]["deepstack_features"]
 
@@ -566,4 +566,4 @@ def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(entering):
 
 def test_nothing_is_widened_where_the_base_runs():
     model = SimpleNamespace(running=Running(Call(Paths((BASE,), {}, 2))))
-    assert _Widening(model)(nn.Module(), (), {"deepstack_features": {0: FEATURES}}) is None
+    assert ExpandedPreTrainedModel._widen(model, nn.Module(), (), {"deepstack_features": {0: FEATURES}}) is None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -146,6 +148,40 @@ def test_gradient_checkpointing_gives_the_same_gradients(pair_of, family):
 def test_resizing_the_vocabulary_is_refused(llama):
     with pytest.raises(NotImplementedError, match="Resize the base model's embeddings first, then expand it"):
         llama.expanded.resize_token_embeddings(120)
+
+
+def test_embeddings_are_taken_as_wide_as_the_model_makes_them(llama):
+    model, narrow = llama.expanded, llama.base.get_input_embeddings()(IDS)
+    with pytest.raises(ValueError, match="inputs_embeds: are 40 wide, expected 60, the base stream and the up streams"):
+        model(inputs_embeds=narrow)
+    with torch.no_grad():
+        wide = model.get_input_embeddings()(IDS)
+        assert torch.equal(model(inputs_embeds=wide).logits, model(IDS).logits)
+        with model.expansion_disabled():
+            assert torch.equal(model(inputs_embeds=narrow).logits, llama.base(IDS).logits)
+
+
+def test_more_arguments_than_the_stock_model_takes_are_refused(llama):
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        llama.expanded(IDS, *[None] * 30)
+
+
+ASSIGNED = re.compile(r"self\.(\w+)(?:: [^=\n]+)? = ")
+
+
+def assigned_by_stock_models() -> set[str]:
+    """Every attribute that code of transformers gives its own objects."""
+    folder = Path(transformers.models.__file__).parent
+    return {name for file in folder.glob("*/modeling_*.py") for name in ASSIGNED.findall(file.read_text("utf-8"))}
+
+
+def test_no_name_of_an_expanded_model_is_one_that_a_stock_model_assigns(llama):
+    stock = assigned_by_stock_models()
+    assert {"blocks", "lm_head"} <= stock, "the control: MPT's layers, and heads, are found"
+    mixins = [kind for kind in type(llama.expanded).__mro__ if kind.__module__.endswith(("_model", "_loading"))]
+    names = {name for kind in mixins for name in vars(kind)} | (vars(llama.expanded).keys() - vars(llama.base).keys())
+    assert {"expansion_blocks", "running", "set_expansion"} <= names
+    assert not {name for name in names & stock if not name.startswith("__")}
 
 
 def test_layers_that_were_not_chosen_work_on_the_base_stream_alone(llama):

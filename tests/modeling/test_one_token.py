@@ -85,12 +85,9 @@ def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
 
 
 def test_heads_attend_together_only_where_that_is_exact(threads):
-    old, new = Part(4, 2, is_old=True), Part(2, 1, is_old=False)
+    old, new = Part(4, 2, is_base=True), Part(2, 1, is_base=False)
     parts, token = (old, new, new, old, new), torch.zeros(2, 12, 1, 16)
-    assert joined_parts(parts, token, "sdpa") == (parts if threads > 1 else (Part(14, 7, is_old=False),))
-    # gradients that stop at some of them
-    detached = (old._replace(is_detached=True), new)
-    assert joined_parts(detached, token, "sdpa") == detached
+    assert joined_parts(parts, token, "sdpa") == (parts if threads > 1 else (Part(14, 7, is_base=False),))
     # heads that begin inside a cache line, several tokens, a batched product of all heads
     for states, name in ((token[..., :8], "sdpa"), (torch.zeros(2, 12, 3, 16), "sdpa"), (token, "eager")):
         assert joined_parts(parts, states, name) == parts
