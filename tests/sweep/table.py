@@ -11,20 +11,16 @@ HEAD = """# Model types
 
 Made by `make test-families`, with the tiny twin of each type's default config; do not edit.
 
-A base model needs no entry here: facts about its architecture are derived from its own config when it is planned, and
-proved on tiny twins ([how](concepts.md#any-decoder)). This is what became of every type that the installed transformers
-knows as a causal language model. A type passes if an expansion of it, in float32 and in bfloat16, loaded in a new
-process, gives the logits and the tokens of its base bit for bit, if three training steps change the new tensors and
-nothing else, and if `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
+A base model needs no entry here: the program derives the facts of its architecture from its config, and proves them on tiny
+twins ([how](concepts.md#any-decoder)). This page says what happened with every type that the installed transformers knows as
+a causal language model. *split*, *edges* and *block* say how much of attention and MLP is widened
+([treatments](concepts.md#treatments)).
 
-How a block is expanded ([equations](concepts.md#treatments), [what works with
-it](concepts.md#what-works-with-which-treatment)):
+A type passes if all of this holds:
 
-| treatment | what is expanded | what stays as it is |
-|---|---|---|
-| split | heads and inner features | the base's tensors alone |
-| edges | the linears that read or write the residual stream | all between them |
-| block | nothing inside; a small dense MLP stands beside it | the whole block |
+* An expansion, in float32 and in bfloat16, loaded in a new process, gives the logits and the tokens of its base bit for bit.
+* Three training steps change the new tensors and nothing else.
+* `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
 
 """
 COLUMNS = ("route preserve", "route adapt", "fuse", "stock", "grow", "depth")
