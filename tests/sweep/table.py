@@ -11,14 +11,15 @@ HEAD = """# Model types
 
 Made by `make test-families`, with the tiny twin of each type's default config; do not edit.
 
-A base model needs no entry here: the program derives the facts of its architecture from its config, and proves them on tiny
-twins ([how](concepts.md#any-decoder)). This page says what happened with every type that the installed transformers knows as
-a causal language model. *split*, *edges* and *block* say how much of attention and MLP is widened
+A base model needs no entry here: the program derives the facts of its architecture from its config, and proves them on
+tiny twins ([how](concepts.md#any-decoder)). This page says what happened with every type that the installed
+transformers knows as a causal language model. *split*, *edges* and *block* say how much of attention and MLP is widened
 ([treatments](concepts.md#treatments)).
 
 A type passes if all of this holds:
 
-* An expansion, in float32 and in bfloat16, loaded in a new process, gives the logits and the tokens of its base bit for bit.
+* An expansion, in float32 and in bfloat16, loaded in a new process, gives the logits and the tokens of its base bit for
+  bit.
 * Three training steps change the new tensors and nothing else.
 * `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
 
