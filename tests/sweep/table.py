@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -24,6 +25,21 @@ A type passes if all of this holds:
 * `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
 
 """
+# what names one model in a reason, and what stands for it where reasons are counted
+NAMES = (
+    (r"^\w+: (?=its logits|what leaves)", ""),
+    (r"(?<!-)\blayers \d+(-\d+)?", "some layers"),
+    (r"(?<!-)\blayer \d+", "a layer"),
+    (r"--layers \d+", "--layers"),
+    (r"\bat \d+, where it were", "where it were"),
+    (r"the block [\w.]* ?\(\w+\)", "a block"),
+    (r"the block [\w.]+ runs", "a block runs"),
+    (r"\b(for|of) a \w+ model\b", r"\1 this type of model"),
+    (r"\b\w+\.(\d+\.)?(?=\w+_proj\b)", ""),
+    (r"copied \(\w+: ", "copied ("),
+    (r"text_config: ", ""),
+    (r"per_layer_config is .*}", "per_layer_config"),
+)
 COLUMNS = ("route preserve", "route adapt", "fuse", "stock", "grow", "depth")
 
 
@@ -66,9 +82,16 @@ def _table(rows: Sequence[Row]) -> list[str]:
 def _reasons(rows: Sequence[Row]) -> list[str]:
     lines = ["\n## Why something does not work\n"]
     for name in COLUMNS:
-        reasons = Counter(row.works.get(name, "not tried") for row in rows if row.works.get(name) != "yes")
+        reasons = Counter(_general(row.works.get(name, "not tried")) for row in rows if row.works.get(name) != "yes")
         lines += [f"* {name}: {_cell(reason)} ({count})" for reason, count in reasons.most_common()]
     return lines
+
+
+def _general(reason: str) -> str:
+    """A reason without the names of one model: its type, its layers, its modules."""
+    for pattern, general in NAMES:
+        reason = re.sub(pattern, general, reason)
+    return reason
 
 
 def _cell(text: str) -> str:
