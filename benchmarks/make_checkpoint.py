@@ -2,6 +2,7 @@
 
     python benchmarks/make_checkpoint.py FOLDER --shape 8b
     python benchmarks/make_checkpoint.py FOLDER --shape tiny --hidden 128 --layers 6
+    python benchmarks/make_checkpoint.py FOLDER --shape 7b --holes     # for inspect and plan
 
 The values mean nothing; sizes, names, dtypes and shards are those of a real checkpoint.
 """
@@ -48,6 +49,7 @@ SHAPES = {
     "h1024": Shape(hidden=1024, inner=2816, layers=8, heads=16, key_value_heads=8, vocabulary=32000),
     "100m": Shape(hidden=768, inner=2048, layers=12, heads=12, key_value_heads=4, vocabulary=16000),
     "1b": Shape(hidden=2048, inner=8192, layers=16, heads=32, key_value_heads=8, vocabulary=128256, tied=True),
+    "7b": Shape(hidden=4096, inner=14336, layers=32, heads=32, key_value_heads=8, vocabulary=32768),
     "8b": Shape(hidden=4096, inner=14336, layers=32, heads=32, key_value_heads=8, vocabulary=128256),
 }
 
@@ -157,6 +159,7 @@ def make_checkpoint(
     seed: int = 0,
     shard_bytes: int = 5 * 10**9,
     device: str = "cpu",
+    holes: bool = False,
 ) -> int:
     """Write config.json, shards and index of a random Llama model.
 
@@ -168,6 +171,7 @@ def make_checkpoint(
         seed: Equal seeds give equal files, on one kind of device.
         shard_bytes: Size that a shard is filled to.
         device: What makes the numbers; a GPU takes a hundredth of the time.
+        holes: Whether shards are sparse files: headers, and zeros that take no room.
 
     Returns:
         Bytes of all tensors.
@@ -180,6 +184,9 @@ def make_checkpoint(
     for file, held in zip(names, shards, strict=True):
         with (folder / file).open("wb") as stream:
             write_header(stream, {name: shapes[name] for name in held}, dtype)
+            if holes:
+                stream.truncate(stream.tell() + sum(prod(shapes[name]) * dtype.itemsize for name in held))
+                continue
             for name in held:
                 for part in slices(shapes[name], dtype, decay, generator):
                     stream.write(part.view(torch.uint8).numpy().data)
@@ -207,12 +214,14 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 @click.option("--decay", default=0.0, show_default=True, help="Exponent by which singular values fall; 0 is flat.")
 @click.option("--shard-gb", default=5.0, show_default=True, help="Size that a shard is filled to, in GB.")
 @click.option("--seed", default=0, show_default=True)
-def main(folder: Path, shape: str, dtype: str, decay: float, shard_gb: float, seed: int, **sizes: int | None) -> None:
+@click.option("--holes", is_flag=True, help="Sparse files without numbers: enough for inspect and plan.")
+def main(
+    folder: Path, shape: str, dtype: str, decay: float, shard_gb: float, seed: int, holes: bool, **sizes: int | None
+) -> None:
     """Write a random Llama checkpoint into FOLDER."""
     chosen = replace(SHAPES[shape], **{name: size for name, size in sizes.items() if size is not None})
-    total = make_checkpoint(
-        folder, chosen, dtype=getattr(torch, dtype), decay=decay, seed=seed, shard_bytes=int(shard_gb * 1e9)
-    )
+    settings = {"decay": decay, "seed": seed, "shard_bytes": int(shard_gb * 1e9), "holes": holes}
+    total = make_checkpoint(folder, chosen, dtype=getattr(torch, dtype), **settings)
     click.echo(f"{folder}: {chosen.layers} layers, {total:,} bytes")
 
 

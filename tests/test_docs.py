@@ -31,7 +31,8 @@ PACKAGE = ROOT / "scale_surgery"
 SHIPPED = PACKAGE / "models" / "biographies"
 README = ROOT / "README.md"
 COMMANDS = ROOT / "docs" / "commands.md"
-PAGES = (README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+RECORDS = sorted((ROOT / "benchmarks").rglob("*.md"))
+PAGES = (README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *RECORDS)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*|(?<=`)-[a-z](?=`)")
 BENCHMARKS = (make_checkpoint.main, pipeline.main, svd.main)
@@ -50,7 +51,7 @@ OTHER_PROGRAMS |= {"--logdir"}  # tensorboard
 OTHER_PROGRAMS |= {option for script in BENCHMARKS for parameter in script.params for option in parameter.opts}
 GROUP = {"--help", "-h", "--version"}
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 each_command = pytest.mark.parametrize("name", sorted(main.commands))
 
 
@@ -224,7 +225,7 @@ def test_readme_lists_every_room_in_the_order_of_imports():
 @each_page
 def test_options_exist(page):
     known = set().union(*(options_of(name) for name in main.commands)) | GROUP | OTHER_PROGRAMS
-    if page.stem in ("benchmarks", "results"):
+    if page in RECORDS or page.stem == "results":
         known |= set(OPTION.findall("".join(file.read_text() for file in (ROOT / "benchmarks").rglob("*.py"))))
     assert set(OPTION.findall(page.read_text(encoding="utf-8"))) <= known
 

@@ -90,7 +90,7 @@ def own_samples(base: Any, folder: Path, samples: int, context: int) -> Tensor:
         save_file({"rows": torch.cat([_write(base, count, context) for count in counts])}, written)
         written.rename(file)
     rows = load_file(file)["rows"]
-    # rows of text begin anywhere in a document, so rows of samples may not all begin with one: see docs/benchmarks.md
+    # rows of text begin anywhere in a document, so rows of samples may too: see benchmarks/rehearsal.md
     return rows.flatten().roll(context // 2).view_as(rows)
 
 

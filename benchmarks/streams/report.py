@@ -22,6 +22,9 @@ from benchmarks.streams.runs import Run, read_runs
 from benchmarks.streams.weaknesses import RECORDS as WEAKNESSES
 from benchmarks.streams.weaknesses import Found
 
+# what the figure on the first page shows: name, and whether it rehearses
+FEW = (("composed adapt", False), ("full fine-tuning", False), ("LoRA", False), ("full fine-tuning, 3e-4", True))
+
 
 @dataclass(frozen=True)
 class Course:
@@ -130,6 +133,8 @@ def main(records: Path, weaknesses: Path, images: Path | None) -> None:
         from benchmarks.streams.figures import draw_retention  # matplotlib is needed for figures alone
 
         draw_retention(found, images / "streams.png")
+        few = [course for course in found if (course.name, course.rehearses) in FEW]
+        draw_retention(few, images / "streams-few.png")
 
 
 if __name__ == "__main__":

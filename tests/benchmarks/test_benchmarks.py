@@ -39,6 +39,14 @@ def test_random_checkpoint_is_the_same_for_the_same_seed(tmp_path: Path) -> None
     assert not pipeline.is_same_folder(base, make_tiny(tmp_path / "other", seed=1))
 
 
+def test_holes_have_the_headers_and_sizes_of_numbers(tmp_path: Path) -> None:
+    numbers, holes = make_tiny(tmp_path / "numbers"), make_tiny(tmp_path / "holes", holes=True)
+    assert not pipeline.is_same_folder(numbers, holes)
+    assert open_checkpoint(holes).tensors == open_checkpoint(numbers).tensors
+    for file in numbers.iterdir():
+        assert (holes / file.name).stat().st_size == file.stat().st_size
+
+
 def test_decay_makes_singular_values_fall() -> None:
     flat, steep = (
         torch.cat(list(make_checkpoint.slices((64, 32), torch.float32, decay, torch.Generator().manual_seed(0))))

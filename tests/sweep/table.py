@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,22 +12,34 @@ HEAD = """# Model types
 
 Made by `make test-families`, with the tiny twin of each type's default config; do not edit.
 
-A base model needs no entry here: facts about its architecture are derived from its own config when it is planned, and
-proved on tiny twins ([how](concepts.md#any-decoder)). This is what became of every type that the installed transformers
-knows as a causal language model. A type passes if an expansion of it, in float32 and in bfloat16, loaded in a new
-process, gives the logits and the tokens of its base bit for bit, if three training steps change the new tensors and
-nothing else, and if `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
+A base model needs no entry here: the program derives the facts of its architecture from its config, and proves them on
+tiny twins ([how](concepts.md#any-decoder)). This page says what happened with every type that the installed
+transformers knows as a causal language model. *split*, *edges* and *block* say how much of attention and MLP is widened
+([treatments](concepts.md#treatments)).
 
-How a block is expanded ([equations](concepts.md#treatments), [what works with
-it](concepts.md#what-works-with-which-treatment)):
+A type passes if all of this holds:
 
-| treatment | what is expanded | what stays as it is |
-|---|---|---|
-| split | heads and inner features | the base's tensors alone |
-| edges | the linears that read or write the residual stream | all between them |
-| block | nothing inside; a small dense MLP stands beside it | the whole block |
+* An expansion, in float32 and in bfloat16, loaded in a new process, gives the logits and the tokens of its base bit for
+  bit.
+* Three training steps change the new tensors and nothing else.
+* `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
 
 """
+# what names one model in a reason, and what stands for it where reasons are counted
+NAMES = (
+    (r"^\w+: (?=its logits|what leaves)", ""),
+    (r"(?<!-)\blayers \d+(-\d+)?", "some layers"),
+    (r"(?<!-)\blayer \d+", "a layer"),
+    (r"--layers \d+", "--layers"),
+    (r"\bat \d+, where it were", "where it were"),
+    (r"the block [\w.]* ?\(\w+\)", "a block"),
+    (r"the block [\w.]+ runs", "a block runs"),
+    (r"\b(for|of) a \w+ model\b", r"\1 this type of model"),
+    (r"\b\w+\.(\d+\.)?(?=\w+_proj\b)", ""),
+    (r"copied \(\w+: ", "copied ("),
+    (r"text_config: ", ""),
+    (r"per_layer_config is .*}", "per_layer_config"),
+)
 COLUMNS = ("route preserve", "route adapt", "fuse", "stock", "grow", "depth")
 
 
@@ -69,9 +82,16 @@ def _table(rows: Sequence[Row]) -> list[str]:
 def _reasons(rows: Sequence[Row]) -> list[str]:
     lines = ["\n## Why something does not work\n"]
     for name in COLUMNS:
-        reasons = Counter(row.works.get(name, "not tried") for row in rows if row.works.get(name) != "yes")
+        reasons = Counter(_general(row.works.get(name, "not tried")) for row in rows if row.works.get(name) != "yes")
         lines += [f"* {name}: {_cell(reason)} ({count})" for reason, count in reasons.most_common()]
     return lines
+
+
+def _general(reason: str) -> str:
+    """A reason without the names of one model: its type, its layers, its modules."""
+    for pattern, general in NAMES:
+        reason = re.sub(pattern, general, reason)
+    return reason
 
 
 def _cell(text: str) -> str:
