@@ -16,7 +16,7 @@ from scale_surgery.fields import fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.learning.recipe import PresetName
 from scale_surgery.planning.request import Request
-from scale_surgery.training.ranking import RankingRequest
+from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--old", multiple=True, help=OLD_HELP)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
 @options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
-@options_from(RankingRequest, *RANKING, helps=HELPS)
+@options_from(RankingSettings, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
 @click.option("--no-route", is_flag=True, help="Give the model no router.")
 @click.option("--measure-new", multiple=True, help="Text to measure learning on; can be repeated.")

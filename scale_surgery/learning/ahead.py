@@ -121,7 +121,7 @@ def _sizes(work: Work, checkpoint: Checkpoint, plan: Plan) -> Sizes:
     recipe, costs = work.recipe, plan.costs
     added, base = costs.parameters_added, costs.parameters_before
     if recipe.chooses_layers:
-        from scale_surgery.training.budget import read_budget
+        from scale_surgery.training.rank_layers import read_budget
 
         added = min(added, read_budget(recipe.ranking.budget, base))
     return Sizes(
@@ -138,8 +138,8 @@ def _sizes(work: Work, checkpoint: Checkpoint, plan: Plan) -> Sizes:
 
 
 def _memory(work: Work, sizes: Sizes) -> int:
-    """Peak memory of the stage that needs most: the expansion, the pilots, or the training."""
-    training, pilot = work.recipe.training, work.recipe.pilot
+    """Peak memory of the stage that needs most: the expansion, the pilot, or the training."""
+    training, pilot = work.recipe.training, work.recipe.ranking
 
     def running(batch: int, length: int, trained: int, layers: float) -> int:
         batched = batch * min(length, sizes.length)
@@ -149,7 +149,7 @@ def _memory(work: Work, sizes: Sizes) -> int:
     candidates = [sizes.expand_memory, running(training.batch_size, sizes.length, sizes.added, sizes.layers)]
     if work.recipe.chooses_layers:
         # the matrices of MLPs are about two thirds of a model
-        trained = sizes.parameters if pilot.trains == "full" else 2 * sizes.parameters // 3
+        trained = 2 * sizes.parameters // 3
         candidates.append(running(pilot.batch_size, pilot.sequence_length or sizes.length, trained, sizes.layers))
     return max(candidates)
 
