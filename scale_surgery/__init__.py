@@ -59,9 +59,8 @@ from scale_surgery.surgery.strip import Stripped, strip
 from scale_surgery.talking.generate import generate
 from scale_surgery.talking.records import Answer, Generation
 from scale_surgery.talking.settings import GenerationSettings
-from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.rank_layers import rank_layers
-from scale_surgery.training.ranking import Ranking, RankingRequest
+from scale_surgery.training.ranking import Ranking, RankingSettings
 from scale_surgery.training.result import Training
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
@@ -103,7 +102,7 @@ __all__ = [
     "Push",
     "Pushed",
     "Ranking",
-    "RankingRequest",
+    "RankingSettings",
     "Recipe",
     "Report",
     "Request",

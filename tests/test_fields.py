@@ -14,8 +14,8 @@ import pytest
 from scale_surgery import (
     CalibrationSettings,
     GenerationSettings,
-    PilotSettings,
     Push,
+    RankingSettings,
     Request,
     TrainingSettings,
 )
@@ -30,7 +30,7 @@ TAKEN = {
     "plan": (Request, set()),
     "expand": (Request, set()),
     "train": (TrainingSettings, set()),
-    "rank-layers": (PilotSettings, set()),
+    "rank-layers": (RankingSettings, set()),
     "route-export": (RouterOptions, set()),
     "route-calibrate": (CalibrationSettings, {"plot"}),
     "push": (Push, {"check"}),
@@ -137,7 +137,9 @@ def test_a_command_takes_every_field_as_the_dataclass_has_it(command: str):
         assert each.range is None or each.range.bounds in option.help
 
 
-@pytest.mark.parametrize("owner", [Request, TrainingSettings, PilotSettings, RouterOptions, CalibrationSettings, Push])
+@pytest.mark.parametrize(
+    "owner", [Request, TrainingSettings, RankingSettings, RouterOptions, CalibrationSettings, Push]
+)
 def test_every_field_is_described(owner: type):
     assert [name for name, each in fields_of(owner).items() if not each.help.endswith(".")] == []
 

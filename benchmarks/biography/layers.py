@@ -11,7 +11,7 @@ l_fp       W12 in the layers from L_fp on, in attention alone or in attention an
 norm       L_fp half the layers, W12 in attention alone or in the MLP alone, at several rates: forgetting against the
            norm of W12 at every measured step
 chosen     two of the four layers, every pair of them, widened by adapt or grown by grow-freeze; beside them the pairs
-           that rank_layers proposes after a pilot on the new texts, for each seed, and the L_fp that it proposes
+           that a pilot of rank_layers on the new texts changes most, for each seed
 
 Runs are lines of the records file and pilots lines of another; what has a line is not run again.
 """
@@ -89,7 +89,7 @@ def show_norms(bench: Bench, seeds: int, images: Path | None) -> None:
 
 
 def show_chosen(bench: Bench, seeds: int, images: Path | None) -> None:
-    """Run, tabulate and draw every pair of layers, and what the pilots propose."""
+    """Run, tabulate and draw every pair of layers, and what the pilots change most."""
     groups = run_pairs(bench, seeds)
     proposals = keep_proposals(bench.records.with_suffix(".pilots.jsonl"), bench.settings, seeds)
     for name, pairs in groups.items():

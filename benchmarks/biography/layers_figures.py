@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -21,7 +22,13 @@ from benchmarks.biography.runs import Run
 COLOURS = {"attn": GREEN, "ffn": VERMILION, "both": PURPLE}
 NAMES = {"attn": "attention", "ffn": "MLP", "both": "attention and MLP"}
 RATE_MARKERS = ("o", "s", "^", "D")
-PROPOSED = (("relative-norm", "relative norm", BLUE, 12), ("effective-rank", "effective rank", VERMILION, 17))
+RING: dict[str, Any] = {
+    "color": "none",
+    "marker": "o",
+    "markersize": 13,
+    "markeredgecolor": BLUE,
+    "markeredgewidth": 1.4,
+}
 Pairs = Mapping[tuple[int, ...], Sequence[Run]]
 
 
@@ -96,19 +103,20 @@ def _draw_line(axes: Axes, scope: str, points: Sequence[tuple[float, float]]) ->
 
 
 def draw_pairs(groups: Mapping[str, Pairs], proposals: Sequence[Proposal], folder: Path) -> Path:
-    """Draw forgetting against learning for every pair of layers, proposed pairs in rings; return the file."""
+    """Draw forgetting against learning for every pair of layers, in rings what pilots change most; return the file."""
     file = folder / "biography-chosen.png"
     with _figure(file, len(groups)) as panels:
         for axes, (name, pairs) in zip(panels, groups.items(), strict=True):
             axes.set(title=name, xlabel="learning, nats per token", ylabel="forgetting, nats per token")
             for pair, runs in pairs.items():
                 _draw_pair(axes, pair, runs)
-            for score, label, colour, size in PROPOSED:
-                _ring(axes, pairs, {found.pair(score) for found in proposals}, label, colour, size)
+            for pair in {found.pair for found in proposals}:
+                axes.plot(*_middle(pairs[pair]), **RING)
             axes.invert_yaxis()  # so that better is up and right
             axes.margins(0.15)
             axes.xaxis.set_major_locator(MaxNLocator(5))
-        panels[0].legend(frameon=False, fontsize=8, title="proposed by", alignment="left")
+        panels[0].plot([], [], **RING | {"markersize": 8}, linestyle="none", label="most changed by a pilot")
+        panels[0].legend(frameon=False, fontsize=8)
     return file
 
 
@@ -118,19 +126,6 @@ def _draw_pair(axes: Axes, pair: tuple[int, ...], runs: Sequence[Run]) -> None:
     place = _middle(runs)
     axes.plot(*place, color=BLACK, marker="o", markersize=6)
     axes.annotate(",".join(map(str, pair)), place, (8, 6), textcoords="offset points")
-
-
-def _ring(axes: Axes, pairs: Pairs, proposed: set[tuple[int, ...]], label: str, colour: str, size: float) -> None:
-    for pair in proposed:
-        axes.plot(
-            *_middle(pairs[pair]),
-            color="none",
-            marker="o",
-            markersize=size,
-            markeredgecolor=colour,
-            markeredgewidth=1.4,
-        )
-    axes.plot([], [], linestyle="none", color="none", marker="o", markersize=8, markeredgecolor=colour, label=label)
 
 
 def _middle(runs: Sequence[Run]) -> tuple[float, float]:

@@ -24,9 +24,7 @@ forgets: nats per token; both at the end, means over seeds. Below, straight
 lines through all measured steps but the first, of all runs."""
 CHOSEN_LEGEND = """\
 Means, and ranges over seeds below them. matched: Task 0 % when Task 1 first
-reaches 90%. proposed: at how many seeds the pilot names the pair, by relative
-norm and by effective rank."""
-SCORE_NAMES = {"relative-norm": "relative norm", "effective-rank": "effective rank"}
+reaches 90%. changed: at how many seeds the pilot changes the pair most."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +124,10 @@ def _add_line(table: Table, scope: str, rate: str, line: Line) -> None:
 
 
 def render_pairs(groups: Mapping[tuple[int, ...], Sequence[Run]], proposals: Sequence[Proposal]) -> Table:
-    """Lay out every pair of layers, and which a pilot proposes."""
-    table = _table("layers", "trained", "forgets", "learns", "Task 0 %", "Task 1 %", "matched", "proposed")
+    """Lay out every pair of layers, and which a pilot changes most."""
+    table = _table("layers", "trained", "forgets", "learns", "Task 0 %", "Task 1 %", "matched", "changed")
     for pair, runs in groups.items():
-        votes = [sum(found.pair(score) == pair for found in proposals) for score in SCORE_NAMES]
+        votes = sum(found.pair == pair for found in proposals)
         table.add_row(
             ", ".join(map(str, pair)),
             f"{runs[0].parameters:,}",
@@ -138,28 +136,18 @@ def render_pairs(groups: Mapping[tuple[int, ...], Sequence[Run]], proposals: Seq
             cell(spread(100 * run.end.old_accuracy for run in runs), 1),
             cell(spread(100 * run.end.new_accuracy for run in runs), 1),
             cell(spread(map(matched_accuracy, runs)), 1),
-            " / ".join(map(str, votes)) if any(votes) else "",
+            str(votes or ""),
         )
     return table
 
 
 def render_proposals(proposals: Sequence[Proposal]) -> Table:
-    """Lay out what the pilots found for each layer, means over seeds, and the L_fp that each seed proposes."""
-    layers = range(len(proposals[0].relative_norm))
-    table = _table("", *(f"layer {layer}" for layer in layers), "proposed")
-    for score, values in (("relative-norm", "relative_norm"), ("effective-rank", "effective_rank")):
-        means = [fmean(getattr(found, values)[layer] for found in proposals) for layer in layers]
-        pairs = [",".join(map(str, found.pair(score))) for found in proposals]
-        table.add_row(SCORE_NAMES[score], *(f"{mean:.4g}" for mean in means), _once("layers", pairs))
-    for scope in proposals[0].worth:
-        means = [fmean(found.worth[scope][layer] for found in proposals) for layer in layers]
-        depths = [str(found.preserved_depth[scope]) for found in proposals]
-        table.add_row(f"worth of W12 in {scope}", *(f"{mean:.3g}" for mean in means), _once("L_fp", depths))
+    """Lay out how much the pilots changed each layer, by seed, and which layers are tied."""
+    table = _table("pilot", *(f"layer {layer}" for layer in range(len(proposals[0].changes))), "tied")
+    for found in proposals:
+        changes = (f"{change:.2%}" for change in found.changes)
+        table.add_row(f"seed {found.seed}", *changes, ", ".join(map(str, found.tied)))
     return table
-
-
-def _once(name: str, values: Sequence[str]) -> str:
-    return f"{name} {' or '.join(sorted(set(values)))}"
 
 
 def _table(first: str, *others: str) -> Table:

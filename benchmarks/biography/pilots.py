@@ -1,7 +1,7 @@
 """What rank_layers proposes for the shipped model and the new people of compare.py, kept as records.
 
-The pilot reads what the runs train on, questions and biographies in styles that training draws: one, with as many
-steps as the runs, of 8 sequences each. Old text, from which L_fp is estimated, is the same about known people.
+The pilot reads what the runs train on, questions and biographies in styles that training draws, with as many steps as
+the runs, of 8 sequences each.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from benchmarks.biography.runs import Settings, append_record
 from benchmarks.biography.train_model import documents
-from scale_surgery import PilotSettings, RankingRequest, Request, rank_layers
+from scale_surgery import RankingSettings, rank_layers
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, Person, people
-from scale_surgery.training.ranking import SCORES, Ranking
 
 PASSES = 4  # over each group of people, every biography in another style each time
 QUESTIONS = 6
+BUDGET = "20%"  # two layers of the four, whichever they are
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,32 @@ class Proposal:
         seed: Of the texts and of the pilot.
         settings: Of the runs that it is compared with.
         seconds: Processor time of all of it.
-        relative_norm: Relative norm of each layer's update.
-        effective_rank: Effective rank of each layer's update.
-        orders: Layers, best first, by the name of the score.
-        worth: What W12 of each layer is worth, by what W12 stands in.
-        preserved_depth: Proposed L_fp, by what W12 stands in.
+        changes: Change of each layer, relative to its norm.
+        tied: Layers that are tied where the budget pays for two.
     """
 
     seed: int
     settings: Settings
     seconds: float
-    relative_norm: tuple[float, ...]
-    effective_rank: tuple[float, ...]
-    orders: dict[str, tuple[int, ...]]
-    worth: dict[str, tuple[float, ...]]
-    preserved_depth: dict[str, int]
+    changes: tuple[float, ...]
+    tied: tuple[int, ...]
 
-    def pair(self, score: str) -> tuple[int, ...]:
-        """The two best layers by a score, ascending."""
-        return tuple(sorted(self.orders[score][:2]))
+    @property
+    def pair(self) -> tuple[int, ...]:
+        """The two most changed layers, ascending, whether they are tied with others or not."""
+        most_changed = sorted(range(len(self.changes)), key=lambda layer: -self.changes[layer])
+        return tuple(sorted(most_changed[:2]))
 
 
 def propose(seed: int, settings: Settings) -> Proposal:
-    """Ask rank_layers about the shipped model, for every score and for every place of W12."""
+    """Ask rank_layers about the shipped model, with a budget that pays for two of its layers."""
     start = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         new = write_texts(Path(folder) / "new.jsonl", people(settings.new_people, start=SHIPPED_PEOPLE), seed)
-        old = write_texts(Path(folder) / "old.jsonl", people(settings.old_texts), seed)
-        ranking = ask(new, old, PilotSettings(pilots=1, steps=settings.steps, batch_size=8, seed=seed), "both")
-        # the estimate needs no pilot, and only the first ranking is kept
-        attention = ask(new, old, PilotSettings(pilots=1, steps=1, batch_size=8, seed=seed), "attn")
-    estimates = {"attn": attention.depth, "both": ranking.depth}
-    return Proposal(
-        seed,
-        settings,
-        time.process_time() - start,
-        tuple(layer.relative_norm for layer in ranking.layers),
-        tuple(layer.effective_rank for layer in ranking.layers),
-        {score: ranking.order(score) for score in SCORES},
-        {scope: tuple(layer.worth for layer in depth.layers) for scope, depth in estimates.items()},
-        {scope: depth.preserved_depth for scope, depth in estimates.items()},
-    )
-
-
-def ask(new: Path, old: Path, pilot: PilotSettings, scope: str) -> Ranking:
-    """Rank all layers, with a budget that pays for all of them."""
-    request = Request("all", method="scale", variant="adapt", collaborate=scope)
-    return rank_layers(SHIPPED_MODEL, [new], pilot, RankingRequest(request, budget="100%"), old=[old])
+        pilot = RankingSettings(budget=BUDGET, steps=settings.steps, batch_size=8, seed=seed)
+        ranking = rank_layers(SHIPPED_MODEL, new, settings=pilot)
+    changes = tuple(layer.change for layer in sorted(ranking.layers, key=lambda layer: layer.layer))
+    return Proposal(seed, settings, time.process_time() - start, changes, ranking.tied)
 
 
 def write_texts(file: Path, group: Sequence[Person], seed: int) -> Path:
@@ -109,8 +88,4 @@ def keep_proposals(file: Path, settings: Settings, seeds: int) -> list[Proposal]
 
 def _parse(record: dict[str, Any]) -> Proposal:
     record["settings"] = Settings(**record["settings"])
-    for name in ("relative_norm", "effective_rank"):
-        record[name] = tuple(record[name])
-    for name in ("orders", "worth"):
-        record[name] = {key: tuple(values) for key, values in record[name].items()}
-    return Proposal(**record)
+    return Proposal(**record | {name: tuple(record[name]) for name in ("changes", "tied")})

@@ -25,7 +25,7 @@ from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
 from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.learning.recipe import PresetName
 from scale_surgery.planning.request import Request
-from scale_surgery.training.ranking import RankingRequest
+from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--old", multiple=True, help=OLD_HELP)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
 @options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
-@options_from(RankingRequest, *RANKING, helps=HELPS)
+@options_from(RankingSettings, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
 @click.option("--preset", type=click.Choice(get_args(PresetName)), help="Settings to begin with.  [default: default]")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings; options go before it.")

@@ -86,7 +86,7 @@ def estimate_cost(
     tokenizer = need_tokenizer(checkpoint.path, work.recipe.model, work.recipe.running)
     added = plan.costs.parameters_added
     if work.recipe.chooses_layers:
-        from scale_surgery.training.budget import read_budget
+        from scale_surgery.training.rank_layers import read_budget
 
         added = min(added, read_budget(work.recipe.ranking.budget, plan.costs.parameters_before))
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
@@ -113,8 +113,7 @@ def _least_memory(work: Work, plan: Plan, base_bytes: int, added: int) -> int:
     candidates = [plan.costs.peak_memory_bytes, PROCESS_BYTES + base_bytes + TRAINED_BYTES * added]
     if work.recipe.chooses_layers:
         # the matrices of MLPs are about two thirds of a model
-        parameters = plan.costs.parameters_before
-        trained = parameters if work.recipe.pilot.trains == "full" else 2 * parameters // 3
+        trained = 2 * plan.costs.parameters_before // 3
         candidates.append(PROCESS_BYTES + base_bytes + MOMENT_BYTES * trained)
     return max(candidates)
 

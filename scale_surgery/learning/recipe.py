@@ -19,8 +19,7 @@ from scale_surgery.planning.request import Request
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.routers import RouterOptions
-from scale_surgery.training.pilot_settings import PilotSettings
-from scale_surgery.training.ranking import RankingRequest
+from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.settings import TrainingSettings
 
 # layers that a pilot chooses
@@ -36,8 +35,8 @@ class Recipe:
     Attributes:
         model: The base model, a folder or a Hub id.
         data: Text to learn: files, or folders saved by the library datasets.
-        old: Text with what the base knows: it tells where to write into the base's hidden state, sets the router, and
-            measures forgetting. Without it, only learning is measured.
+        old: Text with what the base knows: it sets the router, and measures forgetting. Without it, only learning is
+            measured.
         measure_new: Text to measure learning on, in place of some that is set aside.
         measure_old: Text to measure forgetting on, in place of some that is set aside.
         revision: Branch, tag or commit of a Hub repository.
@@ -45,8 +44,7 @@ class Recipe:
         base_weights: How base shards get from MODEL into the first folder; those in OUT share them by hard links, but
             for copy.
         hold_out: Which text is set aside.
-        ranking: What a pilot may spend on layers (layers: auto).
-        pilot: How that pilot trains.
+        ranking: What a pilot may spend on layers, and how it trains (layers: auto).
         expansion: Layers, method and widths; layers: auto lets a pilot choose.
         training: How the new blocks train.
         routing: How each token is routed.
@@ -63,8 +61,7 @@ class Recipe:
     route: bool = True
     base_weights: BaseWeights = "auto"
     hold_out: HoldOutSettings = HoldOutSettings()
-    ranking: RankingRequest = RankingRequest()
-    pilot: PilotSettings = PilotSettings()
+    ranking: RankingSettings = RankingSettings()
     expansion: Request = field(default_factory=lambda: Request(AUTO))
     training: TrainingSettings = TrainingSettings()
     routing: RouterOptions = RouterOptions()
@@ -79,8 +76,7 @@ class Recipe:
 
 SECTIONS: dict[str, type] = {
     "hold_out": HoldOutSettings,
-    "ranking": RankingRequest,
-    "pilot": PilotSettings,
+    "ranking": RankingSettings,
     "expansion": Request,
     "training": TrainingSettings,
     "routing": RouterOptions,
@@ -89,7 +85,7 @@ SECTIONS: dict[str, type] = {
 }
 # what a stage fills in by itself
 OWN = {
-    *("hold_out.parts", "ranking.expansion", "training.name"),
+    *("hold_out.parts", "training.name"),
     *("calibration.write", "calibration.plot", "running.memory_bytes"),
 }
 

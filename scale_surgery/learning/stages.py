@@ -39,9 +39,8 @@ from scale_surgery.show.commands import command, said
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.routers import RouterOptions, describe
-from scale_surgery.training.pilot_settings import PilotSettings
 from scale_surgery.training.rank_layers import rank_layers
-from scale_surgery.training.ranking import RankingRequest
+from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.run_folder import SETTINGS_FILE
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
@@ -110,9 +109,8 @@ class Work:
 
     @property
     def old_parts(self) -> tuple[Part, ...]:
-        """What is set aside of the old text: what sets the router and tells where W12 is worth it, and the same."""
-        is_asked = self.routes or self.recipe.chooses_layers
-        return ((CALIBRATE,) * is_asked + (MEASURE,) * (not self.recipe.measure_old)) * bool(self.recipe.old)
+        """What is set aside of the old text: what sets the router, and the same."""
+        return ((CALIBRATE,) * self.routes + (MEASURE,) * (not self.recipe.measure_old)) * bool(self.recipe.old)
 
     @property
     def to_learn(self) -> list[str]:
@@ -205,17 +203,12 @@ def _hold_out(work: Work, name: str, files: Sequence[str], settings: HoldOutSett
 def _rank_layers(work: Work) -> Stage:
     recipe, file = work.recipe, work.folder / "layers.json"
     expansion = replace(recipe.expansion, layers="all")
-    # where W12 is worth it is only asked where there is some, and nobody chose its layers
-    asks = expansion.variant == "adapt" and expansion.collaborative_layers is None
-    old = [part_file(work.old, CALIBRATE)] if recipe.old and asks else []
     line = command(
         "rank-layers",
         recipe.model,
         *_texts("--data", work.to_learn),
-        *_texts("--old", old),
-        *said(expansion, Request("all"), {"seed"}),
-        *said(recipe.ranking, RankingRequest(), {"expansion"}),
-        *said(recipe.pilot, PilotSettings()),
+        *said(expansion, Request("all"), {"seed", "name"}),
+        *said(recipe.ranking, RankingSettings()),
         *_revision(recipe),
         *work.running("device", "trust_remote_code"),
         "-o",
@@ -223,12 +216,10 @@ def _rank_layers(work: Work) -> Stage:
     )
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        wanted = replace(recipe.ranking, expansion=expansion)
-        given: dict[str, Any] = {"old": old, "run": recipe.running, "revision": recipe.revision, "track": track}
-        found = rank_layers(recipe.model, work.to_learn, recipe.pilot, wanted, **given)
-        write_json(file, _plain(found))
-        collaborative = found.depth.argument if found.depth is not None else None
-        return found, {"layers": found.proposals[0].argument, "collaborative_layers": collaborative}
+        given: dict[str, Any] = {"run": recipe.running, "revision": recipe.revision, "track": track}
+        ranking = rank_layers(recipe.model, work.to_learn, expansion, recipe.ranking, **given)
+        write_json(file, _plain(ranking))
+        return ranking, {"layers": ranking.argument}
 
     return Stage("layers", lambda kept: line, [file], run)
 
@@ -239,11 +230,9 @@ def _revision(recipe: Recipe) -> list[str]:
 
 def chosen_request(recipe: Recipe, kept: Kept) -> Request:
     """What is to be expanded, with the layers that a pilot chose."""
-    found = kept.get("layers", {})
     if not recipe.chooses_layers:
         return recipe.expansion
-    collaborative = recipe.expansion.collaborative_layers or found.get("collaborative_layers")
-    return replace(recipe.expansion, layers=found.get("layers", CHOSEN), collaborative_layers=collaborative)
+    return replace(recipe.expansion, layers=kept.get("layers", {}).get("layers", CHOSEN))
 
 
 def _plan(work: Work) -> Stage:

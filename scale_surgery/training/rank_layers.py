@@ -1,6 +1,6 @@
-"""Which layers: train a pilot for a few steps, and rank layers by how much training changed them.
+"""Which layers: train a pilot for a few steps, and propose the layers that it changed most and a budget pays for.
 
-plan and budget -> texts -> with old text: where W12 is worth it -> pilot -> scores -> what the budget pays for
+plan and budget -> text -> pilot -> layers
 
 Everything that can be refused is refused before a weight is read. The model's folder is only read; the pilot is thrown
 away.
@@ -8,8 +8,10 @@ away.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import ceil, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,257 +19,225 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import DataError, PlanError
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
-from scale_surgery.training.any_text import is_of_any_text
-from scale_surgery.training.budget import (
-    Price,
-    check_budget,
-    choose_layers,
-    find_ties,
-    last_of_ties,
-    price_of,
-    read_budget,
-)
-from scale_surgery.training.pilot_settings import PilotBudget, PilotSettings, budget_pilots
-from scale_surgery.training.pilot_texts import read_texts
-from scale_surgery.training.ranking import (
-    SCORES,
-    LayerScore,
-    LayerWorth,
-    Pilot,
-    Proposal,
-    Ranking,
-    RankingRequest,
-    ScoreName,
-    W12Estimate,
-    order_layers,
-    propose_collaboration,
-)
+from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.training.ranking import LayerChange, Ranking, RankingSettings
 
 if TYPE_CHECKING:
-    import torch
-
     from scale_surgery.running.sequences import Sequences
-    from scale_surgery.training.pilot import PilotRun
 
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+# by default no text is read more often: what is learned by heart tells nothing of layers
+USUAL_STEPS, USUAL_PASSES = 100, 4
+# a change that differs by less from that of the least changed layer that the budget pays for is as good
+TIED_WITHIN = 0.1
 
-@dataclass(frozen=True)
-class Job:
-    """A ranking that was checked and can begin: the model, its plan, what is asked for, and texts as tokens."""
-
-    model: str
-    revision: str | None
-    source: Source
-    checkpoint: Checkpoint
-    plan: Plan
-    settings: PilotSettings
-    budget: int
-    price: Price
-    score: ScoreName
-    texts: Mapping[str, Sequences]
-    run: RunOptions
+# parameters that an expansion of some layers adds
+Price = Callable[[Sequence[int]], int]
 
 
 def rank_layers(
     model: str | Path,
     data: str | Path | Sequence[str | Path],
-    pilot: PilotSettings | None = None,
-    wanted: RankingRequest = RankingRequest(),
+    request: Request = Request("all"),
+    settings: RankingSettings = RankingSettings(),
     *,
-    old: str | Path | Sequence[str | Path] = (),
     run: RunOptions = RunOptions(),
     revision: str | None = None,
     track: Track = no_track,
 ) -> Ranking:
-    """Rank the layers of a base model by what a short training run on a text changes in them.
+    """Rank the layers of a base model by how much a short training run on a text changes them.
 
-        relative norm   |W' - W| / |W|
-        effective rank  exp(- sum_i p_i ln p_i),  p the normalised singular values of W' - W
+        change of a layer = |W' - W| / |W|        W its matrices before the run, W' after it, |.| the Frobenius norm
 
-    Grow, Don't Overwrite (arXiv 2603.08647) ranks layers by the size of their update in a pilot run and looks at the
-    effective rank of updates; the exact scores are ours.
+    Grow, Don't Overwrite (arXiv 2603.08647) ranks layers by the size of their update in a pilot run; that the size is
+    relative, and which matrices count, is ours.
 
     Args:
         model: A base model, a folder or a Hub id; nothing is written to it.
         data: Files to learn from; see `data.read_documents`.
-        pilot: How the pilot trains.
-        wanted: For which expansion layers are proposed, and by which score.
-        old: Files that tell what the base knows; with them a preserved depth is proposed.
+        request: The expansion to be, by which layers cost what they cost; its layers are those to choose among.
+        settings: What it may cost, and how the pilot trains.
         run: How the pilot runs: device, and trust_remote_code.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.
 
     Returns:
-        Scores of all layers, what the budget pays for, and with old text where W12 is worth it.
+        How much each layer changed, and the layers that the budget pays for.
 
     Raises:
         CheckpointError: If the model cannot be read, or is expanded.
-        PlanError: If settings make no sense, the request does not fit the model, the budget cannot be read or pays for
-            no layer, or old text is given for an expansion that has no choice of W12.
-        DataError: If texts cannot be read, or are too short for the pilot, or the model has no tokenizer.
-        TrainingError: If the loss is not a number.
+        PlanError: If settings make no sense, the request does not fit the model, or the budget cannot be read or pays
+            for no layer.
+        DataError: If texts cannot be read, or the model has no tokenizer.
+        TrainingError: If the loss, or a weight at the end, is not a number.
     """
-    return run_ranking(prepare_ranking(model, data, pilot, wanted, old=old, run=run, revision=revision), track)
-
-
-def prepare_ranking(
-    model: str | Path,
-    data: str | Path | Sequence[str | Path],
-    pilot: PilotSettings | None = None,
-    wanted: RankingRequest = RankingRequest(),
-    *,
-    old: str | Path | Sequence[str | Path] = (),
-    run: RunOptions = RunOptions(),
-    revision: str | None = None,
-) -> Job:
-    """Check everything that `rank_layers` is asked for and read the texts; its arguments, results and errors."""
-    files = {"new": list(map(Path, listed(data))), "old": list(map(Path, listed(old)))}
-    request = complete(wanted.expansion or Request("all", variant="adapt" if files["old"] else None))
-    pilot = pilot or PilotSettings()
-    _check_request(pilot, request, wanted.score, has_old=bool(files["old"]))
+    request = _checked(request, settings)
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    _refuse_expanded(checkpoint, source.name)
+    if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
+        refuse_form(source.name, "expanded", "base")  # layers are chosen before an expansion
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
-    if files["old"] and plan.architecture.own_code:
-        raise PlanError("--old: cannot be asked of a model that has code of its own. Leave it out.")
-    allowed = read_budget(wanted.budget, plan.costs.parameters_before)
-    price = price_of(checkpoint, request, source.name)
-    check_budget(allowed, plan.layers, price, wanted.budget)
-    texts = read_texts(source, checkpoint, files, pilot, run)
-    return Job(str(model), revision, source, checkpoint, plan, pilot, allowed, price, wanted.score, texts, run)
 
+    def price(layers: Sequence[int]) -> int:
+        wanted = replace(request, layers=",".join(map(str, layers)))
+        return make_plan(checkpoint, wanted, name=source.name, run=run).costs.parameters_added
 
-def run_ranking(
-    job: Job, track: Track = no_track, tell: Callable[[PilotBudget], None] = lambda budget: None
-) -> Ranking:
-    """Do what `prepare_ranking` checked; see `rank_layers`.
+    budget = read_budget(settings.budget, plan.costs.parameters_before)
+    check_budget(budget, plan.layers, price, settings.budget)
+    text = _read_text(source, checkpoint, data, settings, run, plan.sizes.vocabulary)
+    steps_a_pass = ceil(len(text) / settings.batch_size)
+    steps = settings.steps or min(USUAL_STEPS, USUAL_PASSES * steps_a_pass)
+    from scale_surgery.running.loading import loaded_whole
+    from scale_surgery.training.pilot import run_pilot
 
-    Args:
-        job: What to do.
-        track: Makes progress bars.
-        tell: Called before the first step with how much pilots will read, and how long that will take.
-    """
-    from scale_surgery.training.layer_scores import score_layers
-
-    place = _find_device(job.run.device)
-    collaboration = _estimate(job, place, track) if "old" in job.texts else []
-    budget, runs = _run_pilots(job, place, track, tell)
-    layers = score_layers(runs, job.plan.layers)
-    proposals = tuple(_propose(job, layers, name) for name in sorted(SCORES, key=lambda name: name != job.score))
+    device = choose_device(run.device, only_trains=True)
+    with loaded_whole(source.path, source.name, replace(run, device=device)) as network:
+        pilot = run_pilot(network, plan.architecture, text, settings, steps, track)
+    changes = {layer: pilot.changes[layer] for layer in plan.layers}
+    proposed, tied = propose(budget, changes, price)
     return Ranking(
-        name=job.source.name,
-        model=job.model,
-        revision=job.revision,
-        family=job.plan.family,
-        pilot=_describe(job, budget, runs),
-        layers=layers,
-        score=job.score,
-        request=job.plan.request,
-        budget=job.budget,
-        parameters=job.plan.costs.parameters_before,
-        proposals=proposals,
-        depth=_describe_depth(job, collaboration, proposals[0]) if collaboration else None,
+        name=source.name,
+        model=str(model),
+        revision=revision,
+        family=plan.family,
+        request=plan.request,
+        settings=settings,
+        steps=steps,
+        tokens=len(text.ids),
+        passes=steps / steps_a_pass,
+        trained_parameters=pilot.trained_parameters,
+        first_loss=pilot.first_loss,
+        last_loss=pilot.last_loss,
+        layers=tuple(LayerChange(layer, changes[layer]) for layer in order_layers(changes)),
+        parameters=plan.costs.parameters_before,
+        budget=budget,
+        proposed=proposed,
+        argument=format_layers(proposed),
+        parameters_added=price(proposed),
+        tied=tied,
     )
 
 
-def _check_request(settings: PilotSettings, request: Request, score: str, *, has_old: bool) -> None:
+def _checked(request: Request, settings: RankingSettings) -> Request:
     problems = problems_of(settings)
-    if score not in SCORES:
-        problems.append(f"--score is {score!r}, expected one of: {', '.join(SCORES)}.")
     if request.collaborative_layers is not None:
         problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: is proposed by rank-layers. Leave it out."
-        )
-    if has_old and request.variant != "adapt":
-        problems.append(
-            f"--old with --variant {request.variant}: old text tells in which layers W12 is worth it, and that is a "
-            "choice of --variant adapt alone (--method scale). Take that, or leave --old out."
+            f"--collaborative-layers {request.collaborative_layers}: cannot be said before layers are chosen. Leave "
+            "it out; all chosen layers are collaborative then."
         )
     if problems:
         raise PlanError.from_problems(problems)
+    return complete(request)
 
 
-def _refuse_expanded(checkpoint: Checkpoint, name: str) -> None:
-    if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
-        # layers are chosen before an expansion
-        refuse_form(name, "expanded", "base")
+def _read_text(
+    source: Source,
+    checkpoint: Checkpoint,
+    data: str | Path | Sequence[str | Path],
+    settings: RankingSettings,
+    run: RunOptions,
+    vocabulary: int,
+) -> Sequences:
+    """The text as token sequences, all of one length but the last."""
+    from scale_surgery.running.documents import read_documents
+    from scale_surgery.running.texts import pack, tokenize, without_unscored
+
+    if not (files := list(map(Path, listed(data)))):
+        raise DataError("There is no text for the pilot. Give files with --data.")
+    length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
+    tokenizer = need_tokenizer(source.path, source.name, run)
+    text = without_unscored(pack(tokenize(read_documents(files), tokenizer), length))
+    if (highest := int(text.ids.max())) >= vocabulary:
+        raise DataError(
+            f"{source.name}: its tokenizer gives the id {highest}, expected ids below {vocabulary}, the size of its "
+            "embedding. Use the tokenizer that the model was trained with."
+        )
+    return text
 
 
-def _find_device(name: str) -> torch.device:
-    import torch
+def read_budget(text: str, parameters: int) -> int:
+    """Read how many parameters an expansion may add.
 
-    return torch.device(choose_device(name, only_trains=True))
+    Args:
+        text: A share of the base's parameters such as 30%, or a number such as 200M, 1.5B or 250000.
+        parameters: Parameters of the base as stored.
 
+    Returns:
+        Number of parameters.
 
-def _estimate(job: Job, device: torch.device, track: Track) -> list[LayerWorth]:
-    """What W12 is worth in each layer; in float32, so that small steps are seen."""
-    from scale_surgery.training.w12_worth import estimate_worth
-
-    request = replace(job.plan.request, dtype="float32")
-    plan = make_plan(job.checkpoint, request, name=job.source.name, run=job.run)
-    return estimate_worth(job.checkpoint, plan, job.texts["new"], job.texts["old"], device, track)
-
-
-def _run_pilots(
-    job: Job, device: torch.device, track: Track, tell: Callable[[PilotBudget], None]
-) -> tuple[PilotBudget, list[PilotRun]]:
-    """Run one pilot after the other, each on a model as it is stored and on its own share of the text."""
-    from scale_surgery.deriving.base import read_base
-    from scale_surgery.running.loading import loaded_whole
-    from scale_surgery.running.texts import take_rows
-    from scale_surgery.training.pilot import run_pilot, time_step
-
-    text, settings = job.texts["new"], job.settings
-    runs: list[PilotRun] = []
-    budget = budget_pilots(settings, len(text), text.longest)
-    for number in range(budget.pilots):
-        with loaded_whole(job.source.path, job.source.name, replace(job.run, device=str(device))) as model:
-            if not runs:
-                budget = budget.within(settings.minutes, time_step(model, text, settings, device))
-                tell(budget)
-            own = replace(settings, seed=(settings.seed + number) % 2**32)
-            share = take_rows(text, range(number, len(text), budget.pilots))
-            base = read_base(job.checkpoint, job.run)
-            runs.append(run_pilot(model, base, share, own, budget.steps, device, track))
-    return budget, runs
+    Raises:
+        PlanError: If it cannot be read, or is not above zero.
+    """
+    match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*)\s*(%|[kKmMbB]?)", text.strip())
+    number = float(match[1].replace("_", "")) if match else 0.0
+    if match is None or not number or not isfinite(number):
+        raise PlanError(
+            f"--budget is {text!r}, expected a number of parameters above zero: 30%, or 200M (also k and B)."
+        )
+    return int(number / 100 * parameters if match[2] == "%" else number * UNITS[match[2].upper()])
 
 
-def _propose(job: Job, layers: Sequence[LayerScore], score: ScoreName) -> Proposal:
-    order = order_layers(layers, score)
-    chosen = choose_layers(job.budget, order, job.price)
-    of_any_text = score == "relative-norm" and is_of_any_text(layers)
-    left = set(order) - set(chosen)
-    tied = tuple(sorted(order)) if of_any_text and left else find_ties(layers, chosen, score)
-    if tied:
-        chosen = choose_layers(job.budget, last_of_ties(order, chosen, tied), job.price)
-    return Proposal(score, chosen, format_layers(chosen), job.price(chosen), tied, of_any_text)
+def check_budget(budget: int, layers: Sequence[int], price: Price, text: str) -> None:
+    """Check that a budget pays for at least one layer.
+
+    Raises:
+        PlanError: If not; what the cheapest one costs is said.
+    """
+    costs = {layer: price([layer]) for layer in layers}
+    cheapest = min(costs, key=lambda layer: costs[layer])
+    if costs[cheapest] > budget:
+        raise PlanError(
+            f"--budget {text} is {budget:,} parameters, expected at least {costs[cheapest]:,}, what layer {cheapest} "
+            "alone costs with what is added outside the layers. Raise it; with --method scale, a smaller --ratio makes "
+            "layers cheaper."
+        )
 
 
-def _describe(job: Job, budget: PilotBudget, runs: Sequence[PilotRun]) -> Pilot:
-    peaks = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
-    return Pilot(
-        settings=job.settings,
-        budget=budget,
-        tokens=len(job.texts["new"].ids),
-        passes=budget.passes,
-        first_loss=sum(run.first_loss for run in runs) / len(runs),
-        last_loss=sum(run.last_loss for run in runs) / len(runs),
-        seconds=sum(run.seconds for run in runs),
-        trained_parameters=runs[0].trained_parameters,
-        peak_memory_bytes=max(peaks, default=None),
-    )
+def order_layers(changes: Mapping[int, float]) -> list[int]:
+    """Layers from the largest change to the smallest; of equal ones the higher layer first."""
+    return sorted(changes, key=lambda layer: (changes[layer], layer), reverse=True)
 
 
-def _describe_depth(job: Job, layers: Sequence[LayerWorth], proposal: Proposal) -> W12Estimate:
-    from scale_surgery.training.w12_worth import PROMISED
+def propose(budget: int, changes: Mapping[int, float], price: Price) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Propose the most changed layers that a budget pays for; of tied layers the last ones.
 
-    proposed = propose_collaboration({found.layer: found.worth for found in layers}, proposal.layers)
-    return W12Estimate(PROMISED, len(job.texts["old"].ids), tuple(layers), proposed, format_layers(proposed))
+    Args:
+        budget: Parameters that may be added.
+        changes: Change of each layer.
+        price: What some layers cost.
+
+    Returns:
+        The proposed layers, ascending. Then the tied ones, ascending: those whose changes are within TIED_WITHIN of
+        that of the least changed layer that the budget pays for; none where it pays for all of them.
+    """
+    order = order_layers(changes)
+    chosen = _affordable(budget, order, price)
+    least = min(changes[layer] for layer in chosen)
+    low, high = least / (1 + TIED_WITHIN), least * (1 + TIED_WITHIN)
+    tied = sorted(layer for layer in order if low <= changes[layer] <= high)
+    if set(tied) <= set(chosen):
+        return tuple(sorted(chosen)), ()
+    above = [layer for layer in order if changes[layer] > high]
+    below = [layer for layer in order if changes[layer] < low]
+    return tuple(sorted(_affordable(budget, [*above, *reversed(tied), *below], price))), tuple(tied)
+
+
+def _affordable(budget: int, order: Sequence[int], price: Price) -> list[int]:
+    """Take layers while the budget pays for them.
+
+    One that does not fit is passed over: layer 0 brings new columns of the embedding with it, and may cost more than
+    the next one.
+    """
+    chosen: list[int] = []
+    for layer in order:
+        if price(sorted([*chosen, layer])) <= budget:
+            chosen.append(layer)
+    return chosen

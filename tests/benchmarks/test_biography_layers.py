@@ -119,11 +119,8 @@ def test_steps_of_a_run_become_points() -> None:
     assert len(biography_layers_report.norms_and_forgetting([scored(norm=None)])) == 1
 
 
-def proposal(seed: int, best: tuple[int, ...]) -> Proposal:
-    orders = {"relative-norm": best, "effective-rank": (3, 2, 1, 0)}
-    worth = {"attn": (1.0, 2.0, 3.0, 4.0), "both": (4.0, 3.0, 2.0, 1.0)}
-    values = (0.1, 0.2, 0.3, 0.4)
-    return Proposal(seed, QUICK, 1.0, values, values, orders, worth, {"attn": seed, "both": 1})
+def proposal(seed: int, changes: tuple[float, ...]) -> Proposal:
+    return Proposal(seed, QUICK, 1.0, changes, (1, 2))
 
 
 def rendered(table: Any) -> str:
@@ -133,21 +130,21 @@ def rendered(table: Any) -> str:
 
 
 def test_tables_say_what_pilots_propose() -> None:
-    proposals = [proposal(0, (1, 0, 2, 3)), proposal(1, (2, 0, 1, 3))]
-    assert proposals[0].pair("relative-norm") == (0, 1)
+    proposals = [proposal(0, (0.3, 0.4, 0.2, 0.1)), proposal(1, (0.3, 0.2, 0.4, 0.1))]
+    assert [found.pair for found in proposals] == [(0, 1), (0, 2)]
     pairs = rendered(biography_layers_report.render_pairs({pair: [scored(), scored(1)] for pair in PAIRS}, proposals))
     lines = {line[:4]: line for line in pairs.splitlines()}
-    assert lines["0, 1"].endswith("1 / 0") and lines["2, 3"].endswith("0 / 2") and "/" not in lines["1, 3"]
+    assert lines["0, 1"].endswith(" 1") and lines["0, 2"].endswith(" 1") and not lines["1, 3"].endswith(" 1")
     found = rendered(biography_layers_report.render_proposals(proposals))
-    assert "layers 0,1 or 0,2" in found and "L_fp 0 or 1" in found
+    assert "seed 1  30.00%  20.00%  40.00%  10.00% 1, 2" in found
 
 
 def test_pilots_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pilots.jsonl"
-    append_record(file, proposal(0, (1, 0, 2, 3)))
-    monkeypatch.setattr(biography_pilots, "propose", lambda seed, settings: proposal(seed, (2, 0, 1, 3)))
+    append_record(file, proposal(0, (0.3, 0.4, 0.2, 0.1)))
+    monkeypatch.setattr(biography_pilots, "propose", lambda seed, settings: proposal(seed, (0.3, 0.2, 0.4, 0.1)))
     kept = keep_proposals(file, QUICK, 2)
-    assert [found.orders["relative-norm"] for found in kept] == [(1, 0, 2, 3), (2, 0, 1, 3)]
+    assert [found.pair for found in kept] == [(0, 1), (0, 2)]
     assert read_proposals(file) == kept
 
 
@@ -157,8 +154,7 @@ def test_quick_runs_are_tabulated_and_drawn(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(biography_layers, "NORM_RATES", (3e-3,))
     monkeypatch.setattr(biography_layers, "PAIRS", {"adapt": {(0, 1): WIDENED[0, 1]}, "grow": {(0, 1): GROWN[0, 1]}})
     monkeypatch.setattr(biography_layers, "DEPTHS", {"attn": {lowest: DEPTHS["attn"][lowest] for lowest in (2, 4)}})
-    alike = dict.fromkeys(("relative-norm", "effective-rank"), (1, 0, 2, 3))
-    append_record(tmp_path / "records.pilots.jsonl", dataclasses.replace(proposal(0, ()), orders=alike))
+    append_record(tmp_path / "records.pilots.jsonl", proposal(0, (0.3, 0.4, 0.2, 0.1)))
     for figure in biography_layers.FIGURES:
         options = ["--quick", "--seeds", "1", "--images", str(tmp_path), "-o", str(tmp_path / "records.jsonl")]
         done = CliRunner().invoke(biography_layers.main, ["--figure", figure, *options], catch_exceptions=False)
@@ -175,9 +171,7 @@ def test_quick_runs_are_tabulated_and_drawn(tmp_path: Path, monkeypatch: pytest.
 def test_pilot_reads_what_runs_train_on(tmp_path: Path) -> None:
     settings = dataclasses.replace(QUICK, new_people=6, old_texts=4, steps=1)
     found = biography_pilots.propose(0, settings)
-    assert sorted(found.orders["relative-norm"]) == sorted(found.orders["effective-rank"]) == [0, 1, 2, 3]
-    assert all(value > 0 for value in (*found.relative_norm, *found.effective_rank))
-    assert set(found.preserved_depth) == {"attn", "both"} and set(found.preserved_depth.values()) <= {0, 1, 2, 3}
+    assert len(found.changes) == 4 and all(change > 0 for change in found.changes) and set(found.tied) <= {0, 1, 2, 3}
     file = tmp_path / "pilots.jsonl"
     append_record(file, found)
     assert read_proposals(file) == [found]

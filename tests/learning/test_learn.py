@@ -45,8 +45,8 @@ SHORT = {
     "training.batch_size": 2,
     "training.sequence_length": 64,
     "training.learning_rate": 5e-3,
-    "pilot.steps": 2,
-    "pilot.sequence_length": 64,
+    "ranking.steps": 2,
+    "ranking.sequence_length": 64,
     "ranking.budget": "40%",
     "hold_out.most_characters": 1500,
 }

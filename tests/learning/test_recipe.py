@@ -76,7 +76,7 @@ def test_every_setting_is_written_with_a_comment():
 def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
     text = (
         "model: base\ndat: [a.txt]\ntraining:\n  stepz: 3\n  steps: many\n  learning-rate: 1e-3\n  steps: 3\n"
-        "routing: {router: best}\npilot:\nhold_out: 3\nexpansion: {ratio: 7}\n"
+        "routing: {router: best}\nranking:\nhold_out: 3\nexpansion: {ratio: 7}\n"
     )
     assert problems(text, tmp_path) == [
         "recipe.yaml, line 2: dat is no setting of a recipe. Did you mean data?",
@@ -170,7 +170,7 @@ def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
     ("words", "message"),
     [
         (["--set", "training.step=3"], "training.step is no setting of a recipe. Did you mean training.steps?"),
-        (["--set", "steps=3"], "steps is no setting of a recipe. Did you mean pilot.steps or training.steps?"),
+        (["--set", "steps=3"], "steps is no setting of a recipe. Did you mean ranking.steps or training.steps?"),
         (["--set", "training.steps"], "--set training.steps is not KEY=VALUE"),
         (["--set", "training.steps=["], "the value is no YAML"),
         (["--set", "training.warmup=2"], "training.warmup is 2, expected a share of the steps"),

@@ -25,11 +25,10 @@ BASE, WIDE, TUNED = (
 ROUTED = "routed-between-the-base-and-the-new-domain-model.v2"
 TEXTS = "--old known.jsonl --new asked.jsonl"
 TRAIN = f"train {WIDE} --data told.jsonl -o {TUNED} --steps 3 --sequence-length 64"
-RANK = f"rank-layers {BASE} --data told.jsonl --old known.jsonl --steps 2 --batch-size 2 --sequence-length 32"
+RANK = f"rank-layers {BASE} --data told.jsonl --steps 2 --batch-size 2 --sequence-length 32"
 COMMANDS = (
     f"inspect {BASE}",
     RANK,
-    f"{RANK} --score effective-rank --details",
     f"plan {BASE} --layers last:2 --variant adapt --collaborate both --details",
     f"plan {BASE} --layers last:2 --variant adapt -o plan-of-the-new-domain.json",
     f"expand {BASE} --layers last:2 --variant adapt --collaborate both -o {WIDE}",
