@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.checkpoint.schema import in_one_line, known_misfits
+from scale_surgery.checkpoint.records import open_record, read_record
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count
 from scale_surgery.running.device import is_out_of_memory
@@ -18,8 +19,8 @@ from scale_surgery.running.device import is_out_of_memory
 STATE_FILE = "trainer_state.json"
 
 
-@dataclass(frozen=True)
-class TrainerFile:
+@open_record
+class TrainerFile(TypedDict):
     """What is relied on in a trainer's state."""
 
     global_step: Count
@@ -56,6 +57,4 @@ def check_state(checkpoint: Path) -> None:
     """
     with reading_state(checkpoint):
         list_files(checkpoint)  # a pipe would be waited for
-        found = read_json(checkpoint / STATE_FILE)
-        if problems := list(known_misfits(found, TrainerFile, STATE_FILE)):
-            raise TrainingError(in_one_line(problems))
+        read_record(read_json(checkpoint / STATE_FILE), TrainerFile, STATE_FILE)
