@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
@@ -68,7 +69,8 @@ class Run(TypedDict, total=False):
 
 
 @open_record
-class HeaderEntry(TypedDict):
+@dataclass(frozen=True)
+class HeaderEntry:
     """A tensor in the header of a shard."""
 
     dtype: str
@@ -77,25 +79,27 @@ class HeaderEntry(TypedDict):
 
 
 @open_record
-class StockFile(TypedDict):
+@dataclass(frozen=True)
+class StockFile:
     """A file in merge.json; a base file that was moved has another name."""
 
     sha256: str
     bytes: Size
-    stored_as: NotRequired[str]
+    stored_as: str = ""
 
 
 @open_record
-class StockRecord(TypedDict):
+@dataclass(frozen=True)
+class StockRecord:
     """What a push relies on in merge.json of a stock export."""
 
     base_name: str
     base_files: Mapping[str, StockFile]
     request: Request
-    files: NotRequired[Mapping[str, StockFile] | None]
-    base_revision: NotRequired[str | None]
-    training: NotRequired[tuple[Mapping[str, Any], ...]]
-    drift: NotRequired[Mapping[str, Any] | None]
+    files: Mapping[str, StockFile] | None = None
+    base_revision: str | None = None
+    training: tuple[Mapping[str, Any], ...] = ()
+    drift: Mapping[str, Any] | None = None
 
 
 def check_headers(headers: Mapping[str, str], place: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from typing_extensions import TypedDict
 
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import list_files
@@ -20,7 +19,8 @@ STATE_FILE = "trainer_state.json"
 
 
 @open_record
-class TrainerFile(TypedDict):
+@dataclass(frozen=True)
+class TrainerFile:
     """What is relied on in a trainer's state."""
 
     global_step: Count
