@@ -85,6 +85,11 @@ def shorten(lines: Sequence[str], most: int = MOST_LINES, ending: str = ".") -> 
     return [*lines[:most], f"... and {more} more{ending}"] if more > 0 else list(lines)
 
 
+def in_one_line(problems: Sequence[str]) -> str:
+    """Problems of one file as a sentence; those beyond a dozen are counted."""
+    return "; ".join(shorten(problems, ending=""))
+
+
 def counted(count: int, noun: str) -> str:
     """Count things in a sentence: 1 prompt, 1,024 prompts."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -52,6 +52,17 @@ class Range:
     def __str__(self) -> str:
         return f"{self.noun}, {self.bounds}" if self.noun else self.bounds
 
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        """How pydantic checks a number of a record."""
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(self._check, handler(kind))
+
+    def _check(self, value: float) -> float:
+        if value not in self:
+            raise ValueError(self)
+        return value
+
     @property
     def bounds(self) -> str:
         """Its ends in words."""

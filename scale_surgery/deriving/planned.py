@@ -14,14 +14,13 @@ from scale_surgery.deriving.base import code_folder, derive_config, read_base
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.base import Base, base_in
-from scale_surgery.planning.compared import check_same
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.duplicable import per_layer_lists
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.reserved import check_clashes
-from scale_surgery.planning.saved import saved_request
+from scale_surgery.planning.saved import check_same, read_plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
@@ -161,7 +160,8 @@ def load_plan(
         PlanError: If the file is no plan, or another would be made of this base model here; what differs is named.
         CheckpointError: If the model cannot be read.
     """
-    request = saved_request(file)
-    made = plan(model, request, revision=revision, run=run, track=track)
-    check_same(made, file)
+    saved = read_plan(file)
+    source, checkpoint = open_model(model, revision)
+    made = make_plan(checkpoint, saved.request, name=source.name, revision=source.revision, run=run, track=track)
+    check_same(saved, Base(base_in(checkpoint, made.request.name), made.facts), made, file)
     return made

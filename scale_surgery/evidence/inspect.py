@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import DEFAULT_NAME, ROUTER_KEY, expansion_of, specs_of_expansions
+from scale_surgery.checkpoint.expansions import (
+    DEFAULT_NAME,
+    ROUTER_KEY,
+    expansion_of,
+    place_of_specs,
+    specs_of_expansions,
+)
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
-from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, ORIGIN_KEY, numbering_of
-from scale_surgery.checkpoint.schema import in_one_line, known_misfits
+from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, numbering_of
+from scale_surgery.checkpoint.records import open_record, read_record, reading
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
-from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.verification import changed_since
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of
 from scale_surgery.planning.methods import method_of_variant
-from scale_surgery.planning.spec_schema import key_problems
-from scale_surgery.planning.specs import Widths
+from scale_surgery.planning.plan import Origin
+from scale_surgery.planning.specs import Collaboration, Widths
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import RunOptions
+from scale_surgery.surgery.record import StoredManifest, read_stored
+from scale_surgery.surgery.record_schema import Certificate
 from scale_surgery.surgery.routers import read_router
 
 
@@ -137,18 +144,20 @@ class Inspection:
     quantisation: str | None = None
 
 
+@open_record
 @dataclass(frozen=True)
-class _Runs:
-    training: tuple[Mapping[str, Any], ...] = ()
+class _Specs:
+    """What is looked at of what config.json says of an expansion."""
 
-
-@dataclass(frozen=True)
-class _Record:
-    base_name: str | None = None
-    base_revision: str | None = None
-    verification: Mapping[str, Any] | None = None
-    expansions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    routing: Mapping[str, Any] | None = None
+    variant: str
+    expanded_layers: tuple[int, ...]
+    name: str = DEFAULT_NAME
+    widths: Widths = field(default_factory=Widths)
+    collaborative: Collaboration = field(default_factory=Collaboration)
+    expanded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    fused: bool = False
+    origin: Origin | None = None
 
 
 def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Inspection:
@@ -204,71 +213,44 @@ def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes)
 
 
 def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
-    key = checkpoint.config[CONFIG_KEY]
-    try:
-        if problems := key_problems(key, CONFIG_KEY):
-            raise PlanError(in_one_line(problems))
-        return _read_summary(checkpoint, specs_of_expansions(key), title)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration, PlanError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: scale_surgery is incomplete ({error}). Restore it from where you got it."
-        ) from error
-
-
-def _read_summary(checkpoint: Checkpoint, expansions: Sequence[Mapping[str, Any]], title: str) -> FolderSummary:
-    key = checkpoint.config[CONFIG_KEY]
-    record, origin = _read_record(checkpoint), expansions[0].get(ORIGIN_KEY) or {}
-    verification, added = record.verification, {}
-    for specs in expansions:
-        name = specs.get("name", DEFAULT_NAME)
-        steps = (run.get("steps") for run in record.expansions.get(name, {}).get("training", ()))
-        added[name] = _read_expansion(checkpoint, specs, name, sum(own for own in steps if isinstance(own, int)))
-    return FolderSummary(
-        base_name=record.base_name or origin.get("base_name"),
-        base_revision=record.base_revision or origin.get("base_revision"),
-        expansions=added,
-        routing=read_router(key.get(ROUTER_KEY), len(expansions), f"{CONFIG_KEY}.{ROUTER_KEY}"),
-        verified=_verified(verification),
-        passed=None if verification is None else bool(verification["passed"]),
-        changed_since=None if verification is None else _changed_since(record, verification),
-        adopt=adopt_line(title, checkpoint.config) if checkpoint.manifest is None else None,
-    )
-
-
-def _read_expansion(checkpoint: Checkpoint, specs: Mapping[str, Any], name: str, steps: int) -> ExpansionSummary:
-    numbering = numbering_of(specs)
-    widths = specs.get("widths") or asdict(Widths(0, 0, 0))
-    collaborative = specs.get("collaborative") or {"layers": (), "groups": ()}
-    return ExpansionSummary(
-        method=method_of_variant(specs["variant"]).name,
-        variant=specs["variant"],
-        layers=tuple(specs["expanded_layers"]),
-        new_layers=() if numbering is None else numbering.new,
-        collaborative_layers=tuple(collaborative["layers"]),
-        collaborative_groups=tuple(collaborative["groups"]),
-        up_width=widths["up_width"],
-        up_kv_heads=widths["up_kv_heads"],
-        up_inner_width=widths["up_inner_width"],
-        copies=_count_mlps(specs),
-        parameters_by_block=_count_blocks(checkpoint, name) if numbering is None else _count_copies(checkpoint),
-        is_fused=specs.get("fused", False),
-        steps=steps,
-    )
-
-
-def _read_record(checkpoint: Checkpoint) -> _Record:
-    """What surgery.json says of the base and of the last verification; empty where there is none."""
-    content = checkpoint.manifest or {}
-    problems = list(known_misfits(content, _Record))
-    for name, own in {} if problems else content.get("expansions", {}).items():
-        problems += known_misfits(own, _Runs, f"expansions.{name}")
-    if problems:
-        raise CheckpointError(
-            f"{checkpoint.path / MANIFEST_FILE}: is incomplete ({in_one_line(problems)}). Restore it from where you "
-            "got it."
+    key, file = checkpoint.config[CONFIG_KEY], checkpoint.path / MANIFEST_FILE
+    stored = read_stored(file) if file.is_file() else None
+    with reading(checkpoint.path / CONFIG_FILE):
+        plain = specs_of_expansions(key)
+        specs = [read_record(own, _Specs, place_of_specs(key, number)) for number, own in enumerate(plain)]
+        base, verification = stored or specs[0].origin, stored and stored.verification
+        return FolderSummary(
+            base_name=None if base is None else base.base_name,
+            base_revision=None if base is None else base.base_revision,
+            expansions={own.name: _read_expansion(checkpoint, own, stored) for own in specs},
+            routing=read_router(key.get(ROUTER_KEY), len(specs), f"{CONFIG_KEY}.{ROUTER_KEY}"),
+            verified=_verified(verification) if verification else None,
+            passed=verification["passed"] if verification else None,
+            changed_since=_changed_since(stored, verification) if stored and verification else None,
+            adopt=None if stored else adopt_line(title, checkpoint.config),
         )
-    known = {own.name: content[own.name] for own in fields(_Record) if own.name in content}
-    return _Record(**known)
+
+
+def _read_expansion(checkpoint: Checkpoint, specs: _Specs, stored: StoredManifest | None) -> ExpansionSummary:
+    # a model with duplicated layers has one expansion
+    numbering = numbering_of(checkpoint.config[CONFIG_KEY])
+    runs = stored.expansions[specs.name].training if stored and specs.name in stored.expansions else ()
+    copies = None if numbering is None else _count_copies(checkpoint, specs.groups)
+    return ExpansionSummary(
+        method=method_of_variant(specs.variant).name,
+        variant=specs.variant,
+        layers=specs.expanded_layers,
+        new_layers=() if numbering is None else numbering.new,
+        collaborative_layers=specs.collaborative.layers,
+        collaborative_groups=specs.collaborative.groups,
+        up_width=specs.widths.up_width,
+        up_kv_heads=specs.widths.up_kv_heads,
+        up_inner_width=specs.widths.up_inner_width,
+        copies=_count_mlps(specs),
+        parameters_by_block=_count_blocks(checkpoint, specs.name) if copies is None else copies,
+        is_fused=specs.fused,
+        steps=int(sum(run.get("steps", 0) for run in runs)),
+    )
 
 
 def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
@@ -280,15 +262,14 @@ def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
     return {block: count for block, count in counts.items() if count}
 
 
-def _count_mlps(specs: Mapping[str, Any]) -> int | None:
+def _count_mlps(specs: _Specs) -> int | None:
     """How many MLPs share a layer of a grown model: its down projections count one over that."""
-    shares = [spec["share"] for spec in specs.get("expanded", {}).values() if "share" in spec]
+    shares = [spec["share"] for spec in specs.expanded.values() if "share" in spec]
     return round(1 / shares[0]) if shares else None
 
 
-def _count_copies(checkpoint: Checkpoint) -> dict[str, int]:
+def _count_copies(checkpoint: Checkpoint, groups: Mapping[str, str]) -> dict[str, int]:
     """Parameters of copied layers by group."""
-    groups = checkpoint.config[CONFIG_KEY].get("groups") or {}
     counts = dict.fromkeys(("attn", "ffn", "norms"), 0)
     for info in checkpoint.tensors.values():
         _, is_copy, inside = info.name.partition(f".{AFTER}")
@@ -297,12 +278,10 @@ def _count_copies(checkpoint: Checkpoint) -> dict[str, int]:
     return {group: count for group, count in counts.items() if count}
 
 
-def _verified(verification: Mapping[str, Any] | None) -> str | None:
-    if verification is None:
-        return None
+def _verified(verification: Certificate) -> str:
     return f"{'passed' if verification['passed'] else 'FAILED'} {verification['date']}"
 
 
-def _changed_since(record: _Record, verification: Mapping[str, Any]) -> str | None:
-    runs = [run for own in record.expansions.values() for run in own.get("training", ())]
-    return changed_since(verification, runs, record.routing)
+def _changed_since(stored: StoredManifest, verification: Certificate) -> str | None:
+    runs = [run for own in stored.expansions.values() for run in own.training]
+    return changed_since(verification, runs, stored.routing)

@@ -32,9 +32,9 @@ from scale_surgery.checkpoint.names import (
     STOCK_FILE,
 )
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
-from scale_surgery.checkpoint.schema import in_one_line, known_misfits, misfits
+from scale_surgery.checkpoint.records import read_record, reading
 from scale_surgery.errors import CheckpointError
-from scale_surgery.surgery.extract_folder import ExtractRecord
+from scale_surgery.surgery.extract_folder import read_extract
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.record_schema import StockRecord
 
@@ -151,16 +151,11 @@ def read_contents(path: Path) -> Contents:
 
 def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
     """Check the kinds of values that a push relies on; surgery.json was checked when read."""
-    file = {**RECORD_OF, "extract": EXTRACT_FILE}.get(form, MANIFEST_FILE)
-    problems: list[str] = []
     if form == "stock":
-        problems += known_misfits(record, StockRecord)
+        with reading(path / STOCK_FILE):
+            read_record(record, StockRecord)
     elif form == "extract":
-        problems += misfits(read_json(path / EXTRACT_FILE), ExtractRecord)
-    if problems:
-        raise CheckpointError(
-            f"{path / file}: is incomplete ({in_one_line(problems)}). Restore it from where you got it."
-        )
+        read_extract(path / EXTRACT_FILE)
 
 
 def read_card(file: Path) -> str:

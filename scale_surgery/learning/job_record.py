@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json, write_json
 from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.records import read_record
 from scale_surgery.errors import CheckpointError
 from scale_surgery.learning.recipe import Recipe, differences
 from scale_surgery.learning.stages import Kept, Stage, Work
-
-FORMAT = 1
 
 
 @dataclass
@@ -30,11 +29,12 @@ class Record:
     done: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
     clears: bool = False
+    format: Literal[1] = 1
 
     def write(self) -> None:
         """Write it, whole or not at all."""
         content = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "file"}
-        write_json(self.file, plain_json({"format": FORMAT, **content}))
+        write_json(self.file, plain_json(content))
 
 
 def take_up(record: Record, recipe: Recipe) -> Record:
@@ -50,23 +50,24 @@ def take_up(record: Record, recipe: Recipe) -> Record:
     Raises:
         CheckpointError: If the folder is that of another recipe, or of other texts.
     """
-    found = read_json(record.file)
-    problems = []
-    if found.get("format") != FORMAT or not found.keys() >= {own.name for own in fields(Record)} - {"file"}:
-        problems.append(f"{record.file}: is of another release of this program, or was changed.")
+    content = {**read_json(record.file), "file": str(record.file)}
+    try:
+        before = read_record(content, Record)
+    except ValueError as error:
+        problems = [f"{record.file}: is of another release of this program, or was changed ({error})."]
     else:
-        changed = list(differences(recipe, found["recipe"]))
-        problems += [f"{record.file.parent}: was begun with {difference}." for difference in changed]
+        changed = list(differences(recipe, before.recipe))
+        problems = [f"{record.file.parent}: was begun with {difference}." for difference in changed]
         problems += [
             f"{name}: has changed since {record.file.parent} was begun."
             for name, stamp in record.read.items()
-            if found["read"].get(name) != stamp
+            if before.read.get(name) != stamp
         ]
     if problems:
         raise CheckpointError.from_problems(
             [*problems, "Choose another folder with -o, or begin anew with --overwrite."]
         )
-    return replace(record, **{name: found[name] for name in ("kept", "done", "seconds", "clears")})
+    return replace(record, kept=before.kept, done=before.done, seconds=before.seconds, clears=before.clears)
 
 
 def gone_since(stages: Sequence[Stage], record: Record) -> dict[str, Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
@@ -82,7 +82,8 @@ def complete(request: Request, layers: int | None = None) -> Request:
     problems = [*_foreign_problems(request), *method.problems(request)]
     if problems:
         raise PlanError.from_problems([*problems, *_layer_problems(request, layers)])
-    return method.complete(request)
+    # a record gives the same number back
+    return method.complete(replace(request, ratio=float(request.ratio)))
 
 
 def _layer_problems(request: Request, layers: int | None) -> list[str]:

@@ -1,9 +1,9 @@
-"""Plans as JSON: written to be reviewed; what was asked for is read back, and the plan is made again."""
+"""Plans as JSON, which hold what was decided: base, facts and request. The plan is made again of them, and reviewed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,37 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
-from scale_surgery.checkpoint.schema import build, in_one_line, misfits
-from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.planning.plan import Origin, Plan
+from scale_surgery.checkpoint.records import DAMAGE, read_record, reading
+from scale_surgery.errors import CheckpointError, PlanError, SurgeryError
+from scale_surgery.planning.architecture import Architecture
+from scale_surgery.planning.base import Base, Facts, check_facts
+from scale_surgery.planning.plan import Origin, Plan, plan_expansion
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.selection import format_layers
+
+# among the versions that a proof names
+PACKAGE = "scale-surgery"
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """What a plan in a file holds; see `Plan`."""
+
+    base_name: str
+    base_revision: str | None
+    base_fingerprint: str
+    facts: Facts
+    request: Request
 
 
 def save_plan(plan: Plan, file: Path) -> None:
-    """Write a plan as JSON."""
-    write_json(file, plan.to_json())
+    """Write what was decided as JSON."""
+    decided = SavedPlan(plan.base_name, plan.base_revision, plan.base_fingerprint, plan.facts, plan.request)
+    write_json(file, asdict(decided))
 
 
-def saved_request(file: Path) -> Request:
-    """Read what was asked for, of a plan in a file.
+def read_plan(file: Path) -> SavedPlan:
+    """Read what was decided, of a plan in a file.
 
     Args:
         file: A plan that `save_plan` wrote.
@@ -34,14 +52,84 @@ def saved_request(file: Path) -> Request:
     """
     missing = "" if file.exists() else "there is no such file, it "
     try:
-        content = read_json(file)
-        if problems := list(misfits(content, Plan)):
-            raise PlanError(in_one_line(problems))
-    except (PlanError, CheckpointError) as error:
+        saved = read_record(read_json(file), SavedPlan)
+        check_facts(saved.facts)
+    except (ValueError, PlanError, CheckpointError) as error:
         found = "" if missing else f" ({error})"
         raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{found}. Make one with plan -o.") from error
-    request: Request = build(content["request"], Request)
-    return request
+    return saved
+
+
+def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
+    """Check that what a file holds gives a plan that was made now; the facts may be others, if the same follows.
+
+    Args:
+        saved: Content of the file.
+        base: The base model.
+        plan: A plan that was made of it now, of the same request.
+        file: The file.
+
+    Raises:
+        PlanError: If it was made for another base model or by another release, or another plan or none follows; the
+            message names what differs, and what both were proved with.
+    """
+    if (saved.base_fingerprint, saved.base_revision) != (plan.base_fingerprint, plan.base_revision):
+        raise PlanError(
+            f"{file}: was made for another base model, {_named(saved)}, found {_named(plan)}. Give the model that it "
+            "was made for, or make it again with plan -o."
+        )
+    before, now = _versions(saved.facts), _versions(plan.facts)
+    made_with = f"Both were proved with {_listed(now)}."
+    if before != now:
+        made_with = f"It was proved with {_listed(before)}, here with {_listed(now)}."
+    if treatments := list(_other_treatments(saved.facts.architecture, plan.architecture)):
+        raise PlanError(
+            f"{file}: {'; '.join(treatments)}. {made_with} What passes its proof may depend on releases and on the "
+            "processor. Expand where the plan was made, or make it again with plan -o, and review it."
+        )
+    there = replace(base, facts=saved.facts)
+    try:
+        reviewed = plan_expansion(there, saved.request, name=plan.base_name, revision=plan.base_revision)
+    except (SurgeryError, *DAMAGE) as error:
+        raise PlanError(f"{file}: no plan follows from its facts ({error}). Make it again with plan -o.") from error
+    # what is known of a base may be said in other words; what follows is the same
+    names = [own.name for own in fields(Plan) if own.name != "facts"]
+    differing = [name for name in names if getattr(reviewed, name) != getattr(plan, name)]
+    if before.get(PACKAGE) != now.get(PACKAGE):
+        differing.append("the release of this program")
+    if differing:
+        raise PlanError(
+            f"{file}: for the same request another plan is made here: {', '.join(differing)}. {made_with} Another "
+            "release of this program made it, or it was changed by hand. Make it again with plan -o."
+        )
+
+
+def _named(plan: SavedPlan | Plan) -> str:
+    return f"{plan.base_name} at {plan.base_revision}" if plan.base_revision else plan.base_name
+
+
+def _versions(facts: Facts) -> Mapping[str, Any]:
+    versions = facts.proof.get("versions")
+    return versions if isinstance(versions, Mapping) else {}
+
+
+def _listed(versions: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in versions.items()) or "releases that it does not name"
+
+
+def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[str]:
+    """Blocks that are treated in another way here, each with its layers."""
+    found: dict[tuple[str, str, str, str], list[int]] = {}
+    for layer in range(len(made.kind_of_layer)):
+        for there, here in zip(saved.kind(layer).blocks, made.kind(layer).blocks, strict=False):
+            if there.treatment != here.treatment:
+                key = here.name or here.group, there.treatment, here.treatment, there.reason or here.reason
+                found.setdefault(key, []).append(layer)
+    for (name, before, now, reason), layers in found.items():
+        title = f"layer{'s' * (len(layers) > 1)} {format_layers(tuple(layers))}"
+        yield f"{name} of {title} is treated as {before} in the file, and as {now} here ({reason})"
+    if saved.enters != made.enters:
+        yield f"the up stream enters by {saved.enters} in the file, and by {made.enters} here"
 
 
 def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
@@ -52,7 +140,8 @@ def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
         title: What the model is called.
 
     Raises:
-        PlanError: If it keeps nothing of one, or a value is of the wrong kind.
+        PlanError: If it keeps nothing of one.
+        CheckpointError: If a value is of the wrong kind.
     """
     found = []
     for number, specs in enumerate(specs_of_expansions(config[CONFIG_KEY])):
@@ -62,9 +151,8 @@ def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
                 f"{title}: its {CONFIG_FILE} does not say how it was expanded. Give the expanded model that was "
                 "trained: --expanded EXPANDED."
             )
-        if problems := list(misfits(plain, Origin, f"{place}.{ORIGIN_KEY}")):
-            raise PlanError(f"{title}: {CONFIG_FILE}: {in_one_line(problems)}. Restore it from where you got it.")
-        origin: Origin = build(plain, Origin)
+        with reading(Path(title) / CONFIG_FILE):
+            origin = read_record(plain, Origin, f"{place}.{ORIGIN_KEY}")
         # one that was made by itself may have got another name since
         request = replace(origin.request, name=specs.get("name", origin.request.name))
         found.append(replace(origin, request=request))

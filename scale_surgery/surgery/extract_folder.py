@@ -27,10 +27,10 @@ from scale_surgery.checkpoint.names import (
     is_inside,
 )
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.schema import build, in_one_line, misfits
+from scale_surgery.checkpoint.records import read_record, reading
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.stamps import Stamps, take_stamps
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError
 from scale_surgery.fields import Range
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import config_problems
@@ -109,20 +109,18 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     if not file.is_file():
         raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
     stamps = take_stamps(found for found in path.rglob("*") if found.is_file())
-    record, manifest = read_record(file), read_manifest(path)
+    record, manifest = read_extract(file), read_manifest(path)
     refuse_fused(path, manifest)
-    try:
+    with reading(file):
         found = _read(source, record, manifest, stamps)
         config = read_config(path / CONFIG_FILE)
         problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
-        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
     if problems:
         raise CheckpointError.from_problems(problems)
     return found
 
 
-def read_record(file: Path) -> ExtractRecord:
+def read_extract(file: Path) -> ExtractRecord:
     """Read extract.json.
 
     Raises:
@@ -133,10 +131,8 @@ def read_record(file: Path) -> ExtractRecord:
         raise CheckpointError(
             f"{file}: format {content.get('format')!r}, expected {EXTRACT_FORMAT}. Use the release that made it."
         )
-    if wrong := list(misfits(content, ExtractRecord)):
-        raise CheckpointError(f"{file}: is incomplete ({in_one_line(wrong)}). Restore it from where you got it.")
-    record: ExtractRecord = build(content, ExtractRecord)
-    return record
+    with reading(file):
+        return read_record(content, ExtractRecord)
 
 
 def _read(source: Source, record: ExtractRecord, manifest: Manifest, stamps: Stamps) -> Extract:

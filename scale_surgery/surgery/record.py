@@ -25,15 +25,15 @@ from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.schema import build, in_one_line, misfits
-from scale_surgery.errors import CheckpointError, PlanError, SurgeryError
+from scale_surgery.checkpoint.records import read_record, reading
+from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, in_one_line
 from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.base import Base, Facts, check_facts, check_layers
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.tensors import TensorPlan
-from scale_surgery.surgery.record_schema import Size, header_problems, part_problems
+from scale_surgery.surgery.record_schema import Certificate, ForcedBase, Fused, Run, Size, check_headers
 from scale_surgery.surgery.routers import read_router
 
 MANIFEST_FORMAT = 3
@@ -75,8 +75,8 @@ class StoredExpansion:
     facts: Facts
     tensors: Mapping[str, str]
     trained: Mapping[str, str] | None = None
-    training: tuple[Mapping[str, Any], ...] = ()
-    forced_base: Mapping[str, Any] | None = None
+    training: tuple[Run, ...] = ()
+    forced_base: ForcedBase | None = None
 
 
 @dataclass(frozen=True)
@@ -214,15 +214,29 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """What surgery.json holds, as plain JSON values."""
-        stored = {
-            name: StoredExpansion(
-                own.plan.request, own.plan.facts, own.tensors, own.trained, own.training, own.forced_base
-            )
+        expansions = {
+            name: {
+                "request": asdict(own.plan.request),
+                "facts": asdict(own.plan.facts),
+                "tensors": own.tensors,
+                "trained": own.trained,
+                "training": own.training,
+                "forced_base": own.forced_base,
+            }
             for name, own in self.expansions.items()
         }
-        expansions = {name: asdict(own) for name, own in stored.items()}
         routing = None if self.routing is None else self.routing.settings
         return {**asdict(replace(self, expansions={}, routing=None)), "expansions": expansions, "routing": routing}
+
+
+@dataclass(frozen=True)
+class StoredManifest(Manifest):
+    """surgery.json as it lies there: plans and the router are made of what it holds."""
+
+    expansions: Mapping[str, StoredExpansion]  # type: ignore[assignment]
+    verification: Certificate | None = None
+    routing: Mapping[str, Any] | None = None  # type: ignore[assignment]
+    fused: Fused | None = None
 
 
 def base_tensors(base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, BaseTensor]:
@@ -254,44 +268,32 @@ def read_manifest(path: Path) -> Manifest:
     if not file.is_file():
         read_json(path / CONFIG_FILE)  # a folder that has none is no model
         refuse_form(path, form_of(path), "expanded")
+    stored = read_stored(file)
+    with reading(file):
+        if not stored.expansions:
+            raise PlanError("expansions is empty")
+        routing = read_router(stored.routing, len(stored.expansions), "routing")
+        base = _recorded_base(path, stored)
+        expansions = {name: _planned(file, stored, base, name, own) for name, own in stored.expansions.items()}
+        manifest = Manifest(**{**vars(stored), "expansions": expansions, "routing": routing})
+        _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
+        _check_renumbered(manifest)
+    return manifest
+
+
+def read_stored(file: Path) -> StoredManifest:
+    """Read surgery.json, and check the kinds of all values; what they mean together, `read_manifest` checks.
+
+    Raises:
+        CheckpointError: If it is missing, is of another format, or values are of other kinds; every one is named.
+    """
     content = read_json(file)
     if content.get("format") != MANIFEST_FORMAT:
         raise CheckpointError(
             f"{file}: format {content.get('format')!r}, expected {MANIFEST_FORMAT}. Use the release that made it."
         )
-    try:
-        _check_values(content)
-        manifest: Manifest = build(_apart(content), Manifest)
-        stored: Mapping[str, StoredExpansion] = build(content["expansions"], Mapping[str, StoredExpansion])
-        if not stored:
-            raise PlanError("expansions is empty")
-        routing = read_router(content.get("routing"), len(stored), "routing")
-        base = _recorded_base(path, manifest)
-        manifest = replace(
-            manifest,
-            expansions={name: _planned(file, manifest, base, name, own) for name, own in stored.items()},
-            routing=routing,
-        )
-        _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
-        _check_renumbered(manifest)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, PlanError) as error:
-        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
-    return manifest
-
-
-def _apart(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What surgery.json holds, without what is read by itself."""
-    return {**content, "expansions": {}, "routing": None}
-
-
-def _check_values(content: Mapping[str, Any]) -> None:
-    """Check the kinds of all values, so that a spoiled one is noticed here, before anything relies on it."""
-    wrong = [
-        *misfits(_apart(content), Manifest),
-        *misfits(content.get("expansions"), Mapping[str, StoredExpansion], "expansions"),
-    ] or list(part_problems(content))
-    if wrong:
-        raise PlanError(in_one_line(wrong))
+    with reading(file):
+        return read_record(content, StoredManifest)
 
 
 def _recorded_base(path: Path, manifest: Manifest) -> Checkpoint:
@@ -390,9 +392,9 @@ def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:
     """Names of files that un-fusing writes."""
     if fused is None:
         return []
-    problems = list(header_problems({shard: own["header"] for shard, own in fused["shards"].items()}, "fused.shards"))
-    if problems or not fused["shards"]:
-        raise PlanError(in_one_line(problems or ["fused.shards is empty"]))
+    if not fused["shards"]:
+        raise PlanError("fused.shards is empty")
+    check_headers({shard: own["header"] for shard, own in fused["shards"].items()}, "fused.shards")
     return [*fused["shards"], *fused["texts"]]
 
 
@@ -405,9 +407,9 @@ def _check_renumbered(manifest: Manifest) -> None:
     headers = manifest.renumbered
     known = {entry.stored_as for entry in manifest.base_files.values()}
     are_shards = known.issuperset(headers) and all(name.endswith(".safetensors") for name in headers)
-    problems = list(header_problems(headers, "renumbered"))
-    if problems or not are_shards or (headers and manifest.numbering is None):
-        raise PlanError(in_one_line(problems or ["renumbered"]))
+    if not are_shards or (headers and manifest.numbering is None):
+        raise PlanError("renumbered")
+    check_headers(headers, "renumbered")
 
 
 def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str], ours: list[str]) -> None:

@@ -1,71 +1,74 @@
-"""What the parts of surgery.json may hold that are kept as plain values: fused, verification and the rest."""
+"""What is relied on in the parts of surgery.json and merge.json that are kept as plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.schema import known_misfits
+from scale_surgery.checkpoint.records import open_record, read_record
 from scale_surgery.fields import Range
 from scale_surgery.planning.request import Request
 
 Size = Annotated[int, Range(least=0)]
 
 
-@dataclass(frozen=True)
-class JoinedShard:
+@open_record
+class JoinedShard(TypedDict):
     """A shard that a fused model was made of."""
 
     header: str
     sha256: str
 
 
-@dataclass(frozen=True)
-class MeasuredDrift:
+@open_record
+class MeasuredDrift(TypedDict):
     """What a model card says of a drift."""
 
     drift: float
     dtype: str
 
 
-@dataclass(frozen=True)
-class Fused:
+@open_record
+class Fused(TypedDict):
     """`fused`: what `merge --to blocks` gives back."""
 
     shards: Mapping[str, JoinedShard]
     texts: Mapping[str, str]
-    drift: Mapping[str, Any]
+    drift: MeasuredDrift
 
 
-@dataclass(frozen=True)
-class Certificate:
+@open_record
+class Certificate(TypedDict):
     """`verification`: what `inspect` and a model card say of it."""
 
     passed: bool
     date: str
-    promises: tuple[Mapping[str, Any], ...] = ()
+    promises: NotRequired[list[Mapping[str, Any]]]
 
 
-@dataclass(frozen=True)
-class ForcedBase:
+@open_record
+class ForcedBase(TypedDict):
     """`forced_base`: the base that an expansion was made on."""
 
     expected_name: str
-    differing: tuple[str, ...]
-    expected_revision: str | None = None
+    differing: list[str]
+    expected_revision: NotRequired[str | None]
 
 
-@dataclass(frozen=True)
-class Run:
+@open_record
+class Run(TypedDict, total=False):
     """An entry of `training`."""
 
-    steps: float = 0
-    measured: Mapping[str, float | None] | None = None
-    settings: Mapping[str, Any] | None = None
+    steps: float
+    measured: Mapping[str, float | None] | None
+    settings: Mapping[str, Any] | None
 
 
+@open_record
 @dataclass(frozen=True)
 class HeaderEntry:
     """A tensor in the header of a shard."""
@@ -75,6 +78,7 @@ class HeaderEntry:
     data_offsets: tuple[Size, Size]
 
 
+@open_record
 @dataclass(frozen=True)
 class StockFile:
     """A file in merge.json; a base file that was moved has another name."""
@@ -84,6 +88,7 @@ class StockFile:
     stored_as: str = ""
 
 
+@open_record
 @dataclass(frozen=True)
 class StockRecord:
     """What a push relies on in merge.json of a stock export."""
@@ -97,38 +102,22 @@ class StockRecord:
     drift: Mapping[str, Any] | None = None
 
 
-PARTS = {"fused": Fused, "verification": Certificate}
-
-
-def part_problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Find what in the parts of a parsed surgery.json is of another kind; what is no object is not looked into."""
-    for name, kind in PARTS.items():
-        if isinstance(content.get(name), dict):
-            yield from known_misfits(content[name], kind, name)
-    for name, expansion in content.get("expansions", {}).items():
-        for number, run in enumerate(expansion.get("training", ())):
-            yield from known_misfits(run, Run, f"expansions.{name}.training[{number}]")
-        if isinstance(forced := expansion.get("forced_base"), dict):
-            yield from known_misfits(forced, ForcedBase, f"expansions.{name}.forced_base")
-    if isinstance(fused := content.get("fused"), dict) and isinstance(fused.get("drift"), dict):
-        yield from known_misfits(fused["drift"], MeasuredDrift, "fused.drift")
-
-
-def header_problems(headers: Mapping[str, str], place: str) -> Iterator[str]:
-    """Find recorded headers of shards that are none.
+def check_headers(headers: Mapping[str, str], place: str) -> None:
+    """Check recorded headers of shards.
 
     Args:
         headers: Texts of the headers by shard.
         place: What they are called.
+
+    Raises:
+        ValueError: If one is no header of a shard.
     """
+    parsed = {}
     for shard, text in headers.items():
         try:
-            header = parse_json(text)
+            parsed[shard] = parse_json(text)
         except ValueError as error:
-            yield f"{place}.{shard} is no header of a shard: {error}"
-            continue
-        if not isinstance(header, dict):
-            yield f"{place}.{shard} is no header of a shard"
-            continue
-        for name, own in header.items():
-            yield from () if name == "__metadata__" else known_misfits(own, HeaderEntry, f"{place}.{shard}: {name}")
+            raise ValueError(f"{place}.{shard} is no header of a shard: {error}") from error
+        if isinstance(parsed[shard], dict):
+            parsed[shard].pop("__metadata__", None)
+    read_record(parsed, dict[str, dict[str, HeaderEntry]], place)

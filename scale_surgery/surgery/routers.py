@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
@@ -9,11 +10,11 @@ from typing import Annotated, Any
 from scale_surgery.checkpoint.expansions import BASE_NAME, DEFAULT_NAME, PRESERVE_NAME, ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.schema import in_one_line, misfits
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, in_one_line
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
 
+KINDS = {str: "a text", bool: "true or false", float: "a number", list: "a list of numbers"}
 # weights that differ by less are the same
 EVEN = 1e-9
 
@@ -103,17 +104,30 @@ def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[
     inside = f"{place}." if place else ""
     if not isinstance(name := settings.get("router"), str) or name not in ROUTERS:
         return [f"{inside}router is {name!r}, expected one of {', '.join(ROUTERS)}"]
-    kind = ROUTERS[name]
-    # a list becomes a tuple, and plain values are what a file may hold
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
-    unsaid = [f"{inside}{own.name} is missing" for own in fields(kind) if plain.get(own.name) is None]
-    if problems := [*unsaid, *misfits({key: own for key, own in plain.items() if own is not None}, kind, place)]:
+    # what the numbers are when nobody says them shows of what kind each is
+    usual = ROUTERS[name]().of(expansions).settings
+    problems = [f"{inside}{key} is missing" for key in usual if settings.get(key) is None]
+    problems += [f"{inside}{key} is unknown" for key in settings if key not in usual]
+    problems += [
+        f"{inside}{key} is {reprlib.repr(settings[key])}, expected {KINDS[type(value)]}"
+        for key, value in usual.items()
+        if settings.get(key) is not None and not _is_alike(settings[key], value)
+    ]
+    if problems:
         return problems
     try:
-        make_router(plain, expansions)
+        make_router(dict(settings), expansions)
     except ValueError as error:
         return [f"{inside}{line.removesuffix('.')}" for line in str(error).split("\n")]
     return []
+
+
+def _is_alike(value: Any, usual: Any) -> bool:
+    if isinstance(usual, list):
+        return isinstance(value, list | tuple) and all(_is_alike(weight, 0.0) for weight in value)
+    if isinstance(usual, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is type(usual)
 
 
 def router_of(specs: Mapping[str, Any]) -> Router | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.checkpoint.schema import in_one_line, known_misfits
+from scale_surgery.checkpoint.records import open_record, read_record
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count
 from scale_surgery.running.device import is_out_of_memory
@@ -18,6 +18,7 @@ from scale_surgery.running.device import is_out_of_memory
 STATE_FILE = "trainer_state.json"
 
 
+@open_record
 @dataclass(frozen=True)
 class TrainerFile:
     """What is relied on in a trainer's state."""
@@ -56,6 +57,4 @@ def check_state(checkpoint: Path) -> None:
     """
     with reading_state(checkpoint):
         list_files(checkpoint)  # a pipe would be waited for
-        found = read_json(checkpoint / STATE_FILE)
-        if problems := list(known_misfits(found, TrainerFile, STATE_FILE)):
-            raise TrainingError(in_one_line(problems))
+        read_record(read_json(checkpoint / STATE_FILE), TrainerFile, STATE_FILE)

@@ -653,7 +653,7 @@ def test_nothing_says_where_it_is_from(pair: Pair, saved: Path, tmp_path: Path) 
     write_json(saved / "config.json", config)
     message = refusal(saved, None, tmp_path / "other", pair.base_path)
     place = "scale_surgery.expansions[0].origin"
-    assert f"{place}.a is unknown; {place}.base_name is missing" in message
+    assert f"{place}.base_name is missing; " in message and f"; {place}.a is unknown)" in message
     config["scale_surgery"]["expansions"].clear()
     write_json(saved / "config.json", config)
     message = refusal(saved, None, tmp_path / "other", pair.base_path)

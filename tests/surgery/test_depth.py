@@ -612,7 +612,7 @@ def test_an_incomplete_key_in_the_config(own: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         inspect(own)
     assert str(raised.value) == (
-        f"{own}/config.json: scale_surgery is incomplete ('variant'). Restore it from where you got it."
+        f"{own}/config.json: is incomplete (scale_surgery.variant is missing). Restore it from where you got it."
     )
 
 

@@ -1,0 +1,113 @@
+"""Records: JSON that this program wrote and reads back, checked by pydantic against the dataclasses that it becomes.
+
+A dataclass is closed: a key that it does not name is a problem, unless it is marked as `open_record`. Parts that stay
+plain values are TypedDicts.
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from scale_surgery.errors import CheckpointError, PlanError, in_one_line
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
+
+T = TypeVar("T")
+# what is said in place of pydantic's "a valid string"
+WORDS = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "too_long": "fewer values",
+}
+# what values that do not go together may come to
+DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+
+
+def open_record(kind: T) -> T:
+    """Let records of a dataclass or a TypedDict hold keys that it does not name; a TypedDict keeps them."""
+    kind.__pydantic_config__ = {"strict": True, "extra": "ignore"}  # type: ignore[attr-defined]
+    if not is_dataclass(kind):
+        kind.__get_pydantic_core_schema__ = _checked_schema  # type: ignore[attr-defined]
+    return kind
+
+
+def _checked_schema(kind: Any, handler: Any) -> Any:
+    from pydantic_core.core_schema import no_info_wrap_validator_function
+
+    def keep(value: Any, check: Any) -> Any:
+        check(value)
+        return value
+
+    return no_info_wrap_validator_function(keep, handler(kind))
+
+
+def read_record(content: Any, kind: type[T], place: str = "") -> T:
+    """Make of plain JSON values what a type asks for.
+
+    Args:
+        content: The values, as `parse_json` gives them.
+        kind: A dataclass or a TypedDict, or a tuple or a mapping of such.
+        place: What the values are called in messages.
+
+    Returns:
+        An instance of the type.
+
+    Raises:
+        ValueError: If values do not fit; each is named with its place: `plan.layers[2] is 'x', expected a
+            whole number`.
+    """
+    from pydantic import ValidationError
+    from pydantic_core import to_json
+
+    # as JSON: to a strict reader of Python values a list is no tuple
+    text = to_json([content], inf_nan_mode="constants", fallback=repr)
+    try:
+        (record,) = _adapter(cast("Any", kind)).validate_json(text)
+        return cast("T", record)
+    except ValidationError as error:
+        raise ValueError(in_one_line([_problem(line, place) for line in error.errors()])) from None
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Name the file in whatever a damaged record comes to.
+
+    Raises:
+        CheckpointError: In place of errors that come of values; those that name a file go on as they are.
+    """
+    try:
+        yield
+    except (*DAMAGE, PlanError) as error:
+        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, TypeAdapter
+
+    # a dataclass takes the settings of what it stands in
+    return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+
+
+def _problem(error: ErrorDetails, place: str) -> str:
+    for key in error["loc"][1:]:
+        place += f"[{key}]" if isinstance(key, int) else f".{key}" if place else key
+    if error["type"] == "missing":
+        return f"{place} is missing"
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{place} is unknown"
+    expected = WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ")
+    if error["type"] == "value_error":
+        expected = str(error["ctx"]["error"])
+    return f"{place or 'it'} is {reprlib.repr(error['input'])}, expected {expected}"
