@@ -66,7 +66,6 @@ class Hub:
     part_bytes: int | None = None
     gitignore: str | tuple[str, ...] | None = None
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    card_warnings: list[str] = field(default_factory=list)
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
         """Contents of a repository's files."""
@@ -202,6 +201,8 @@ class Handler(BaseHTTPRequestHandler):
         who = self.account()
         if who is None:
             raise Refusal(401, "Unauthorized")
+        if who["auth"]["accessToken"]["role"] == "read":
+            raise Refusal(403, "This token can only read")
         namespaces = {who["name"], *(entry["name"] for entry in who["orgs"] if entry["roleInOrg"] != "read")}
         is_pull_request = "create_pr" in self.query or "refs%2Fpr%2F" in self.path
         if repo.split("/")[0] not in namespaces and not is_pull_request:
@@ -231,6 +232,10 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.repositories[repo] = Repository(is_private)
         self.reply({"url": f"{self.hub.address}/{repo}"})
 
+    def auth_check(self, repo: str) -> None:
+        self.find(repo, to_write=True)
+        self.reply({})
+
     def create_branch(self, repo: str, branch: str) -> None:
         found = self.find(repo, to_write=True)
         found.branches[branch] = dict(found.branches["main"])
@@ -246,8 +251,7 @@ class Handler(BaseHTTPRequestHandler):
             for name in ([named] if isinstance(named, str) else named)
             if not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
         ]
-        told = [{"message": text} for text in self.hub.card_warnings]
-        self.reply({"errors": errors, "warnings": told}, 400 if errors else 200)
+        self.reply({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def model_info(self, repo: str, revision: str = "main") -> None:
         files = self.revision_of(repo, revision)
@@ -369,6 +373,7 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("GET", "/api/whoami-v2", Handler.whoami),
     ("POST", "/api/repos/create", Handler.create_repository),
     ("POST", "/api/validate-yaml", Handler.validate_card),
+    ("GET", f"{MODEL}/auth-check/write", Handler.auth_check),
     ("POST", f"{MODEL}/branch/([^/]+)", Handler.create_branch),
     ("GET", MODEL, Handler.model_info),
     ("GET", f"{MODEL}/revision/([^/]+)", Handler.model_info),

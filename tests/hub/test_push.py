@@ -60,6 +60,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     huggingface_hub.utils.disable_progress_bars()
     with running() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.address)
         yield found
         huggingface_hub.close_session()
     huggingface_hub.utils.enable_progress_bars()
@@ -99,7 +100,7 @@ def own(expanded: Path, tmp_path: Path) -> Path:
 def send(hub: Hub, folder: Path, repo: str = REPO, token: str | None = "hf_writer", **options: Any) -> Any:
     """Push without the check, which costs a second, unless a test is about it."""
     dry_run, how = options.pop("dry_run", False), Push(**{"check": False, **options})
-    return push(folder, repo, how, token=token, endpoint=hub.address, dry_run=dry_run)
+    return push(folder, repo, how, token=token, dry_run=dry_run)
 
 
 def download(hub: Hub, folder: Path, repo: str = REPO, revision: str | None = None) -> Path:
@@ -845,7 +846,6 @@ def run(*arguments: object) -> Any:
 @pytest.mark.slow
 def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own / "old.bin").write_bytes(b"x")
-    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
     shown = run(own, REPO, "--token", "hf_writer", "--dry-run", "--show-card")
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())
@@ -867,7 +867,6 @@ def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytes
 
 
 def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
     hub.faults = [Fault(r"POST .*/preupload/main", act=lambda: os.kill(os.getpid(), signal.SIGINT))]
     # a shell lets what it runs in the background ignore interrupts
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
