@@ -1,8 +1,8 @@
 """A Hub on the loopback: it speaks the part of the Hub's protocol with which the real client pushes and downloads.
 
-Git commits (as ndjson, with or without a pull request), LFS (batch, basic and multipart transfers, verification by
-sha256), branches, accounts with tokens, and faults that a test asks for: a status, or a connection that breaks in the
-middle of a file. It counts every byte that arrives.
+Git commits (as ndjson, with or without a pull request), LFS (batch, basic transfers, verification by sha256),
+branches, accounts with tokens, and faults that a test asks for: a status, or a connection that breaks in the middle of
+a file. It counts every byte that arrives.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ class Hub:
     received: Counter[str] = field(default_factory=Counter)
     requests: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    part_bytes: int | None = None
     gitignore: str | tuple[str, ...] | None = None
-    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    card_warnings: list[str] = field(default_factory=list)
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
         """Contents of a repository's files."""
@@ -202,6 +199,8 @@ class Handler(BaseHTTPRequestHandler):
         who = self.account()
         if who is None:
             raise Refusal(401, "Unauthorized")
+        if who["auth"]["accessToken"]["role"] == "read":
+            raise Refusal(403, "This token can only read")
         namespaces = {who["name"], *(entry["name"] for entry in who["orgs"] if entry["roleInOrg"] != "read")}
         is_pull_request = "create_pr" in self.query or "refs%2Fpr%2F" in self.path
         if repo.split("/")[0] not in namespaces and not is_pull_request:
@@ -231,6 +230,10 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.repositories[repo] = Repository(is_private)
         self.reply({"url": f"{self.hub.address}/{repo}"})
 
+    def auth_check(self, repo: str) -> None:
+        self.find(repo, to_write=True)
+        self.reply({})
+
     def create_branch(self, repo: str, branch: str) -> None:
         found = self.find(repo, to_write=True)
         found.branches[branch] = dict(found.branches["main"])
@@ -246,8 +249,7 @@ class Handler(BaseHTTPRequestHandler):
             for name in ([named] if isinstance(named, str) else named)
             if not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
         ]
-        told = [{"message": text} for text in self.hub.card_warnings]
-        self.reply({"errors": errors, "warnings": told}, 400 if errors else 200)
+        self.reply({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def model_info(self, repo: str, revision: str = "main") -> None:
         files = self.revision_of(repo, revision)
@@ -294,29 +296,13 @@ class Handler(BaseHTTPRequestHandler):
         objects = []
         for asked in content["objects"]:
             oid, known = asked["oid"], asked["oid"] in self.hub.objects
-            objects.append(asked if known else {**asked, "actions": self.actions(oid, asked["size"])})
+            href = f"{self.hub.address}/lfs/{oid}"
+            actions = {"upload": {"href": href}, "verify": {"href": f"{href}/verify"}}
+            objects.append(asked if known else {**asked, "actions": actions})
         self.reply({"transfer": "basic", "objects": objects})
-
-    def actions(self, oid: str, size: int) -> dict[str, Any]:
-        verify = {"href": f"{self.hub.address}/lfs/{oid}/verify"}
-        if self.hub.part_bytes is None:
-            return {"upload": {"href": f"{self.hub.address}/lfs/{oid}"}, "verify": verify}
-        count = -(-size // self.hub.part_bytes)
-        urls = {f"{number}": f"{self.hub.address}/lfs/{oid}/{number}" for number in range(1, count + 1)}
-        header = {"chunk_size": str(self.hub.part_bytes), **urls}
-        return {"upload": {"href": f"{self.hub.address}/lfs/{oid}/complete", "header": header}, "verify": verify}
 
     def put_object(self, oid: str) -> None:
         self.store(oid, self.body)
-        self.reply({})
-
-    def put_part(self, oid: str, number: str) -> None:
-        self.hub.parts.setdefault(oid, {})[int(number)] = self.body
-        self.reply({}, headers={"ETag": f'"{hashlib.md5(self.body).hexdigest()}"'})
-
-    def complete(self, oid: str) -> None:
-        numbers = [part["partNumber"] for part in json.loads(self.body)["parts"]]
-        self.store(oid, b"".join(self.hub.parts[oid][number] for number in numbers))
         self.reply({})
 
     def store(self, oid: str, content: bytes) -> None:
@@ -369,6 +355,7 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("GET", "/api/whoami-v2", Handler.whoami),
     ("POST", "/api/repos/create", Handler.create_repository),
     ("POST", "/api/validate-yaml", Handler.validate_card),
+    ("GET", f"{MODEL}/auth-check/write", Handler.auth_check),
     ("POST", f"{MODEL}/branch/([^/]+)", Handler.create_branch),
     ("GET", MODEL, Handler.model_info),
     ("GET", f"{MODEL}/revision/([^/]+)", Handler.model_info),
@@ -377,8 +364,6 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", f"{MODEL}/commit/([^/]+)", Handler.commit),
     ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", Handler.batch),
     ("PUT", "/lfs/(\\w+)", Handler.put_object),
-    ("PUT", "/lfs/(\\w+)/(\\d+)", Handler.put_part),
-    ("POST", "/lfs/(\\w+)/complete", Handler.complete),
     ("POST", "/lfs/(\\w+)/verify", Handler.verify),
     ("GET HEAD", "/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", Handler.resolve),
 ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("repo")
 @options_from(Push, "private", "create_pr", "revision", "commit_message", declared={"private": "--private/--public"})
 @click.option("--dry-run", is_flag=True, help="Check everything and list the files, but change nothing on the Hub.")
-@options_from(Push, "extract_only", "card", "write_card", "license")
+@options_from(Push, "card", "write_card", "license")
 @click.option("--show-card", is_flag=True, help="Print the model card too.")
 @options_from(Push, "replace")
 @click.option("--no-verify", is_flag=True, help="Skip the check of bytes and structure of FOLDER.")
@@ -59,20 +59,13 @@ def push_command(
         raise click.UsageError("--license is for a card that is written from facts: name it in the file of --card.")
     how = Push(**given(options), check=not no_verify)
     try:
-        done = push(
-            folder,
-            repo,
-            how,
-            dry_run=dry_run,
-            token=token,
-            announce=lambda found: out.say(render_files(found)),
-            track=out.track,
-        )
+        done = push(folder, repo, how, dry_run=dry_run, token=token, track=out.track)
     except KeyboardInterrupt as error:
         raise HubError(
             f"{repo}: interrupted. The commit comes last: before it the repository is what it was. The same command "
             "again continues, and what has arrived is not sent a second time."
         ) from error
+    out.say(render_files(done))
     if show_card and done.card is not None:
         out.say(done.card, as_it_is=True)
     out.show(done, render_pushed(done))

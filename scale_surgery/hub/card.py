@@ -1,47 +1,75 @@
-"""The model card of a pushed folder, from what surgery.json or merge.json records, and from nothing else.
+"""The model card of a folder: facts of surgery.json or merge.json, and of nothing else, put into one template.
 
-Metadata name the base only by a Hub id, and take its licence from the base's own card. The last line holds the hash of
-the card, by which a card that nobody has edited is known again: only such a one is ever replaced unasked.
+Metadata name the base only by a Hub id, and take its licence from the base's own card.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.licence import read_licence
-from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import CheckpointError, HubError
-from scale_surgery.hub.card_sections import CardFacts, body
-from scale_surgery.hub.client import Remote, read_text
-from scale_surgery.hub.repository import CARD_FILE, _marked, is_written_card, read_card
+from scale_surgery.errors import CheckpointError, counted
+from scale_surgery.evidence.rehearsed import rehearsed_text
+from scale_surgery.hub.markdown import code, plain
+from scale_surgery.hub.repository import marked
+from scale_surgery.planning.method import Method
+from scale_surgery.planning.methods import METHODS, get_method
+from scale_surgery.planning.request import Request
+from scale_surgery.planning.selection import format_layers
+from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
     from scale_surgery.evidence.verification import Verification
     from scale_surgery.hub.repository import Contents
+    from scale_surgery.planning.plan import Plan
 
 CardOrigin = Literal["written", "own", "kept"]
-
-
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Card:
-    """A model card.
+    """The text of README.md, None where that in the repository stays; whose it is; what the user should know."""
 
-    Attributes:
-        text: The whole of README.md.
-        notes: What could not be said in it, and why.
-    """
-
-    text: str
+    text: str | None
+    origin: CardOrigin = "written"
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the template is filled from; texts of records are as they are, and the template escapes them."""
+
+    repo: str
+    form: str
+    base_id: str | None  # None where it is not on a Hub
+    base_revision: str | None
+    base_fingerprint: str
+    base_file: str | None  # what holds the base's own card
+    method: Method  # of several expansions that of the first
+    variants: Sequence[str]
+    description: str
+    expansions: Mapping[str, Plan]  # none of a stock export
+    rows: Sequence[tuple[str, str]]  # what was planned, in Markdown
+    router: str | None
+    is_fused: bool
+    forced: Mapping[str, int]  # for each expansion put on another base by force how many tensors differ
+    drift: str | None
+    tool: Mapping[str, str]
+    runs: Sequence[Mapping[str, Any]]
+    has_curves: bool
+    promises: Sequence[tuple[str, str, str]]  # name, result, evidence; none where nothing was verified
+    checked_with: Sequence[str]  # date, versions, machine; none where no model was run
+    has_own_code: bool  # whether the base has
+    loads_in_memory: bool
+    code_files: Sequence[str]  # of a checkpoint that loads without our code
+    sources: Sequence[str]
+    citations: Sequence[str]
 
 
 def make_card(
@@ -52,28 +80,15 @@ def make_card(
     certificate: Mapping[str, Any] | None,
     license: str | None = None,
 ) -> Card:
-    """Write the card of a folder.
+    """Write the card of a folder from its records; `certificate` is what verification found."""
+    from huggingface_hub import ModelCard
 
-    Args:
-        contents: The folder.
-        repo: Hub id that it is to have.
-        base_text: The base's README.md, or None.
-        base_file: Name that it has in the repository, or None.
-        certificate: What verification found, as in surgery.json; None where nothing is known.
-        license: Licence to name in place of the base's, or None.
-
-    Returns:
-        The card.
-
-    Raises:
-        CheckpointError: If the folder's record lacks what a card says.
-    """
+    known = read_licence(base_text) or contents.licence
     try:
         facts = card_facts(contents, repo, base_file, certificate)
-        text = body(facts)
-        known = read_licence(base_text) or contents.licence
-        licence = {"license": license} if license else known
-        metadata = _metadata(facts, licence)
+        data = _card_data(facts, {"license": license} if license else known)
+        values: dict[str, Any] = {"plain": plain, "code": code, "format_layers": format_layers, **vars(facts)}
+        text = str(ModelCard.from_template(data, template_path=str(TEMPLATE), **values))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{contents.path / contents.record_file}: is incomplete ({error}). Restore it from where you got it."
@@ -81,13 +96,13 @@ def make_card(
     notes = []
     if facts.base_id is None:
         notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")
-    if not licence:
+    if not (license or known):
         notes.append("license is left out of the card: no README.md of the base here names one. Give --license.")
     if license and known.get("license") not in (None, license):
         notes.append(f"license is {license}, as --license says; the base's card names {known['license']}.")
     running = "is code, or names some, which trust_remote_code=True runs. Read it before you publish it."
-    notes += [f"{name}: {running}" for name in facts.code]
-    return Card(_marked(f"---\n{_yaml(metadata)}\n---\n\n{text}"), tuple(notes))
+    notes += [f"{name}: {running}" for name in facts.code_files]
+    return Card(marked(text), notes=tuple(notes))
 
 
 def card_facts(
@@ -95,148 +110,152 @@ def card_facts(
 ) -> CardFacts:
     """Take the facts of a card from the records of a folder."""
     record, manifest = contents.record, contents.manifest
+    held = {} if manifest is None else manifest.expansions
+    plans = {name: expansion.plan for name, expansion in held.items()}
+    plan = next(iter(plans.values()), None)
+    requests = [plan.request for plan in plans.values()] or [Request(**record["request"])]
+    methods = [get_method(request.method) for request in requests]
+    method = methods[0]
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
-    routing, plan = (None, None) if manifest is None else (manifest.routing, manifest.first_plan)
+    forced = {name: found for name, expansion in held.items() if (found := expansion.forced_base) is not None}
+    has_own_code = plan is not None and bool(plan.architecture.own_code)
+    is_plain_code = contents.form == "stock" or (manifest is not None and not manifest.code)
+    training = {name: expansion.training for name, expansion in held.items()} or {"": record.get("training", ())}
+    description = method.description(
+        requests[0],
+        is_stock=contents.form == "stock",
+        has_up_stream=plan is None or plan.widths.up_width > 0,
+    )
     return CardFacts(
         repo=repo,
         form=contents.form,
         base_id=name if is_on_hub else None,
         base_revision=revision if is_on_hub else None,
-        base_fingerprint=str(record.get("base_fingerprint")) if plan is None else plan.base_fingerprint,
-        record=record,
-        expansions={} if manifest is None else manifest.expansions,
-        routing=routing,
-        is_fused=record.get("fused") is not None,
-        drift=(record.get("fused") or record).get("drift"),
-        certificate=certificate,
-        code=contents.code if contents.form == "stock" or (manifest is not None and not manifest.code) else (),
+        base_fingerprint=record["base_fingerprint"] if plan is None else plan.base_fingerprint,
         base_file=base_file,
-        has_curves="training/curves.png" in contents.files,
+        method=method,
+        variants=list(dict.fromkeys(str(request.variant) for request in requests)),
+        description=description if len(plans) < 2 else "",
+        expansions=plans,
+        rows=_stock_rows(record) if plan is None else method.card_rows(plan) if len(plans) == 1 else (),
+        router=None if manifest is None or manifest.routing is None else describe(manifest.routing),
+        is_fused=record.get("fused") is not None,
+        forced={name: len(found["differing"]) for name, found in forced.items()},
+        drift=_drift((record.get("fused") or record).get("drift")),
         tool=record.get("tool", {}),
+        runs=list(_runs(training)),
+        has_curves="training/curves.png" in contents.files,
+        promises=_promises(certificate, next((found["expected_name"] for found in forced.values()), None)),
+        checked_with=_checked_with(certificate),
+        has_own_code=has_own_code,
+        loads_in_memory="load_expansion" not in method.refused and not has_own_code,
+        code_files=contents.code if is_plain_code else (),
+        sources=list(dict.fromkeys(each.source for each in methods)),
+        citations=list(dict.fromkeys(METHODS[name].citation for each in methods for name in each.cites)),
     )
 
 
 def current_certificate(recorded: Mapping[str, Any] | None, checked: Verification | None) -> Mapping[str, Any] | None:
-    """The certificate that is still about these tensors.
-
-    Args:
-        recorded: The one in surgery.json, or None.
-        checked: What was found just now, or None where nothing was checked.
-
-    Returns:
-        The recorded one, unless tensors, router or code have changed since; then what was found just now. None where
-        nothing was checked.
-    """
+    """The certificate that is still about these tensors, router and code; None where nothing was checked."""
     if checked is None:
         return None
     is_current = recorded is not None and recorded.get("fingerprint") == checked.fingerprint
     return recorded if is_current else checked.to_json()
 
 
-def metadata_problem(text: str) -> str | None:
-    """What is wrong with the metadata of a card, before the Hub is asked; None where nothing is."""
-    from huggingface_hub import ModelCard
-
-    try:
-        ModelCard(text)
-    except Exception as error:
-        # the parser's own classes of errors differ by release
-        return " ".join(str(error).split())
-    return None
-
-
-def _metadata(facts: CardFacts, licence: Mapping[str, Any]) -> dict[str, Any]:
-    variants = dict.fromkeys(str(request.variant) for request in facts.requests)
-    tags = ["scale-surgery", "continual-learning", "model-expansion", *variants]
-    tags += ["composed"] * facts.are_several + ["routed"] * (facts.routing is not None)
-    found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
-    if facts.base_id is not None:
-        # an extract is added to the base; anything else holds it and has learned more
-        relation = "adapter" if facts.form == "extract" else "finetune"
-        found |= {"base_model": facts.base_id, "base_model_relation": relation}
-    return {**found, "tags": tags}
-
-
-def _yaml(metadata: Mapping[str, Any]) -> str:
+def _card_data(facts: CardFacts, licence: Mapping[str, Any]) -> Any:
     from huggingface_hub import ModelCardData
 
-    return ModelCardData(**metadata).to_yaml()
+    tags = ["scale-surgery", "continual-learning", "model-expansion", *facts.variants]
+    tags += ["composed"] * (len(facts.expansions) > 1) + ["routed"] * (facts.router is not None)
+    # an extract is added to the base; anything else holds it and has learned more
+    relation = "adapter" if facts.form == "extract" else "finetune"
+    base: dict[str, Any] = {"base_model": facts.base_id, "base_model_relation": relation} if facts.base_id else {}
+    return ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=tags, **licence, **base)
 
 
-@dataclass(frozen=True)
-class ChosenCard:
-    """A card, or None where that in the repository stays; where it comes from; and what the user should know."""
-
-    text: str | None
-    origin: CardOrigin
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class WishedCard:
-    """What the user asked for: a file of their own, a card from facts over one that is there, a licence for that."""
-
-    file: Path | None = None
-    is_written: bool = False
-    license: str | None = None
+def _stock_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    request, padding = record["request"], record["padding"]
+    filled = f"; {padding:,} of them are zeros that fill up the other layers" if padding else ""
+    return [
+        ("variant", code(request["variant"])),
+        ("expanded layers", code(request["layers"])),
+        ("parameters", f"{record['parameters']:,}{filled}"),
+    ]
 
 
-def choose_card(
-    contents: Contents,
-    base_text: str | None,
-    wished: WishedCard,
-    checked: Verification | None,
-    api: HfApi,
-    remote: Remote,
-) -> ChosenCard:
-    """Choose a card; one that somebody wrote is never replaced unasked.
-
-    Args:
-        contents: What is pushed.
-        base_text: The base's README.md, or None.
-        wished: What the user asked for.
-        checked: What the check of the folder found, or None.
-        api: The client of the Hub.
-        remote: What is on the Hub.
-
-    Returns:
-        The card.
-
-    Raises:
-        HubError: If the given file or the card in the repository cannot be read, or a licence is given for a card that
-            somebody wrote.
-    """
-    if wished.file is not None:
-        return ChosenCard(_read_given(wished.file), "own")
-    if contents.own_card is not None and not wished.is_written:
-        _refuse_licence(wished, contents.path / contents.own_card)
-        return ChosenCard(read_card(contents.path / contents.own_card), "own")
-    if CARD_FILE in remote.files and not wished.is_written:
-        there = read_text(api, remote, CARD_FILE)
-        if not is_written_card(there) and there != base_text:
-            _refuse_licence(wished, f"{CARD_FILE} in {remote.repo}")
-            note = (
-                f"{CARD_FILE} in {remote.repo} was written by somebody and stays, though it may describe an earlier "
-                "push; --write-card replaces it."
-            )
-            return ChosenCard(None, "kept", (note,))
-    base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
-    certificate = current_certificate(contents.record.get("verification"), checked)
-    card = make_card(contents, remote.repo, base_text, base_file, certificate, wished.license)
-    return ChosenCard(card.text, "written", card.notes)
+def _drift(drift: Mapping[str, Any] | None) -> str | None:
+    if drift is None:
+        return None
+    differ = "bit-equal" if drift["is_bit_equal"] else f"differ by at most {drift['drift']:.3g}"
+    return f"{differ} on {counted(drift['tokens'], 'token')} ({plain(drift['dtype'])})"
 
 
-def _refuse_licence(wished: WishedCard, card: object) -> None:
-    if wished.license is not None:
-        raise HubError(
-            f"--license {wished.license}: {card} was written by somebody and stays as it is. Name the licence there, "
-            "or give --write-card, which writes a new card from facts."
+def _runs(training: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """What a card says of each training run."""
+    number = 0
+    for expansion, runs in training.items():
+        for run in runs:
+            number += 1
+            settings = run.get("settings") or {}
+            rate = settings.get("learning_rate")
+            yield {
+                "number": number,
+                "expansion": expansion,
+                "is_last": run is runs[-1],
+                "steps": run.get("steps", "–"),
+                "parameters": f"{run['trained_parameters']:,}",
+                "learning_rate": "–" if rate is None else f"{rate:g}",
+                "begun": (run.get("begun") or run["adopted"])[:10],
+                "is_adopted": "adopted" in run,
+                "is_unseen": run.get("base_compared") == 0,
+                "is_routed": bool(settings.get("routed")),
+                "rehearsed": rehearsed_text(run),
+                "measured": _measured(run.get("measured") or {}),
+            }
+
+
+def _measured(measured: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
+    """Text, loss, accuracy and change against the base, for old and new text."""
+    return [
+        (
+            f"{side} text",
+            f"{measured[f'{side}_nats_per_token']:.4f}",
+            "–" if (accuracy := measured.get(f"{side}_accuracy")) is None else f"{accuracy:.1%}",
+            f"{change} {measured[change]:+z.4f}",
         )
+        for side, change in (("old", "forgetting"), ("new", "learning"))
+        if f"{side}_nats_per_token" in measured and change in measured
+    ]
 
 
-def _read_given(file: Path) -> str:
-    try:
-        return read_bytes(file).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise HubError(f"{file}: cannot be read as a model card ({error}). Give a text file in UTF-8.") from error
+def _promises(certificate: Mapping[str, Any] | None, forced_name: object) -> list[tuple[str, str, str]]:
+    """What was found of each promise; a base that is a folder, on which blocks were made, is not named."""
+    if certificate is None:
+        return []
+    named, unnamed = rf"\b(those|that) of {re.escape(str(forced_name))}", r"\1 of the base that it was made on"
+    return [
+        (
+            promise["name"],
+            _verdict(promise, is_required=promise["name"] in certificate["required"]),
+            re.sub(named, unnamed, promise["evidence"]),
+        )
+        for promise in certificate["promises"]
+    ]
+
+
+def _verdict(promise: Mapping[str, Any], *, is_required: bool) -> str:
+    if promise["holds"] is None:
+        return "not checked"
+    if promise["holds"]:
+        return "holds" if promise["claimed"] or is_required else "holds (unclaimed)"
+    return "**BROKEN**" if is_required else "not claimed"
+
+
+def _checked_with(certificate: Mapping[str, Any] | None) -> list[str]:
+    """Date, versions and machine; without a model run nothing, so that a second push of a folder has the same card."""
+    if certificate is None or certificate.get("not_run") == "files only":
+        return []
+    versions = [f"{name} {version}" for name, version in certificate["versions"].items()]
+    return [certificate["date"], *versions, certificate["machine"]]

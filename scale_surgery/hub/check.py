@@ -15,18 +15,7 @@ from scale_surgery.surgery.extract_folder import check_own_files, open_extract
 
 
 def check_contents(contents: Contents, track: Track) -> Verification | None:
-    """Check what files alone can show.
-
-    Args:
-        contents: The folder.
-        track: Makes progress bars.
-
-    Returns:
-        What was found of an expanded folder; None for an extract or a stock export that is as it was written.
-
-    Raises:
-        CheckpointError: If it is not; each file is named.
-    """
+    """Check what files alone can show; gives what was found of an expanded folder, and None for other forms."""
     if contents.form == "extract":
         check_own_files(open_extract(contents.path), track)
         return None
@@ -43,19 +32,13 @@ def check_contents(contents: Contents, track: Track) -> Verification | None:
 
 
 def _check_stock(contents: Contents, track: Track) -> None:
-    file = contents.path / STOCK_FILE
     written = contents.record.get("files")
-    if not isinstance(written, dict):
+    if written is None:
         raise CheckpointError(
-            f"{file}: lists no files, expected the sha256 of each. Make it again with scale-surgery merge --to stock, "
-            "or give --no-verify."
+            f"{contents.path / STOCK_FILE}: lists no files, expected the sha256 of each. Make it again with "
+            "scale-surgery merge --to stock, or give --no-verify."
         )
-    try:
-        problems = list(
-            _stock_problems(contents, {name: str(entry["sha256"]) for name, entry in written.items()}, track)
-        )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+    problems = list(_stock_problems(contents, {name: entry["sha256"] for name, entry in written.items()}, track))
     if problems:
         _refuse(contents, problems, f"{contents.path}: not pushed, it is not what merge wrote. Restore what is named.")
 

@@ -6,33 +6,44 @@ folder --verify--> contents --links--> repository --card, token, access checked-
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from glob import escape
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.forms import Form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
-from scale_surgery.errors import CheckpointError, HubError, name_some
-from scale_surgery.hub.card import CardOrigin, ChosenCard, WishedCard, choose_card, metadata_problem
+from scale_surgery.checkpoint.reading import read_bytes
+from scale_surgery.errors import HubError, name_some
+from scale_surgery.hub.card import Card, CardOrigin, current_certificate, make_card
 from scale_surgery.hub.check import check_contents
-from scale_surgery.hub.client import Remote, check_repo_id, look_at, make_api, read_text, validate_card
+from scale_surgery.hub.client import check_repo_id, hub_errors, look_at
 from scale_surgery.hub.repository import (
     CARD_FILE,
     Contents,
     RepositoryFile,
     assemble,
-    describe_files,
     is_part_of_a_model,
     is_same_base,
+    is_written_card,
     read_card,
     read_contents,
 )
-from scale_surgery.hub.upload import check_arrived, upload
 from scale_surgery.progress import Track, no_track
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, ModelInfo
+
+    from scale_surgery.evidence.verification import Verification
+
+MESSAGES: dict[Form, str] = {
+    "expanded": "Push an expanded model with scale-surgery",
+    "extract": "Push an expansion with scale-surgery",
+    "stock": "Push a widened model with scale-surgery",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,6 @@ class Push:
         card: Push this file as README.md. Default: the folder's own card, or one written from facts.
         write_card: Write a new card from facts, even over one that somebody wrote.
         license: Licence that the written card names, as the Hub calls it, such as apache-2.0. Default: the base's.
-        extract_only: Push the expansion alone, without the base's tensors, as the command extract takes it.
         replace: If the repository holds another model, remove its model files that this folder does not have.
         check: Check bytes and structure of the folder first.
     """
@@ -60,14 +70,8 @@ class Push:
     card: Path | None = None
     write_card: bool = False
     license: str | None = None
-    extract_only: bool = False
     replace: bool = False
     check: bool = True
-
-    @property
-    def makes_private(self) -> bool:
-        """Whether a repository that does not exist yet becomes private."""
-        return self.private is not False
 
 
 @dataclass(frozen=True)
@@ -112,10 +116,6 @@ class Pushed:
         return sum(file.bytes for file in self.files)
 
 
-def say_nothing(found: Pushed) -> None:
-    """Announce nothing."""
-
-
 def push(
     folder: str | Path,
     repo: str,
@@ -123,8 +123,6 @@ def push(
     *,
     dry_run: bool = False,
     token: str | None = None,
-    endpoint: str | None = None,
-    announce: Callable[[Pushed], None] = say_nothing,
     track: Track = no_track,
 ) -> Pushed:
     """Push an expanded folder, a stock export or an extract to the Hub; the folder is only read.
@@ -135,8 +133,6 @@ def push(
         how: How to push; by default to the main branch, with a card from facts, after a check.
         dry_run: Send nothing that changes anything.
         token: Token of the Hub; by default the one that huggingface_hub finds.
-        endpoint: Address of the Hub; by default that of huggingface_hub.
-        announce: Called with what will be sent, before it is.
         track: Makes progress bars.
 
     Returns:
@@ -147,145 +143,174 @@ def push(
         HubError: If the id is none, there is no token or no write access, the card is refused, the repository holds
             another model's files, or the Hub cannot be reached. What has arrived by then need not be sent again.
     """
+    from huggingface_hub import HfApi, get_token
+
     how, path = how or Push(), Path(folder)
     check_repo_id(repo)
-    contents, api = read_contents(path), make_api(token, endpoint)
-    base_text = None if contents.base_card is None else read_card(path / contents.base_card)
-    remote, obstacle = _look(api, repo, how)
-    _stop_at(obstacle, dry_run=dry_run)
+    contents, info, obstacles = read_contents(path), None, list[str]()
+    # the token is named here, since the client may be told not to send the one that it finds
+    api = HfApi(token=token or get_token(), library_name="scale-surgery", library_version=version("scale-surgery"))
+
+    @contextmanager
+    def asking() -> Iterator[None]:
+        """What the Hub refuses ends a push, and is told by a dry run."""
+        try:
+            yield
+        except HubError as error:
+            if not dry_run:
+                raise
+            obstacles.append(str(error))
+
+    with asking():
+        info = look_at(api, repo, how)
     checked = check_contents(contents, track) if how.check else None
     with tempfile.TemporaryDirectory() as place:
-        contents = _extract(contents, Path(place), track) if how.extract_only else contents
-        target = Path(place) / "repository"
-        target.mkdir()
-        wished = WishedCard(how.card, how.write_card, how.license)
-        chosen = choose_card(contents, base_text, wished, checked, api, remote)
-        plan = _assemble(contents, target, how, remote, chosen)
-        warned = () if checked is None else checked.warnings
-        obstacle = obstacle or _refusal(api, plan, how, remote, contents) or _card_problem(plan)
-        plan = replace(plan, obstacle=obstacle, notes=(*plan.notes, *warned))
-        plan = plan if plan.obstacle else _validate(api, plan)
-        _stop_at(plan.obstacle, dry_run=dry_run)
-        announce(plan)
-        return plan if dry_run else _send(api, target, remote, plan, how, track)
+        target = Path(place)
+        card = _choose_card(contents, repo, how, checked, api, info)
+        plan = _assemble(contents, target, repo, how, info, card)
+        if not obstacles:
+            with asking():
+                _refuse_mixture(api, plan, how, info, contents)
+                _check_card(card)
+        warnings = () if checked is None else checked.warnings
+        plan = replace(plan, obstacle=next(iter(obstacles), None), notes=(*card.notes, *warnings))
+        return plan if dry_run else _send(api, target, plan, how, info)
 
 
-def _look(api: HfApi, repo: str, how: Push) -> tuple[Remote, str | None]:
-    """What is on the Hub, and what keeps it from taking a push."""
-    try:
-        found = look_at(api, repo, how.revision, create_pr=how.create_pr)
-    except HubError as error:
-        return Remote(repo, False, how.makes_private, False, None, ()), str(error)
-    if not found.exists or how.private in (None, found.is_private):
-        return found, None
-    words = ("private", "public") if found.is_private else ("public", "private")
-    return (
-        found,
-        f"{repo}: is {words[0]}, expected a {words[1]} repository. Leave out --{words[1]}, or take another id.",
-    )
+def _choose_card(
+    contents: Contents,
+    repo: str,
+    how: Push,
+    checked: Verification | None,
+    api: HfApi,
+    info: ModelInfo | None,
+) -> Card:
+    """Choose a card; one that somebody wrote is never replaced unasked."""
+    base_text = None if contents.base_card is None else read_card(contents.path / contents.base_card)
+    if how.card is not None:
+        return Card(_read_own(how.card), "own")
+    if not how.write_card:
+        if contents.has_own_card:
+            _refuse_licence(how, contents.path / CARD_FILE)
+            return Card(_read_own(contents.path / CARD_FILE), "own")
+        if CARD_FILE in _names(info):
+            there = _read_remote(api, repo, info, CARD_FILE)
+            if not is_written_card(there) and there != base_text:
+                _refuse_licence(how, f"{CARD_FILE} in {repo}")
+                note = (
+                    f"{CARD_FILE} in {repo} was written by somebody and stays, though it may describe an earlier push; "
+                    "--write-card replaces it."
+                )
+                return Card(None, "kept", (note,))
+    base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
+    certificate = current_certificate(contents.record.get("verification"), checked)
+    return make_card(contents, repo, base_text, base_file, certificate, how.license)
 
 
-def _stop_at(obstacle: str | None, *, dry_run: bool) -> None:
-    if obstacle is not None and not dry_run:
-        raise HubError(obstacle)
-
-
-def _extract(contents: Contents, place: Path, track: Track) -> Contents:
-    """The expansion of a folder alone, in a temporary folder, without a copy where the file system allows that."""
-    from scale_surgery.surgery.extract import extract
-
-    names = () if contents.manifest is None else tuple(contents.manifest.expansions)
-    if len(names) > 1:
-        raise CheckpointError(
-            f"{contents.path}: holds the expansions {', '.join(names)}, --extract-only needs a folder of one. Take one "
-            f"out and push that: scale-surgery extract {contents.path} --name {names[0]} -o {names[0]}."
+def _refuse_licence(how: Push, card: object) -> None:
+    if how.license is not None:
+        raise HubError(
+            f"--license {how.license}: {card} was written by somebody and stays as it is. Name the licence there, or "
+            "give --write-card, which writes a new card from facts."
         )
-    if contents.form != "expanded":
-        raise CheckpointError(f"{contents.path}: is no expanded folder, --extract-only needs one. Leave it out.")
+
+
+def _read_own(file: Path) -> str:
     try:
-        done = extract(contents.path, place / "extract", base_weights="link", track=track)
-    except CheckpointError:
-        # a temporary folder may lie on another file system; what else is wrong is found once more
-        done = extract(contents.path, place / "extract", overwrite=True, track=track)
-    return replace(read_contents(done.path), left_out=done.left_out)
+        return read_bytes(file).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HubError(f"{file}: cannot be read as a model card ({error}). Give a text file in UTF-8.") from error
 
 
-def _assemble(contents: Contents, target: Path, how: Push, remote: Remote, chosen: ChosenCard) -> Pushed:
+def _names(info: ModelInfo | None) -> list[str]:
+    """Names of the files of a repository."""
+    return [] if info is None else sorted(sibling.rfilename for sibling in info.siblings or ())
+
+
+def _read_remote(api: HfApi, repo: str, info: ModelInfo | None, file: str) -> str:
+    with hub_errors(repo, f"{file} cannot be read"):
+        return read_card(Path(api.hf_hub_download(repo, file, revision=None if info is None else info.sha)))
+
+
+def _assemble(contents: Contents, target: Path, repo: str, how: Push, info: ModelInfo | None, card: Card) -> Pushed:
     """Make the repository as a folder of links, with its card, and describe it."""
-    assemble(contents, target, with_own_card=chosen.origin == "own" and how.card is None)
-    if chosen.text is not None and not (target / CARD_FILE).exists():
-        (target / CARD_FILE).write_bytes(chosen.text.encode("utf-8"))
-    files = describe_files(contents, target)
+    files = assemble(contents, target, card)
     names = {file.name for file in files}
     return Pushed(
-        repo=remote.repo,
+        repo=repo,
         form=contents.form,
         files=files,
         left_out=contents.left_out,
-        removed=tuple(name for name in remote.files if name not in names and is_part_of_a_model(name)),
-        card=chosen.text,
-        card_origin=chosen.origin,
-        is_private=remote.is_private if remote.exists else how.makes_private,
+        removed=tuple(name for name in _names(info) if name not in names and is_part_of_a_model(name)),
+        card=card.text,
+        card_origin=card.origin,
+        is_private=how.private is not False if info is None else bool(info.private),
         is_checked=how.check,
-        notes=chosen.notes,
+        notes=card.notes,
     )
 
 
-def _refusal(api: HfApi, plan: Pushed, how: Push, remote: Remote, contents: Contents) -> str | None:
-    """Why a repository that holds another model, or files of one, does not become this one."""
+def _refuse_mixture(api: HfApi, plan: Pushed, how: Push, info: ModelInfo | None, contents: Contents) -> None:
+    """Refuse a repository that holds another model, or files of one, and so would not become this one."""
     if how.replace:
-        return None
+        return
     advice = (
         "Push to another repository or --revision, or give --replace, which makes this model of it; its history keeps "
         "the other."
     )
-    records = [name for name in (MANIFEST_FILE, STOCK_FILE) if name in remote.files]
-    if CONFIG_FILE in remote.files and not records:
-        return f"{plan.repo}: holds a model that scale-surgery did not make. {advice}"
-    if records and not is_same_base(contents.record, read_text(api, remote, records[0])):
-        return f"{plan.repo}: holds a model on another base, by its {records[0]}. {advice}"
-    if not plan.removed:
-        return None
-    return (
-        f"{plan.repo}: holds model files that the folder does not have ({name_some(plan.removed)}); beside them it "
-        "would be another model. Push to another repository or --revision, or give --replace: they leave in the "
-        "same commit, and its history keeps them."
-    )
+    there = _names(info)
+    records = [name for name in (MANIFEST_FILE, STOCK_FILE) if name in there]
+    if CONFIG_FILE in there and not records:
+        raise HubError(f"{plan.repo}: holds a model that scale-surgery did not make. {advice}")
+    if records and not is_same_base(contents.record, _read_remote(api, plan.repo, info, records[0])):
+        raise HubError(f"{plan.repo}: holds a model on another base, by its {records[0]}. {advice}")
+    if plan.removed:
+        raise HubError(
+            f"{plan.repo}: holds model files that the folder does not have ({name_some(plan.removed)}); beside them it "
+            "would be another model. Push to another repository or --revision, or give --replace: they leave in the "
+            "same commit, and its history keeps them."
+        )
 
 
-def _card_problem(plan: Pushed) -> str | None:
-    problem = None if plan.card is None else metadata_problem(plan.card)
-    return problem and f"{CARD_FILE}: its metadata cannot be read ({problem}). Mend the card, or give --write-card."
+def _check_card(card: Card) -> None:
+    """Refuse metadata that cannot be read, or that the Hub does not accept."""
+    from huggingface_hub import ModelCard
 
-
-def _validate(api: HfApi, plan: Pushed) -> Pushed:
-    """Let the Hub check the card."""
-    if plan.card is None:
-        return plan
+    if card.text is None:
+        return
     try:
-        warned = validate_card(api, plan.repo, plan.card)
-    except HubError as error:
-        return replace(plan, obstacle=str(error))
-    return replace(plan, notes=(*plan.notes, *(f"the Hub says of the card: {text}" for text in warned)))
+        parsed = ModelCard(card.text)
+    except Exception as error:
+        # the parser's own classes of errors differ by release
+        raise HubError(
+            f"{CARD_FILE}: its metadata cannot be read ({' '.join(str(error).split())}). Mend the card, or give "
+            "--write-card."
+        ) from error
+    with hub_errors(CARD_FILE, "its metadata were not accepted"):
+        parsed.validate()
 
 
-def _send(api: HfApi, target: Path, remote: Remote, plan: Pushed, how: Push, track: Track) -> Pushed:
-    names = {
-        "expanded": "an expanded model",
-        "extract": "an expansion",
-        "stock": "a widened model",
-    }
-    commit = upload(
-        api,
-        target,
-        remote,
-        private=how.makes_private,
-        create_pr=how.create_pr,
-        revision=how.revision,
-        commit_message=how.commit_message or f"Push {names[plan.form]} with scale-surgery",
-        removed=plan.removed,
-    )
-    is_private = check_arrived(api, plan.repo, commit.oid, target, [file.name for file in plan.files], track)
-    is_unchanged = remote.has_revision and commit.oid == remote.commit
-    url = commit.pr_url or commit.commit_url
-    return replace(plan, is_private=is_private, is_unchanged=is_unchanged, commit=commit.oid, url=url)
+def _send(api: HfApi, target: Path, plan: Pushed, how: Push, info: ModelInfo | None) -> Pushed:
+    """Send a folder; the client sends nothing that the Hub has, and the commit comes last."""
+    repo, again = plan.repo, "The same command again continues: what has arrived is not sent a second time."
+    with hub_errors(repo, "not pushed", again):
+        if info is None:
+            api.create_repo(repo, private=plan.is_private, exist_ok=True)
+        if how.revision is not None and not api.revision_exists(repo, how.revision):
+            api.create_branch(repo, branch=how.revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo,
+            folder_path=target,
+            commit_message=how.commit_message or MESSAGES[plan.form],
+            revision=how.revision,
+            create_pr=how.create_pr,
+            delete_patterns=[escape(name) for name in plan.removed] or None,
+        )
+    with hub_errors(repo, "pushed, but not compared with the folder"):
+        compared = api.verify_repo_checksums(repo, revision=commit.oid, local_dir=target)
+    problems = [f"{repo}: {name} did not arrive" for name in compared.extra_paths]
+    problems += [f"{repo}: {each['path']} has another content there" for each in compared.mismatches]
+    if problems:
+        raise HubError.from_problems(f"{problem}. Is it in a .gitignore? Push again." for problem in problems)
+    is_unchanged = info is not None and commit.oid == info.sha
+    return replace(plan, is_unchanged=is_unchanged, commit=commit.oid, url=commit.pr_url or commit.commit_url)

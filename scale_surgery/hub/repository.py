@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
@@ -37,6 +37,9 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.surgery.extract_folder import read_extract
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.record_schema import StockRecord
+
+if TYPE_CHECKING:
+    from scale_surgery.hub.card import Card
 
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
@@ -65,27 +68,16 @@ class RepositoryFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds that belongs into a repository.
-
-    Attributes:
-        path: The folder.
-        form: "expanded" (routed, trained and fused models too), "extract", or "stock" for a stock export.
-        files: Names of the files to be taken.
-        left_out: Names of the others.
-        manifest: surgery.json, or None for a stock export.
-        record: Parsed surgery.json, or merge.json of a stock export.
-        base_card: Name of the file that holds the base's README.md, or None.
-        own_card: Name of the user's own model card, or None.
-    """
+    """What a folder holds that belongs into a repository; no weight has been read."""
 
     path: Path
     form: Form
     files: tuple[str, ...]
     left_out: tuple[str, ...]
-    manifest: Manifest | None
-    record: Mapping[str, Any]
-    base_card: str | None
-    own_card: str | None
+    manifest: Manifest | None  # surgery.json; a stock export has none
+    record: Mapping[str, Any]  # as parsed, surgery.json or merge.json
+    base_card: str | None  # the file that holds the base's README.md
+    has_own_card: bool  # whether README.md was written by the user
 
     @property
     def base_files(self) -> set[str]:
@@ -108,8 +100,8 @@ class Contents:
     @property
     def licence(self) -> dict[str, Any]:
         """The licence that an extract took from its base's card."""
-        found = read_json(self.path / EXTRACT_FILE).get("licence") if self.form == "extract" else None
-        return {key: found[key] for key in LICENCE_KEYS if key in found} if isinstance(found, dict) else {}
+        licence = read_json(self.path / EXTRACT_FILE).get("licence") if self.form == "extract" else None
+        return {key: licence[key] for key in LICENCE_KEYS if key in licence} if licence else {}
 
     @property
     def free_name(self) -> str:
@@ -119,17 +111,7 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """Find out what a folder is, and which of its files belong into a repository.
-
-    Args:
-        path: An expanded folder, a stock export, or an extract.
-
-    Returns:
-        Its contents; no weight has been read.
-
-    Raises:
-        CheckpointError: If the folder is none of them, or it is incomplete.
-    """
+    """Find out what a folder is, and which of its files belong into a repository."""
     names = list_files(path)
     form = _find_form(path)
     checkpoint = None if form == "extract" else open_checkpoint(path)
@@ -146,7 +128,7 @@ def read_contents(path: Path) -> Contents:
     files = tuple(name for name in names if name not in left_out)
     base_card = None if form == "extract" else _find_base_card(path, files, record)
     is_own = CARD_FILE in files and base_card != CARD_FILE and not is_written_card(read_card(path / CARD_FILE))
-    return Contents(path, form, files, left_out, manifest, record, base_card, CARD_FILE if is_own else None)
+    return Contents(path, form, files, left_out, manifest, record, base_card, is_own)
 
 
 def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
@@ -159,38 +141,31 @@ def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
 
 
 def read_card(file: Path) -> str:
-    """The text of a model card, as it is."""
+    """The text of a model card, whatever it is encoded in."""
     try:
         return read_bytes(file).decode("utf-8", errors="replace")
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error}). Check the file.") from error
 
 
-def assemble(contents: Contents, folder: Path, *, with_own_card: bool) -> None:
-    """Fill an empty folder with links to the files of a repository; README.md stays out, unless it is the user's own.
-
-    Args:
-        contents: What goes in.
-        folder: Where the links go.
-        with_own_card: Whether the user's own README.md goes in.
-    """
-    names = {name: name for name in contents.files if name != CARD_FILE or (with_own_card and contents.own_card)}
+def assemble(contents: Contents, folder: Path, card: Card) -> tuple[RepositoryFile, ...]:
+    """Fill an empty folder with links to the files of a repository, and with what is written for it."""
+    names = {name: name for name in contents.files if name != CARD_FILE}
     if contents.base_card == CARD_FILE:
         names[CARD_FILE] = contents.free_name
+    origins: dict[str, Origin] = {}
     for name, linked in names.items():
         (folder / linked).parent.mkdir(parents=True, exist_ok=True)
         (folder / linked).symlink_to((contents.path / name).resolve())
-    for file, content in _edited(contents, names).items():
+        origins[linked] = "base" if name in contents.base_files else "model"
+    for file, content in _edited(contents, card).items():
         (folder / file).unlink()
         write_json(folder / file, content)
-
-
-def describe_files(contents: Contents, folder: Path) -> tuple[RepositoryFile, ...]:
-    """List the files of an assembled repository with their sizes."""
-    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-    return tuple(
-        RepositoryFile(name, (folder / name).stat().st_size, _origin(contents, folder, name)) for name in names
-    )
+        origins[file] = "written"
+    if card.text is not None:
+        (folder / CARD_FILE).write_bytes(card.text.encode())
+        origins[CARD_FILE] = "written" if card.origin == "written" else "model"
+    return tuple(RepositoryFile(name, (folder / name).stat().st_size, origins[name]) for name in sorted(origins))
 
 
 def is_part_of_a_model(name: str) -> bool:
@@ -204,30 +179,15 @@ def names_code(path: Path, name: str) -> bool:
 
 
 def is_same_base(record: Mapping[str, Any], there: str) -> bool:
-    """Whether the record of a repository, surgery.json or merge.json, names the base tensors that another one names."""
+    """Whether the record of a repository, surgery.json or merge.json, names the base shards that another one names."""
     try:
-        other = parse_json(there)
-        tables = [[_tensors(found), _weights(found)] for found in (record, other)]
+        shards, shards_there = (
+            {entry["sha256"] for name, entry in each["base_files"].items() if name.endswith(".safetensors")}
+            for each in (record, parse_json(there))
+        )
     except (ValueError, TypeError, AttributeError, KeyError):
         return False
-    # tensors are compared where both list them; merge.json has the base's files alone
-    mine, theirs = next(((mine, theirs) for mine, theirs in zip(*tables, strict=True) if mine and theirs), (1, 2))
-    return mine == theirs
-
-
-def _tensors(record: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(record.get("base_tensors", {}))
-
-
-def _weights(record: Mapping[str, Any]) -> set[str]:
-    files = record["base_files"].items()
-    return {entry["sha256"] for name, entry in files if name.endswith(".safetensors")}
-
-
-def git_hash(file: Path) -> str:
-    """Name of a file as a git blob."""
-    content = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    return shards == shards_there
 
 
 def _find_form(path: Path) -> Form:
@@ -258,11 +218,11 @@ def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any
     return name if hash_file(path / name) == entry["sha256"] else None
 
 
-def _edited(contents: Contents, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _edited(contents: Contents, card: Card) -> dict[str, dict[str, Any]]:
     """JSON files that have to say another thing in the repository than in the folder."""
     if contents.base_card == CARD_FILE:
-        return {contents.record_file: _with_moved_card(contents.record, names[CARD_FILE])}
-    if contents.form == "extract" and CARD_FILE not in names:
+        return {contents.record_file: _with_moved_card(contents.record, contents.free_name)}
+    if contents.form == "extract" and CARD_FILE in contents.files and card.text != read_card(contents.path / CARD_FILE):
         # a card that an earlier push wrote makes room for a new one
         content = read_json(contents.path / EXTRACT_FILE)
         files = {name: entry for name, entry in content["files"].items() if name != CARD_FILE}
@@ -283,21 +243,14 @@ def _with_moved_card(record: Mapping[str, Any], stored_as: str) -> dict[str, Any
     return changed
 
 
-def _origin(contents: Contents, folder: Path, name: str) -> Origin:
-    if not (folder / name).is_symlink():
-        return "written"
-    source = contents.base_card if name not in contents.files else name
-    is_base = source in contents.base_files and source != contents.own_card
-    return "base" if is_base else "model"
-
-
 def is_written_card(text: str) -> bool:
     """Whether a card is one that this program wrote and nobody has edited."""
     found = MARK.search(text)
     return found is not None and found[1] == _digest(text[: found.start()])
 
 
-def _marked(text: str) -> str:
+def marked(text: str) -> str:
+    """A card with its hash in the last line, by which one that nobody has edited is known."""
     return f"{text}\n<!-- written by scale-surgery push, sha256 {_digest(text)} -->\n"
 
 

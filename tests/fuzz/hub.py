@@ -13,15 +13,16 @@ from tests.hub_server import running
 
 
 @contextmanager
-def hub_for_one() -> Iterator[str]:
-    """Run a Hub with one writer; gives its address."""
+def hub_for_one() -> Iterator[None]:
+    """Run a Hub with one writer, and let this process ask it."""
     huggingface_hub.utils.disable_progress_bars()
     with (
         patch.object(constants, "HF_HUB_OFFLINE", new=False),
         patch.object(constants, "HF_HUB_DISABLE_XET", new=True),
         running() as hub,
+        patch.object(constants, "ENDPOINT", hub.address),
     ):
         try:
-            yield hub.address
+            yield
         finally:
             huggingface_hub.close_session()

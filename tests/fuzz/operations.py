@@ -121,8 +121,8 @@ def _load_expansion(call: Call) -> None:
 
 def _push(call: Call) -> bool:
     """Push to a Hub of its own; what a card says is looked at like what is printed."""
-    with hub_for_one() as address:
-        done = s.push(call.model, "me/wide", token="hf_writer", endpoint=address)
+    with hub_for_one():
+        done = s.push(call.model, "me/wide", token="hf_writer")
     call.out.with_name("printed").write_text(done.card or "", encoding="utf-8", errors="surrogatepass")
     return True
 

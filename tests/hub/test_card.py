@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 from scale_surgery import PosteriorRouter
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.licence import read_licence
+from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
-from scale_surgery.hub.card import current_certificate, make_card, metadata_problem
+from scale_surgery.hub.card import current_certificate, make_card
 from scale_surgery.hub.repository import is_written_card, read_contents
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.compose import compose
@@ -24,10 +28,11 @@ from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
-from tests.conftest import REQUESTS, name_base, shake
+from tests.conftest import REQUESTS, digests, shake
 
 REPO = "lab/wide-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FORMS = ("expanded", "routed", "fused", "stock", "deepened", "extract", "composed")
 RUN = {
     "begun": "2026-01-02T03:04:05+00:00",
     "steps": 40,
@@ -48,26 +53,48 @@ def expanded(base_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return expand(base_of("llama"), REQUESTS["adapt"], tmp_path_factory.mktemp("made") / "secret-name").path
 
 
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder in each form, made of the shipped model, which has a tokenizer."""
+    place = tmp_path_factory.mktemp("forms")
+    request = Request("1", variant="adapt", up_width=0, up_kv_heads=0, collaborate="ffn")
+    wide = expand(SHIPPED_MODEL, request, place / "wide").path
+    taken = extract(wide, place / "extract").path
+    return {
+        "expanded": wide,
+        "routed": route_export(wide, place / "routed", PosteriorRouter(switch_rate=0)).path,
+        "fused": merge(wide, place / "fused").path,
+        "stock": merge(wide, place / "stock", "stock").path,
+        "deepened": expand(SHIPPED_MODEL, Request("1", method="depth"), place / "deepened").path,
+        "extract": taken,
+        "composed": compose(SHIPPED_MODEL, {"law": taken, "art": taken}, place / "composed").path,
+    }
+
+
 @pytest.fixture
 def own(expanded: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(expanded, tmp_path / "own"))
 
 
 def record(folder: Path, **changes: Any) -> None:
+    """Record other things in surgery.json."""
     file = folder / "surgery.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
 
 
 def record_own(folder: Path, **changes: Any) -> None:
-    """Record other things of the expansion."""
-    (held,) = json.loads((folder / "surgery.json").read_text())["expansions"].items()
-    record(folder, expansions={held[0]: held[1] | changes})
+    """Record other things of its first expansion."""
+    expansions = json.loads((folder / "surgery.json").read_text())["expansions"]
+    expansions[next(iter(expansions))] |= changes
+    record(folder, expansions=expansions)
 
 
-def card(folder: Path, base_text: str | None = None, base_file: str | None = None, **found: Any) -> str:
-    text = make_card(read_contents(folder), REPO, base_text, base_file, found.get("certificate")).text
-    assert metadata_problem(text) is None and is_written_card(text)
-    assert not re.search(r"preserved|None|/(tmp|home|root)/", text), "a banned word, a hole, a path"
+def card(folder: Path, certificate: Any = None) -> str:
+    text = make_card(read_contents(folder), REPO, None, None, certificate).text
+    assert text is not None and is_written_card(text)
+    assert not re.search(r"preserved|None(?!: the base)|Undefined|/(tmp|home|root)/", text), (
+        "a banned word, a hole, a path"
+    )
     return text
 
 
@@ -76,11 +103,22 @@ def metadata(text: str) -> dict[str, Any]:
     return found
 
 
-def test_a_base_on_the_hub_is_named_with_its_commit(own: Path) -> None:
-    record(own, base_name="org/Base-1.5B", base_revision=COMMIT)
-    text = card(own)
-    assert metadata(text)["base_model"] == "org/Base-1.5B"
-    assert f"[org/Base-1.5B](https://huggingface.co/org/Base-1.5B) at commit `{COMMIT}`" in text
+def test_metadata_and_text_name_a_base_on_the_hub_with_its_commit_and_licence(own: Path) -> None:
+    record(own, base_name="org/Base_1.5B", base_revision=COMMIT)
+    base_card = "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\ndatasets: [x/y]\n---\n# Base\n"
+    text = make_card(read_contents(own), REPO, base_card, "README.base.md", None).text
+    assert text is not None and metadata(text) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "other",
+        "license_name": "llama3",
+        "license_link": "LICENSE",
+        "base_model": "org/Base_1.5B",
+        "base_model_relation": "finetune",
+        "tags": ["scale-surgery", "continual-learning", "model-expansion", "adapt"],
+    }
+    assert f"[org/Base\\_1.5B](https://huggingface.co/org/Base_1.5B) at commit `{COMMIT}`" in text
+    assert "; its own card is [README.base.md](README.base.md)." in text
 
 
 @pytest.mark.parametrize(
@@ -89,7 +127,7 @@ def test_a_base_on_the_hub_is_named_with_its_commit(own: Path) -> None:
 def test_a_local_base_is_not_named(own: Path, name: str, revision: str | None) -> None:
     record(own, base_name=name, base_revision=revision)
     made = make_card(read_contents(own), REPO, None, None, None)
-    assert "base_model" not in metadata(made.text)
+    assert made.text is not None and "base_model" not in metadata(made.text)
     assert name not in made.text and "secret" not in made.text
     assert "Base: a checkpoint that is not on the Hub." in made.text
     assert made.notes == (
@@ -101,28 +139,11 @@ def test_a_local_base_is_not_named(own: Path, name: str, revision: str | None) -
 def test_a_licence_that_is_given_is_named_in_place_of_the_base_s(own: Path) -> None:
     base_card = "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n# Base\n"
     made = make_card(read_contents(own), REPO, base_card, "README.base.md", None, "apache-2.0")
-    found = metadata(made.text)
+    found = metadata(str(made.text))
     assert found["license"] == "apache-2.0" and not {"license_name", "license_link"} & set(found)
     assert "license is apache-2.0, as --license says; the base's card names other." in made.notes
     plain = make_card(read_contents(own), REPO, None, None, None, "mit")
-    assert metadata(plain.text)["license"] == "mit" and not [note for note in plain.notes if "license" in note]
-
-
-def test_metadata_are_what_they_should_be(own: Path) -> None:
-    record(own, base_name="org/base", base_revision=COMMIT)
-    base_card = "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\ndatasets: [x/y]\n---\n# Base\n"
-    text = card(own, base_card, "README.base.md")
-    assert metadata(text) == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "license": "other",
-        "license_name": "llama3",
-        "license_link": "LICENSE",
-        "base_model": "org/base",
-        "base_model_relation": "finetune",
-        "tags": ["scale-surgery", "continual-learning", "model-expansion", "adapt"],
-    }
-    assert "; its own card is [README.base.md](README.base.md)." in text
+    assert metadata(str(plain.text))["license"] == "mit" and not [note for note in plain.notes if "license" in note]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +164,7 @@ def test_the_licence_is_that_of_the_base_s_card(text: str | None, expected: dict
     assert read_licence(text) == expected
 
 
-def test_what_was_widened_stands_in_the_plan(expanded: Path) -> None:
+def test_what_was_widened_stands_in_the_plan(pair_of: Any, expanded: Path) -> None:
     text = card(expanded)
     plan = read_manifest(expanded).plan
     assert text.startswith("---\nlibrary_name: transformers\n") and "\n# wide-model\n" in text
@@ -158,11 +179,8 @@ def test_what_was_widened_stands_in_the_plan(expanded: Path) -> None:
         assert row in text
     assert "arXiv" in text and "2511.03270" in text and "2603.08647" in text
     assert "The new blocks have not been trained with `scale-surgery train`." in text and "## Evaluation" not in text
-
-
-def test_without_a_second_stream_none_is_spoken_of(pair_of: Any, expanded: Path) -> None:
+    assert "second stream beside" in text
     assert "second stream beside" not in card(pair_of("llama", "adapt_without_up_stream").path)
-    assert "second stream beside" in card(expanded)
 
 
 def test_training_and_what_was_measured(own: Path) -> None:
@@ -189,7 +207,7 @@ def test_rehearsal_is_said_to_be_measured(own: Path, rehearse: list[str], said: 
     assert "asked to stay" not in card(own)
 
 
-def test_numbers_of_another_model_say_so(own: Path) -> None:
+def test_numbers_of_another_model_say_so(own: Path, forms: dict[str, Path], tmp_path: Path) -> None:
     measured = "Measured at the end of the last training run"
     record_own(own, training=[RUN])
     assert f"{measured}, on texts" in card(own)
@@ -200,20 +218,24 @@ def test_numbers_of_another_model_say_so(own: Path) -> None:
     text = card(own)
     assert f"{measured}, on the base that the blocks were made on, on texts" in text
     assert "| 1 tensor differs from the base it was made on |" in text
+    folder = Path(shutil.copytree(forms["routed"], tmp_path / "routed"))
+    for was_routed, said in ((False, ", of the adapt path alone, not routed"), (True, "")):
+        record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
+        assert f"{measured}{said}, on texts" in card(folder)
 
 
 def test_promises_are_those_of_the_certificate(own: Path) -> None:
     assert "No verification is recorded" in card(own)
     found = verify(own, record=False)
     certificate = json.loads(json.dumps(found.to_json()))
-    text = card(own, certificate=certificate)
+    text = card(own, certificate)
     holds = next(promise for promise in found.promises if promise.name == "output_at_init")
     assert f"| `output_at_init` | holds | {holds.evidence} |" in text
     assert f"`scale-surgery verify`, {found.date}, " in text
     assert "| `base_stream_always` | not claimed |" in text
     for promise in certificate["promises"]:
         promise["holds"] = None if promise["name"] == "output_at_init" else False
-    text = card(own, certificate=certificate)
+    text = card(own, certificate)
     assert "| `recoverable` | **BROKEN** |" in text and "| `output_at_init` | not checked |" in text
 
 
@@ -232,74 +254,83 @@ def test_a_certificate_of_other_tensors_is_not_shown(own: Path) -> None:
     assert current_certificate(later.to_json(), again) == again.to_json()
 
 
-def test_routed_and_fused_models(expanded: Path, tmp_path: Path) -> None:
-    folder = route_export(expanded, tmp_path / "routed", PosteriorRouter(switch_rate=0)).path
-    routed = card(folder)
-    assert "| router | posterior, all paths alike, switch rate 0; one forward pass" in routed
-    assert "model.routing_disabled()" in routed and "routed" in metadata(routed)["tags"]
-    fused = card(merge(expanded, tmp_path / "fused").path)
-    assert "| form | fused for serving" in fused and "expansion_disabled" not in fused
-    drift = r"(bit-equal|differ by at most [\d.e-]+) on \d+ tokens \(float32\)"
-    assert re.search(rf"\| logits against the model it was merged from \| {drift} \|", fused)
-    assert "routed" not in metadata(fused)["tags"] and "merged" not in card(expanded)
-    for was_routed, said in ((False, "run, of the adapt path alone, not routed, on texts"), (True, "run, on texts")):
-        record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
-        assert said in card(folder)
+@pytest.mark.parametrize(
+    ("form", "said", "unsaid"),
+    (
+        ("expanded", ["needs `torch` and `transformers` alone", "expansion_disabled"], ["routing_disabled", "router"]),
+        ("routed", ["| router | posterior, all paths alike, switch rate 0; one", "model.routing_disabled()"], []),
+        ("fused", ["| form | fused for serving", "merged from |", "tokens (float32) |"], ["expansion_disabled"]),
+        ("stock", ["no remote code is run", "| `1` |", "does not go back"], ["trust_remote_code", "Promises"]),
+        ("deepened", ["no remote code is run", "freeze_base(model)"], ["trust_remote_code", "W12"]),
+        ("extract", ["holds no whole model"], ["from_pretrained", "strip"]),
+        ("composed", ["weighs 3 paths", "| paths | base, `law`, `art` |", "| `art` | adapt | 1 |"], ["| variant | `"]),
+    ),
+)
+def test_each_form_is_told_as_what_it_is(forms: dict[str, Path], form: str, said: list[str], unsaid: list[str]) -> None:
+    text = card(forms[form])
+    assert all(part in text for part in said)
+    assert not [part for part in unsaid if part in text]
+    assert ("routed" in metadata(text)["tags"]) == (form in ("routed", "composed"))
 
 
-def test_a_stock_export(base_of: Any, tmp_path: Path) -> None:
-    request = Request("1", variant="adapt", up_width=0, up_kv_heads=0, collaborate="ffn")
-    text = card(merge(expand(base_of("llama"), request, tmp_path / "wide").path, tmp_path / "stock", "stock").path)
-    assert "no remote code is run" in text and "trust_remote_code" not in text
-    assert "## Promises" not in text and "strip" not in text
-    assert "| expanded layers | `1` |" in text and "This form does not go back" in text
-    record = json.loads((tmp_path / "stock" / "merge.json").read_text())
-    assert f"| parameters | {record['parameters']:,}; {record['padding']:,} of them are zeros that fill up" in text
-    (tmp_path / "stock" / "evil.py").write_text("import os\n")
-    made = make_card(read_contents(tmp_path / "stock"), REPO, None, None, None)
-    assert "no remote code is run" not in made.text
-    assert "these lines do not run the code of `evil.py`." in made.text
+@pytest.mark.parametrize("form", FORMS)
+def test_the_python_of_a_card_runs(forms: dict[str, Path], form: str) -> None:
+    text = card(forms[form]).replace(f'"{REPO}"', f'"{forms[form]}"').replace('"BASE"', f'"{SHIPPED_MODEL}"')
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "<card>", "exec"), names)
+    is_stock = form in ("stock", "deepened")
+    assert type(names["model"]).__name__ == ("LlamaForCausalLM" if is_stock else "ScaleLlamaForCausalLM")
+    assert form == "extract" or names["tokenizer"]("a").input_ids
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "stock"])
+def test_the_commands_of_a_card_give_back_what_they_say(
+    forms: dict[str, Path], form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (commands,) = re.findall(r"```sh\n(.*?)```", card(forms[form]), re.DOTALL)
+    if form == "extract":
+        commands = commands.replace(REPO, str(forms[form])).replace("BASE", str(SHIPPED_MODEL))
+    else:
+        shutil.copytree(forms[form], "expanded")
+        download, commands = commands.split("\n", 1)
+        assert download == f"hf download {REPO} --local-dir expanded"
+    for command in commands.splitlines():
+        program, *words = shlex.split(command)
+        result = CliRunner().invoke(main, words)
+        assert program == "scale-surgery" and result.exit_code == 0, result.output
+    made, expected = ("expanded", forms["expanded"]) if form == "extract" else ("base", SHIPPED_MODEL)
+    assert digests(Path(made)) == digests(expected)
+    assert form != "composed" or (Path("law").is_dir() and Path("art").is_dir())
+
+
+def test_code_in_a_stock_export_is_told(forms: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(forms["stock"], tmp_path / "stock"))
+    (folder / "evil.py").write_text("import os\n")
+    made = make_card(read_contents(folder), REPO, None, None, None)
+    assert "no remote code is run" not in str(made.text)
+    assert "these lines do not run the code of `evil.py`." in str(made.text)
     note = "evil.py: is code, or names some, which trust_remote_code=True runs. Read it before you publish it."
     assert made.notes[-1] == note
 
 
-def test_an_extract_says_how_to_put_it_back(own: Path, tmp_path: Path) -> None:
-    name_base(own, "org/base", COMMIT)
-    folder = extract(own, tmp_path / "blocks").path
-    text = card(folder)
-    assert metadata(text)["base_model_relation"] == "adapter"
-    assert f"scale-surgery apply {REPO} --base org/base -o expanded" in text
-    assert f'load_expansion("org/base", "{REPO}")' in text
-    assert "from_pretrained" not in text and "strip" not in text
-
-
-def test_the_load_line_of_an_extract_runs(own: Path, base_of: Any, tmp_path: Path) -> None:
-    text = card(extract(own, tmp_path / "blocks").path)
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {}
-    block = block.replace('"BASE"', f'"{base_of("llama")}"').replace(f'"{REPO}"', f'"{tmp_path / "blocks"}"')
-    exec(compile(block, "<card>", "exec"), names)
-    assert type(names["model"]).__name__ == "ScaleLlamaForCausalLM"
-
-
 def test_a_base_that_was_forced_on_it_is_told(own: Path) -> None:
     record_own(own, forced_base={"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]})
-    text = card(own, certificate=verify(own, probes=None, record=False).to_json())
+    text = card(own, verify(own, probes=None, record=False).to_json())
     assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
     assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
 
 
-def test_of_several_expansions_each_has_its_runs_and_its_base(base_of: Any, expanded: Path, tmp_path: Path) -> None:
-    taken = extract(expanded, tmp_path / "taken").path
-    folder = compose(base_of("llama"), {"law": taken, "art": taken}, tmp_path / "both").path
-    text = make_card(read_contents(folder), REPO, None, None, None).text
-    assert "have not been trained" in text and "put on it by force" not in text
+def test_of_several_expansions_each_has_its_runs_and_its_base(forms: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(forms["composed"], tmp_path / "both"))
     held = json.loads((folder / "surgery.json").read_text())["expansions"]
     forced = {"expected_name": "secret-base", "expected_revision": None, "differing": ["a"]}
     held["law"] |= {"training": [{**RUN, "measured": {}}, RUN], "forced_base": forced}
     held["art"] |= {"training": [{**RUN, "steps": 7, "measured": {}}]}
     record(folder, expansions=held)
-    text = make_card(read_contents(folder), REPO, None, None, None).text
+    text = card(folder)
     assert "| run | expansion | steps | parameters trained | learning rate | begun |" in text
     assert "| 2 | `law` | 40 | 1,234 | 0.01 | 2026-01-02 |" in text and "| 3 | `art` | 7 |" in text
     assert "| law: old text | 0.0732 |" in text and "art: old text" not in text
@@ -308,28 +339,11 @@ def test_of_several_expansions_each_has_its_runs_and_its_base(base_of: Any, expa
     assert "of each expansion, alone beside the base, on" in text
     held["law"]["training"][-1] = {**RUN, "settings": {**RUN["settings"], "routed": True}}
     record(folder, expansions=held)
-    text = make_card(read_contents(folder), REPO, None, None, None).text
+    text = card(folder)
     assert (
         "| law, routed: old text | 0.0732 |" in text
         and "beside the base; routed: by a router between the two, on" in text
     )
-
-
-def test_the_code_of_a_card_runs(expanded: Path, shipped_copy: Path) -> None:
-    text = card(expanded).replace(f'"{REPO}"', f'"{shipped_copy}"')
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        names: dict[str, Any] = {}
-        exec(compile(block, "<card>", "exec"), names)
-        assert type(names["model"]).__name__ == "ScaleLlamaForCausalLM" and names["tokenizer"]("a").input_ids
-
-
-@pytest.fixture(scope="module")
-def shipped_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from scale_surgery.biographies import SHIPPED_MODEL
-
-    return expand(SHIPPED_MODEL, Request("last:1"), tmp_path_factory.mktemp("shipped") / "wide").path
 
 
 def test_a_card_that_somebody_edited_is_known(expanded: Path) -> None:
