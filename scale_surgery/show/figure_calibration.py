@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
-from scale_surgery.show.figures import GREY, VERMILION, save_figure, tidy
+from scale_surgery.show.figures import save_figure, tidy
+from scale_surgery.show.palette import GREY, INK, VERMILION
 from scale_surgery.surgery.routers import is_even, weights_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from scale_surgery.routing.outcome import Outcome
 
 PANEL_WIDTH, HEIGHT = 5.2, 5.0
-INK = "#222222"
 # of what is shown, at each side
 MARGIN = 0.07
 # settings that fill less of an axis than this get a panel of their own

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.show.figures import BLUE, PANEL_SIZE, VERMILION, save_figure, tidy
+from scale_surgery.show.figures import PANEL_SIZE, save_figure, tidy
+from scale_surgery.show.palette import BLUE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

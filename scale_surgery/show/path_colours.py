@@ -1,8 +1,7 @@
-"""K + 1 paths made visible: a colour for each, and their names where there are no colours.
+"""The paths of a routed model made visible: a colour for each, and their names where there are no colours.
 
-The hues are Okabe and Ito's (2008), as light as dark text on them needs; the base is grey. No two of them look alike to
-people with any colour vision. Eight can be told apart, no more: of more expansions, those with the least weight share a
-pattern, "others". A token has the colour of the path with at least half of the weight, and none where no path has it.
+Eight paths can be told apart, no more: of more expansions, those with the least weight share a pattern, "others". A
+token has the colour of the path with at least half of the weight, and none where no path has it.
 """
 
 from __future__ import annotations
@@ -13,15 +12,10 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from scale_surgery.show.palette import LIGHT
+from scale_surgery.show.palette import FEW_COLOURS, LIGHT, OTHERS_COLOUR, PATH_COLOURS
 from scale_surgery.show.visible import visible_line, visible_text
 
 OPENING, CLOSING = "⟦", "⟧"
-# the base, then expansions
-PATH_COLOURS = ("#e4e6ea", "#f0654c", "#3791fe", "#9cbaab", "#b67eb4", "#5bd0fe", "#ffd047", "#eda303")
-OTHERS_COLOUR = "#b9bdc6"
-# of a terminal with few colours
-FEW_COLOURS = ("white", "yellow", "bright_blue", "green", "bright_magenta", "cyan", "bright_yellow", "bright_red")
 # share of the weight from which on a token is said to come from a path
 MOST_OF_IT = 0.5
 

@@ -6,7 +6,6 @@ of characters that no encoding writes. Every way out, the console, pages, figure
 
 from __future__ import annotations
 
-import functools
 import re
 import unicodedata
 
@@ -23,7 +22,7 @@ def visible_text(text: str) -> str:
         text: Whatever a file may hold.
 
     Returns:
-        A text that moves no cursor, and that every Unicode encoding can write.
+        The text, with which a terminal does nothing but show it, and which every Unicode encoding can write.
     """
     if text.isprintable():
         return text
@@ -66,14 +65,10 @@ def _bytes_of(piece: str) -> str | None:
     """Spell the bytes of a piece in hexadecimal; None where it does not stand for bytes."""
     if found := BYTE_PIECE.fullmatch(piece):
         return found[1]
-    alphabet = _byte_alphabet()
-    is_bytes = piece != "" and all(character in alphabet for character in piece)
-    return " ".join(f"{alphabet[character]:02X}" for character in piece) if is_bytes else None
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """Map characters to the bytes for which they stand in a byte-level vocabulary, GPT-2's and its heirs'."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    # of a byte-level vocabulary, GPT-2's and its heirs'
+    characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    bytes_of = {character: byte for byte, character in characters.items()}
+    is_bytes = piece != "" and all(character in bytes_of for character in piece)
+    return " ".join(f"{bytes_of[character]:02X}" for character in piece) if is_bytes else None

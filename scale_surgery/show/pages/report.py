@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.pages.charts import (
-    LINES,
-    STEPS,
-    Chart,
-    collaboration_charts,
-    run_charts,
-    spectrum_charts,
-    stream_charts,
-)
+from scale_surgery.show.pages.charts import Chart, collaboration_charts, run_charts, spectrum_charts, stream_charts
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.pages.heat import HeatTable, heat_tables, matrices
-from scale_surgery.show.palette import DARK, LIGHT, Palette
+from scale_surgery.show.palette import DARK, LIGHT
 from scale_surgery.show.tables_report import (
     NONE,
     collaboration,
@@ -131,25 +123,15 @@ def render_headed(report: Report, heading: Heading) -> str:
         "report.html",
         title=heading.title,
         model=heading.model,
-        **page_colours(),
+        light=LIGHT._asdict(),
+        dark=DARK._asdict(),
         notes=heading.notes,
         facts=heading.facts,
-        sections=[one for one in (*heading.sections, *_sections(report)) if one.has_content],
+        sections=[section for section in (*heading.sections, *_sections(report)) if section.has_content],
         columns=COLUMNS,
         rows=[(tensor.name, _row(tensor)) for tensor in report.tensors],
         terms=list(_terms(report)),
     )
-
-
-def page_colours() -> dict[str, dict[str, str]]:
-    """The colours of a page by day and by night."""
-    return {"light": _variables(LIGHT, "light"), "dark": _variables(DARK, "dark")}
-
-
-def _variables(palette: Palette, mode: str) -> dict[str, str]:
-    colours = {name: getattr(palette, name) for name in ("background", "text", "muted", "line")}
-    colours |= LINES[mode] | {"heat": palette.heat}
-    return colours | {f"step{place}": colour for place, colour in enumerate(STEPS[mode])}
 
 
 def _facts(report: Report) -> Iterator[Fact]:

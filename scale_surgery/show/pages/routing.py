@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.show.pages.filling import fill, write
-from scale_surgery.show.palette import DARK, LIGHT, Palette
-from scale_surgery.show.path_colours import OTHERS_COLOUR, PATH_COLOURS, Colouring, choose_colours
+from scale_surgery.show.palette import DARK, LIGHT, OTHERS_COLOUR, PATH_COLOURS, Palette
+from scale_surgery.show.path_colours import Colouring, choose_colours
 from scale_surgery.show.visible import visible, visible_line, visible_text
 from scale_surgery.surgery.routers import describe
 
@@ -110,14 +110,13 @@ def render_page(report: RouteReport) -> str:
 
 def _variables(palette: Palette) -> dict[str, str]:
     """Colours of a page, and what is written on each; the base's is that of the page itself."""
-    own = {0: (PATH_COLOURS[0], LIGHT.text) if palette is LIGHT else (palette.line, palette.text)}
-    own |= {place: (colour, LIGHT.text) for place, colour in enumerate(PATH_COLOURS) if place}
-    own |= {len(PATH_COLOURS): (PATTERN.format(OTHERS_COLOUR), LIGHT.text)}
-    colours = {
-        name: getattr(palette, name) for name in ("background", "text", "muted", "line", "surface", "accent", "focus")
-    }
-    colours |= {f"p{place}": colour for place, (colour, _) in own.items()}
-    return colours | {f"on{place}": text for place, (_, text) in own.items()}
+    base = (PATH_COLOURS[0], LIGHT.text) if palette is LIGHT else (palette.line, palette.text)
+    others = (PATTERN.format(OTHERS_COLOUR), LIGHT.text)
+    places = [base, *((colour, LIGHT.text) for colour in PATH_COLOURS[1:]), others]
+    colours = palette._asdict()
+    for place, (colour, text) in enumerate(places):
+        colours |= {f"p{place}": colour, f"on{place}": text}
+    return colours
 
 
 def _letter(place: int, colouring: Colouring) -> str:
