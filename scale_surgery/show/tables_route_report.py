@@ -9,9 +9,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.errors import counted
-from scale_surgery.show.answers import make_marks
 from scale_surgery.show.layout import NamedRows, heading, sentence
-from scale_surgery.show.path_colours import Colouring, Legend, choose_colours, has_colour
+from scale_surgery.show.path_colours import Colouring, Legend, PathMarks, choose_colours, has_colour
 from scale_surgery.show.visible import visible
 from scale_surgery.surgery.routers import describe
 
@@ -39,7 +38,7 @@ class Tokens:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         text = sentence(f"{self.where}  " if self.where else "", "dim")
         line = Text(overflow="fold") + text
-        marks = make_marks(console, "colours" if has_colour(console) else "brackets", self.colouring)
+        marks = PathMarks(console, "colours" if has_colour(console) else "brackets", self.colouring)
         for token in self.tokens:
             part = marks.mark(_shown(token), token.weights)
             line.append_text(Text(part.plain, style="dim") if token.weights is None else part)
