@@ -41,12 +41,7 @@ MOST_THRESHOLDS = 18
 
 
 def plot_calibration(result: Calibration, file: Path) -> None:
-    """Draw forgetting against learning for every setting; base, adapt path, present and best setting are marked.
-
-    Args:
-        result: What was measured.
-        file: PNG or SVG to be, as its suffix says; replaced where it exists.
-    """
+    """Draw forgetting against learning into a PNG or SVG file, a point for each setting, the best one marked."""
     save_figure(calibration_figure(result), file)
 
 

@@ -66,27 +66,12 @@ class Point:
 
 
 def plot_plane(evaluation: Evaluation, file: Path) -> None:
-    """Draw the stability-plasticity plane: loss on old text against loss on new text, a point for each model.
-
-    Args:
-        evaluation: What was measured, on old and on new text.
-        file: PNG or SVG to be, as its suffix says; replaced where it exists.
-    """
+    """Draw loss on old text against loss on new text into a PNG or SVG file, a point for each model."""
     save_figure(plane_figure(evaluation), file)
 
 
 def plane_figure(evaluation: Evaluation) -> Figure:
-    """Draw the plane.
-
-    Args:
-        evaluation: What was measured.
-
-    Returns:
-        The figure; a model whose loss is not finite is not in it.
-
-    Raises:
-        DataError: If no model has a loss on old and on new text.
-    """
+    """The figure of `plot_plane`; a model whose loss is not finite is not in it."""
     from matplotlib.figure import Figure
 
     points = _points(evaluation)

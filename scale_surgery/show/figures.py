@@ -69,12 +69,7 @@ def draw_curve(axes: Axes, curve: Curve) -> Line2D:
 
 
 def plot_training(records: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw a training run: loss, forgetting and learning, and accuracies where there are any, over steps.
-
-    Args:
-        records: What was logged, each with "step" and some of the keys of PANELS, in the order of steps.
-        file: PNG or SVG to be, as its suffix says; replaced where it exists.
-    """
+    """Draw loss, forgetting, learning and accuracies over the steps of a run, into a PNG or SVG file."""
     save_figure(training_figure(records), file)
 
 

@@ -62,12 +62,7 @@ def leading(weights: Sequence[float] | None) -> int | None:
 
 
 def choose_colours(names: Sequence[str], shares: Sequence[float] | None = None) -> Colouring:
-    """Give each path a colour; where expansions are too many, those with the largest shares get one.
-
-    Args:
-        names: Of all paths, the base's first.
-        shares: Weight of each, where that is known; by default the first ones get a colour.
-    """
+    """Give each path a colour; of too many expansions those with the largest shares, or the first ones."""
     expansions = list(range(1, len(names)))
     if shares is not None:
         expansions.sort(key=lambda path: -shares[path])

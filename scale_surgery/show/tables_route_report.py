@@ -68,11 +68,11 @@ def _totals(report: RouteReport) -> NamedRows:
     """Loss and share of each path in each file."""
     table = NamedRows(["tokens", "loss alone", "share"])
     for file in report.files:
-        own = file.totals
-        table.add_row(file.file, f"{own.tokens:,}", "", "")
+        totals = file.totals
+        table.add_row(file.file, f"{totals.tokens:,}", "", "")
         if not report.weighs_base:
-            table.add_row("  base", "", f"{own.base_nats_per_token:.4f}", "")
-        for name, loss, share in zip(report.paths, own.nats_per_token, own.shares, strict=True):
+            table.add_row("  base", "", f"{totals.base_nats_per_token:.4f}", "")
+        for name, loss, share in zip(report.paths, totals.nats_per_token, totals.shares, strict=True):
             table.add_row(f"  {name}", "", f"{loss:.4f}", f"{share:.1%}")
-        table.add_row("  routed", "", f"{own.routed_nats_per_token:.4f}", "")
+        table.add_row("  routed", "", f"{totals.routed_nats_per_token:.4f}", "")
     return table

@@ -16,14 +16,7 @@ JOINERS = "\u200c\u200d"
 
 
 def visible_text(text: str) -> str:
-    """Show control characters, marks of direction and halves of characters by signs; line breaks stay.
-
-    Args:
-        text: Whatever a file may hold.
-
-    Returns:
-        The text, with which a terminal does nothing but show it, and which every Unicode encoding can write.
-    """
+    """Show control characters, marks of direction and halves of characters by signs; line breaks stay."""
     if text.isprintable():
         return text
     return "".join(character if character == "\n" else _visible_character(character) for character in text)
@@ -35,15 +28,7 @@ def visible_line(text: str) -> str:
 
 
 def visible(text: str, piece: str) -> str:
-    """Show a token so that nothing of it is invisible.
-
-    Args:
-        text: What it reads as.
-        piece: How the vocabulary spells it, shown where it reads as nothing.
-
-    Returns:
-        A text without line breaks, tabs, control characters and blanks that stand alone.
-    """
+    """Show what a token reads as, blanks too; where that is nothing, how the vocabulary spells it."""
     if not text:
         return f"⟨{_bytes_of(piece) or piece or '?'}⟩"
     if text.isspace():

@@ -58,7 +58,7 @@ def chat(
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
     with (
         loaded_speaker(subject, run, out.track) as speaker,
-        speaker.own_random_numbers(settings.seed),
+        speaker.isolated_random_state(settings.seed),
         interruptible() as interrupt,
     ):
         session = Session(speaker, out, settings, look, interrupt, compare=compare)
@@ -169,7 +169,7 @@ class Session:
 
     def _speak(self, screen: AnswerScreen, place: int, message: str, encoded: EncodedPrompt) -> Answer:
         voice = self.voices[place]
-        switched = self.speaker.as_base() if voice.is_base else self.speaker.as_asked(self.settings)
+        switched = self.speaker.as_base() if voice.is_base else self.speaker.as_chosen(self.settings)
         with switched, self.interrupt.speaking():
             answer = self.speaker.speak(
                 message, encoded.ids, self.settings, lambda token: screen.add(token, place), self.interrupt

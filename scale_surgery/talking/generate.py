@@ -53,7 +53,7 @@ def generate(
         raise DataError("There is no prompt. Give at least one.")
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
     encoded = encode_all(subject, asked, settings)
-    with loaded_speaker(subject, run) as speaker, speaker.own_random_numbers(settings.seed):
+    with loaded_speaker(subject, run) as speaker, speaker.isolated_random_state(settings.seed):
         answers: dict[bool, list[Answer]] = {False: [], True: []}
         for place, (prompt, read) in enumerate(zip(asked, encoded, strict=True)):
             for is_base in (True, False) if compare else (False,):
@@ -61,7 +61,7 @@ def generate(
                 def stream(token: Token, place: int = place, is_base: bool = is_base) -> None:
                     on_token(StreamedToken(place, is_base, token, speaker.paths))
 
-                with speaker.as_base() if is_base else speaker.as_asked(settings):
+                with speaker.as_base() if is_base else speaker.as_chosen(settings):
                     answers[is_base].append(speaker.speak(prompt, read.ids, settings, stream))
         return summarise(speaker, settings, answers[False], answers[True])
 

@@ -55,11 +55,7 @@ class GenerationSettings:
         return {"do_sample": True, **drawing, **penalty} if drawing else penalty
 
     def describe(self, own: Any) -> str:
-        """How answers are drawn, in one line.
-
-        Args:
-            own: The model's generation config.
-        """
+        """How answers are drawn, in one line, given the generation config of the model."""
         options = {"do_sample": bool(own.do_sample)} | self.options()
         names = (*DRAWING, "repetition_penalty") if options["do_sample"] else ("repetition_penalty",)
         values = {name: options.get(name, getattr(own, name, None)) for name in names}

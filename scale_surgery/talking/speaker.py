@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers.generation.streamers import BaseStreamer
-
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import PlanError
@@ -41,11 +39,10 @@ ONE_BY_ONE = {
 TOKENS_BEFORE = 8
 
 
-class TokenStreamer(BaseStreamer):
-    """Hands on each token that `generate` of transformers draws, with its text and the path that it came from.
+class TokenStreamer:
+    """A streamer as `generate` of transformers takes it: hands on each token with its text and the path it came from.
 
-    A TextStreamer of transformers holds text back until a word is whole, so that nobody could say which path each token
-    of it came from.
+    transformers' own TextStreamer holds text back until a word is whole, so its tokens could not be marked one by one.
     """
 
     def __init__(
@@ -137,11 +134,11 @@ class Speaker:
     @contextmanager
     def as_base(self) -> Iterator[None]:
         """Let the base answer inside a `with` block, with random numbers that the model then draws with too."""
-        with self.own_random_numbers(), expansion_disabled(self.network):
+        with self.isolated_random_state(), expansion_disabled(self.network):
             yield
 
     @contextmanager
-    def as_asked(self, settings: GenerationSettings) -> Iterator[None]:
+    def as_chosen(self, settings: GenerationSettings) -> Iterator[None]:
         """Let the expansion answer that is asked for, or the base, inside a `with` block; by default the model."""
         if settings.expansion is None:
             yield
@@ -150,7 +147,7 @@ class Speaker:
             yield
 
     @contextmanager
-    def own_random_numbers(self, seed: int | None = None) -> Iterator[None]:
+    def isolated_random_state(self, seed: int | None = None) -> Iterator[None]:
         """Take no random numbers from others inside a `with` block; they begin at a seed, or where they are."""
         import torch
 

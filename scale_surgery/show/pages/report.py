@@ -81,23 +81,12 @@ class Heading:
 
 
 def write_page(report: Report, file: Path) -> None:
-    """Write a report as a page, whole or not at all; an existing file is replaced.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
+    """Write a report as a page, whole or not at all; an existing file is replaced."""
     write(render_page(report), file)
 
 
 def render_page(report: Report) -> str:
-    """Make the page.
-
-    Args:
-        report: What was found.
-
-    Returns:
-        HTML that refers to no other file.
-    """
+    """The page of a report, which refers to no other file."""
     title = f"What training did to {report.path.name}"
     return render_headed(report, Heading(title, describe_model(report), report.notes, list(_facts(report))))
 
@@ -110,15 +99,7 @@ def describe_model(report: Report) -> str:
 
 
 def render_headed(report: Report, heading: Heading) -> str:
-    """Make the page with a heading of its own.
-
-    Args:
-        report: What was found.
-        heading: Title, facts, and sections that come first.
-
-    Returns:
-        HTML that refers to no other file.
-    """
+    """The page of a report with a heading of its own, and sections of that first."""
     return fill(
         "report.html",
         title=heading.title,

@@ -41,23 +41,12 @@ class Place(NamedTuple):
 
 
 def write_page(report: RouteReport, file: Path) -> None:
-    """Write a report as a page, whole or not at all; an existing file is replaced.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
+    """Write a report as a page, whole or not at all; an existing file is replaced."""
     write(render_page(report), file)
 
 
 def render_page(report: RouteReport) -> str:
-    """Make the page.
-
-    Args:
-        report: What was found.
-
-    Returns:
-        HTML that refers to no other file.
-    """
+    """The page of a report, which refers to no other file."""
     colouring = choose_colours(report.paths, report.shares)
     return fill(
         "route_report.html",
