@@ -72,7 +72,7 @@ def _is_cosine(result: Calibration) -> bool:
 
 def _is_crowded(outcomes: Sequence[Outcome], everything: Sequence[Outcome]) -> bool:
     pairs = zip(_limits(outcomes), _limits(everything), strict=True)
-    return any(own[1] - own[0] < SMALL * (whole[1] - whole[0]) for own, whole in pairs)
+    return any(part[1] - part[0] < SMALL * (whole[1] - whole[0]) for part, whole in pairs)
 
 
 def _limits(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:

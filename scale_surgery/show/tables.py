@@ -62,27 +62,33 @@ def facts(title: str, rows: list[tuple[str, str]]) -> Facts:
     return Facts(title, rows)
 
 
-def render_inspection(found: Inspection, model: str | None = None) -> RenderableType:
+def render_inspection(inspection: Inspection, model: str | None = None) -> RenderableType:
     """An inspection as a table; with the name under which the model was given, the command to type next."""
-    sizes = found.sizes
+    sizes = inspection.sizes
     rows = [
-        ("family", found.family),
-        ("layers", _layers(found)),
+        ("family", inspection.family),
+        ("layers", _layers(inspection)),
         ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
         ("heads", _heads(sizes)),
-        *found.treatments.items(),
-        ("dtype", found.dtype),
+        *inspection.treatments.items(),
+        ("dtype", inspection.dtype),
         ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
-        ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
-        ("shards", f"{len(found.shards)}, {counted(found.tensors, 'tensor')}, {format_bytes(found.bytes)}"),
+        ("parameters", f"{inspection.parameters_stored:,} stored, {inspection.parameters_unique:,} unique"),
+        (
+            "shards",
+            f"{len(inspection.shards)}, {counted(inspection.tensors, 'tensor')}, {format_bytes(inspection.bytes)}",
+        ),
     ]
-    rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
-    if found.expanded is None:
+    rows += [("not taken along", ", ".join(inspection.left_out))] if inspection.left_out else []
+    if inspection.expanded is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
         planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
-        return facts(found.name, rows + ([("not expandable", found.quantisation)] if found.quantisation else planned))
-    return Group(facts(found.name, rows), Text(), *_render_expanded(found.expanded, model))
+        return facts(
+            inspection.name,
+            rows + ([("not expandable", inspection.quantisation)] if inspection.quantisation else planned),
+        )
+    return Group(facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
@@ -99,8 +105,8 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
         yield facts("expansion" if name == DEFAULT_NAME else f"expansion {name}", [first, base, *others, *rows])
         return
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
-    for name, own in added.expansions.items():
-        table.add_row(name, own.variant, format_layers(own.layers), format_count(own.parameters), f"{own.steps:,}")
+    for name, each in added.expansions.items():
+        table.add_row(name, each.variant, format_layers(each.layers), format_count(each.parameters), f"{each.steps:,}")
     paths = f"{len(added.expansions) + 1}: the base, {', '.join(added.expansions)}"
     yield from (table, Text(), facts("expansions", [base, ("paths", paths), router, *rows]))
 
@@ -111,11 +117,11 @@ def _heads(sizes: Sizes) -> str:
     return f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"
 
 
-def _layers(found: Inspection) -> str:
-    added = [] if found.expanded is None else found.expanded.expansions.values()
-    own, new = found.sizes.layers, sum(len(one.new_layers) for one in added)
-    whose = f", {own} of them the base's" if new else ""
-    return f"{own + new}  (0 to {own + new - 1}){whose}"
+def _layers(inspection: Inspection) -> str:
+    expansions = [] if inspection.expanded is None else inspection.expanded.expansions.values()
+    of_base, new = inspection.sizes.layers, sum(len(expansion.new_layers) for expansion in expansions)
+    whose = f", {of_base} of them the base's" if new else ""
+    return f"{of_base + new}  (0 to {of_base + new - 1}){whose}"
 
 
 def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tuple[str, str]]:
@@ -244,7 +250,7 @@ def render_evaluation(result: Evaluation) -> RenderableType:
     )
     parts: list[RenderableType] = []
     for title, change, scores in sides:
-        rows = [(name, found, value) for name, found, value in scores if found is not None]
+        rows = [(name, measured, value) for name, measured, value in scores if measured is not None]
         if rows:
             parts += [_render_side(title, change, rows), Text()]
     notes = [sentence(f"note: {note}", "yellow") for note in result.notes]
@@ -256,9 +262,9 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     asked = f", {counted(first.questions, 'question')}" if first.questions else ""
     counts = f"{counted(first.scored, 'token')} scored{asked}"
     table = NamedRows(["loss", "perplexity", *(["accuracy"] if first.questions else []), change])
-    for name, found, value in rows:
-        accuracy = [] if found.accuracy is None else [f"{found.accuracy:.1%}"]
+    for name, measured, value in rows:
+        accuracy = [] if measured.accuracy is None else [f"{measured.accuracy:.1%}"]
         # equal to the last bit is more than equal to four digits
         gained = "" if value is None else "0" if value == 0 else f"{value:+z.4f}"
-        table.add_row(name, f"{found.nats_per_token:.4f}", f"{found.perplexity:.4g}", *accuracy, gained)
+        table.add_row(name, f"{measured.nats_per_token:.4f}", f"{measured.perplexity:.4g}", *accuracy, gained)
     return Group(heading(title, f"{counts}; losses in nats per token"), table)

@@ -52,11 +52,11 @@ def _next(done: Merged) -> str:
 
 
 def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
-    found = "none, bit-equal" if drift.is_bit_equal else f"{drift.drift:.3g} on logits up to {drift.largest_logit:.3g}"
+    size = "none, bit-equal" if drift.is_bit_equal else f"{drift.drift:.3g} on logits up to {drift.largest_logit:.3g}"
     same = drift.generation_agreement
     greedy = "nothing was generated" if same is None else f"greedy continuation {same:.1%}"
     return [
-        ("drift", f"{found} ({drift.dtype}, {drift.device}, {counted(drift.tokens, 'token')})"),
+        ("drift", f"{size} ({drift.dtype}, {drift.device}, {counted(drift.tokens, 'token')})"),
         ("of the largest", f"{drift.share:.2g}, at most {drift.tolerance:g} passes for rounding"),
         ("same next token", f"{drift.top1_agreement:.1%}; {greedy}"),
         ("KL divergence", f"{drift.kl_divergence:.2g} nats per token"),

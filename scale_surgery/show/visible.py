@@ -48,8 +48,8 @@ def _visible_character(character: str) -> str:
 
 def _bytes_of(piece: str) -> str | None:
     """Spell the bytes of a piece in hexadecimal; None where it does not stand for bytes."""
-    if found := BYTE_PIECE.fullmatch(piece):
-        return found[1]
+    if byte := BYTE_PIECE.fullmatch(piece):
+        return byte[1]
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     # of a byte-level vocabulary, GPT-2's and its heirs'

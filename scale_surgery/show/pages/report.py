@@ -122,8 +122,8 @@ def _facts(report: Report) -> Iterator[Fact]:
     if report.runs:
         steps = sum(run.get("steps", 0) for run in report.runs)
         yield Fact("optimizer steps", f"{steps:,}", f"{len(report.runs)} runs" if len(report.runs) > 1 else "")
-    if said := rehearsed_texts(report.runs):
-        yield Fact("rehearsed", "yes", f"on {said}: what that keeps is measured, not proved")
+    if texts := rehearsed_texts(report.runs):
+        yield Fact("rehearsed", "yes", f"on {texts}: what that keeps is measured, not proved")
     for name, norms in collaboration(report):
         word = "norm" if norms.start_norm == 0 else "change"
         yield Fact(f"{name}, {word}", format_norm(norms.change), f"{format_share(norms.change_of_base)} of W's norm")
