@@ -60,9 +60,8 @@ class GenerationSettings:
         names = (*DRAWING, "repetition_penalty") if options["do_sample"] else ("repetition_penalty",)
         values = {name: options.get(name, getattr(config, name, None)) for name in names}
         values = {name: USUAL[name] if value is None else value for name, value in values.items()}
-        settings = [
-            f"{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != WITHOUT.get(name)
-        ]
+        shown = {name: value for name, value in values.items() if value != WITHOUT.get(name)}
+        written = [f"{name.replace('_', '-')} {value:g}" for name, value in shown.items()]
         how = "drawn with" if options["do_sample"] else "the most likely token each time,"
         whose = [] if self.expansion is None else [f"by {self.expansion} alone"]
         most = f"at most {counted(self.max_new_tokens, 'token')}"
