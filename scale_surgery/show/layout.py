@@ -37,10 +37,11 @@ def heading(title: str, note: str = "") -> Text:
 
 
 class Facts:
-    """Names and values, one pair a line; values wrap beside their name, between words."""
+    """Names and values, one pair a line; values wrap beside their name, between words; what is empty is left out."""
 
     def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        self.title, self.rows = title, [(visible_line(name), visible_line(value)) for name, value in rows]
+        self.title = title
+        self.rows = [(visible_line(name), visible_line(value)) for name, value in rows if value]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:

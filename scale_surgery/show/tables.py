@@ -78,16 +78,14 @@ def render_inspection(inspection: Inspection, model: str | None = None) -> Rende
             "shards",
             f"{len(inspection.shards)}, {counted(inspection.tensors, 'tensor')}, {format_bytes(inspection.bytes)}",
         ),
+        ("not taken along", ", ".join(inspection.left_out)),
     ]
-    rows += [("not taken along", ", ".join(inspection.left_out))] if inspection.left_out else []
     if inspection.expanded is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
-        planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
-        return facts(
-            inspection.name,
-            rows + ([("not expandable", inspection.quantisation)] if inspection.quantisation else planned),
-        )
+        planned = "" if model is None or inspection.quantisation else command("plan", model, "--layers", last)
+        rows += [("not expandable", inspection.quantisation or ""), (NEXT, planned)]
+        return facts(inspection.name, rows)
     return Group(facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
 
 
@@ -97,8 +95,7 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
     router = ("router", "none" if added.routing is None else describe(added.routing, list(added.expansions)))
     rows = [("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since])))]
-    then = added.adopt or ("" if model is None or added.is_current else command("verify", model))
-    rows += [(NEXT, then)] if then else []
+    rows.append((NEXT, added.adopt or ("" if model is None or added.is_current else command("verify", model))))
     if len(added.expansions) == 1:
         ((name, only),) = added.expansions.items()
         first, *others = _expansion_rows(only, router)
@@ -141,7 +138,7 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
         (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
         *how,
         ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
-        *([("trained", counted(added.steps, "step"))] if added.steps else []),
+        ("trained", counted(added.steps, "step") if added.steps else ""),
     ]
 
 
@@ -153,8 +150,8 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("written", str(done.path)),
         ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
+        ("not taken along", ", ".join(done.left_out)),
     ]
-    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     following = (NEXT, verify_command(done.path))
     if not done.warnings:
         return facts("expanded", [*rows, following])
@@ -167,9 +164,10 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("written", str(done.path)),
         ("base", done.base_name),
         ("files", f"{len(done.files)}, each equal to the base's by sha256"),
+        ("never taken along", ", ".join(done.left_out)),
+        (NEXT, command("inspect", done.path)),
     ]
-    rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
-    return facts("stripped", [*rows, (NEXT, command("inspect", done.path))])
+    return facts("stripped", rows)
 
 
 def render_routed(done: Routed) -> RenderableType:
@@ -185,9 +183,11 @@ def render_routed(done: Routed) -> RenderableType:
             ("two paths", parts),
             ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
         ]
-    rows.append(("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"))
-    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows.append((NEXT, verify_command(done.path)))
+    rows += [
+        ("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"),
+        ("not taken along", ", ".join(done.left_out)),
+        (NEXT, verify_command(done.path)),
+    ]
     return facts("not routed any more" if done.routing is None else "routed", rows)
 
 
@@ -205,8 +205,7 @@ def render_training(done: Training) -> RenderableType:
             accuracy = f", accuracy {measured[f'{side}_accuracy']:.1%}" if f"{side}_accuracy" in measured else ""
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+z.4f}"))
-    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows.append(("curves", str(done.curves)))
+    rows += [("not taken along", ", ".join(done.left_out)), ("curves", str(done.curves))]
     following = [(NEXT, verify_command(done.path))]
     # what was said before the first step is not said again
     news = tuple(warning for warning in done.warnings if warning not in done.outlook.warnings)
@@ -219,8 +218,8 @@ def render_outlook(outlook: Outlook) -> RenderableType:
     rows = [
         ("texts", f"{texts}, {tokens} to learn, {_times(outlook.passes)}"),
         ("steps", f"{outlook.steps:,}, the learning rate rises in {outlook.warmup_steps:,} of them"),
+        ("rehearses", outlook.rehearses),
     ]
-    rows += [("rehearses", outlook.rehearses)] if outlook.rehearses else []
     return Group(facts("to train", rows), *render_warnings(outlook.warnings), Text())
 
 
