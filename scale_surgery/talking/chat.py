@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import Speaker, has_template, loaded_speaker, open_subject
 
 PROMPT, MORE = "> ", ". "
+# a method of Session each, of the same name; the last one ends its loop
 COMMANDS = {
     "/help": "list what can be typed",
     "/reset": "forget what was said",
@@ -120,7 +121,7 @@ class Session:
                 self.out.say("")
                 self._note("Ctrl-D or /exit ends")
                 continue
-            if message.strip() == "/exit":
+            if message.rstrip().partition(" ")[0] == "/exit":
                 return
             yield message
 
@@ -193,16 +194,9 @@ class Session:
         self.out.say(sentence(text, "dim"))
 
     def _obey(self, name: str, rest: str) -> None:
-        commands: dict[str, Callable[[str], None]] = {
-            "/help": self._help,
-            "/reset": self._reset,
-            "/again": self._again,
-            "/paths": self._toggle_paths,
-            "/set": self._set,
-        }
-        if name not in commands:
+        if name not in COMMANDS:
             raise PlanError(f"{name} is no command, expected one of {', '.join(COMMANDS)}. A blank before it says it.")
-        commands[name](rest.strip())
+        getattr(self, f"_{name.removeprefix('/')}")(rest.strip())
 
     def _help(self, _: str) -> None:
         self.out.say(Facts("", [*COMMANDS.items(), ("...\\", "a line that ends with a backslash goes on in the next")]))
@@ -219,7 +213,7 @@ class Session:
             voice.conversation.take_back()
         self._answer(self.last)
 
-    def _toggle_paths(self, _: str) -> None:
+    def _paths(self, _: str) -> None:
         if self.speaker.routing is None:
             raise PlanError(f"/paths: {self.speaker.subject.name} has one path only, expected a routed model.")
         self.look = replace(self.look, paths=self.marking == "nothing")
