@@ -98,16 +98,16 @@ def generate_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.running.documents import read_prompts
     from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.answers import AnswerPrinter
     from scale_surgery.talking.generate import generate, write_jsonl
     from scale_surgery.talking.records import Look
-    from scale_surgery.talking.screen import Teller
 
     check_output_files(outputs, [model, *files])
     asked = [*prompts, *read_prompts(files)] or [_from_stdin()]
     settings, look, run = take(GenerationSettings, options), take(Look, options), take(RunOptions, options)
-    teller = Teller(out, model, asked, look, compare=compare)
-    result = generate(model, asked, settings, compare=compare, run=run, tell=teller, **options)
-    teller.end(result)
+    printer = AnswerPrinter(out, model, asked, look, compare=compare)
+    result = generate(model, asked, settings, compare=compare, run=run, on_token=printer, **options)
+    printer.end(result)
     if out.as_json:
         out.show(result, "")
     write_files(outputs, {".jsonl": lambda file: write_jsonl(result, file), ".json": as_result(result)}, out)

@@ -2,110 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.errors import counted
+from scale_surgery.show.console import Output
 from scale_surgery.show.layout import GAP, Facts, sentence
-from scale_surgery.show.path_colours import Bracketed, Coloured, Colouring, Legend, has_colour, path_styles
-from scale_surgery.show.visible import visible_text
+from scale_surgery.show.path_colours import Legend, Marking, PathMarks, choose_colours, has_colour
 
 if TYPE_CHECKING:
-    from scale_surgery.talking.records import Look
-
-# a column of less than this is no text any more
-LEAST_COLUMN = 20
-
-# weight of each path; None where nothing is known of a token
-Weights = Sequence[float] | None
-# how the paths of tokens are shown
-Marking = Literal["colours", "brackets", "nothing"]
+    from scale_surgery.talking.records import Generation, Look, StreamedToken, Token
 
 
 def choose_marking(console: Console, look: Look) -> Marking:
-    """How the paths of a routed model's tokens are shown.
-
-    Args:
-        console: Where.
-        look: What was asked for.
-    """
+    """How the paths of a routed model's tokens are shown on a console."""
     has_colours = has_colour(console)
     if look.paths is False or (look.paths is None and not has_colours):
         return "nothing"
     return "colours" if has_colours else "brackets"
 
 
+def render_legend(paths: Sequence[str], marking: Marking) -> list[RenderableType]:
+    """What the marks of paths mean; nothing where there are none."""
+    if not paths or marking == "nothing":
+        return []
+    return [Legend(choose_colours(paths), is_plain=marking == "brackets")]
+
+
 def render_opening(
-    name: str, rows: Sequence[tuple[str, str]], marking: Marking, colouring: Colouring | None = None
+    name: str, rows: Sequence[tuple[str, str]], paths: Sequence[str], marking: Marking
 ) -> RenderableType:
     """Who answers and how, above a conversation, and what the marks mean."""
-    facts = Facts(name, rows)
-    if colouring is None or marking == "nothing":
-        return Group(facts, Text())
-    return Group(facts, Legend(colouring, is_plain=marking == "brackets"), Text())
-
-
-class Marks(Protocol):
-    """Makes visible where tokens came from, one after the other."""
-
-    def mark(self, text: str, weights: Weights) -> Text:
-        """Show the next token, given the weights of the paths that it came from."""
-
-    def end(self) -> Text:
-        """Show that no token follows."""
-
-
-class Unmarked:
-    """Shows tokens as text alone."""
-
-    def mark(self, text: str, weights: Weights) -> Text:
-        """The token."""
-        return Text(visible_text(text))
-
-    def end(self) -> Text:
-        """Nothing."""
-        return Text()
-
-
-def make_marks(console: Console, marking: Marking, colouring: Colouring | None) -> Marks:
-    """Make what shows the paths of one text's tokens."""
-    if colouring is None or marking == "nothing":
-        return Unmarked()
-    return Bracketed(colouring.names) if marking == "brackets" else Coloured(colouring, path_styles(console))
+    return Group(Facts(name, rows), *render_legend(paths, marking), Text())
 
 
 class SideBySide:
-    """Texts in columns that fit the terminal, or one below the other where it is too narrow."""
+    """Texts in columns of the same width; of those that are still being said the last lines, as many as fit."""
 
     def __init__(self, names: Sequence[str], texts: Sequence[Text], *, is_growing: bool = False) -> None:
-        """Put texts side by side.
-
-        Args:
-            names: What stands above each.
-            texts: The texts.
-            is_growing: Whether they are still being said: then their last lines are shown, as many as fit.
-        """
         self.names, self.texts, self.is_growing = names, texts, is_growing
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        width = (options.max_width - GAP * (len(self.texts) - 1)) // len(self.texts)
-        if width < LEAST_COLUMN and not self.is_growing:
-            for name, text in zip(self.names, self.texts, strict=True):
-                yield sentence(name, "bold")
-                yield text
-            return
+        width = max(1, (options.max_width - GAP * (len(self.texts) - 1)) // len(self.texts))
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
         for name in self.names:
-            table.add_column(sentence(name), width=max(1, width), overflow="fold")
+            table.add_column(sentence(name), width=width, overflow="fold")
         # a heading, and a line for the cursor
-        most = max(1, console.size.height - 3) if self.is_growing else None
-        table.add_row(*(self._fit(console, text, max(1, width), most) for text in self.texts))
+        most = max(1, console.size.height - 3) if self.is_growing else 0
+        table.add_row(*(Text("\n").join(text.wrap(console, width, overflow="fold")[-most:]) for text in self.texts))
         yield table
 
-    def _fit(self, console: Console, text: Text, width: int, most: int | None) -> Text:
-        if most is None:
-            return text
-        return Text("\n").join(text.wrap(console, width, overflow="fold")[-most:])
+
+class AnswerScreen:
+    """Shows one answer as text that goes on, or that of the base and that of the model side by side."""
+
+    def __init__(self, out: Output, marking: Marking, names: Sequence[str], paths: Sequence[str]) -> None:
+        self.out, self.names = out, names
+        colouring = choose_colours(paths) if paths else None
+        self.marks = [PathMarks(out.results, marking, colouring) for _ in names]
+        self.texts = [Text() for _ in names]
+        self.stack = ExitStack()
+        self.draw: Callable[[Any], None] | None = None
+
+    def add(self, token: Token, place: int = 0) -> None:
+        """Show the next token of one of those who answer."""
+        part = self.marks[place].mark(token.text, token.weights)
+        if len(self.names) == 1:
+            self.out.stream(part)
+            return
+        if self.draw is None:
+            self.draw = self.stack.enter_context(self.out.redrawn())
+        self.texts[place].append_text(part)
+        self.draw(SideBySide(self.names, self.texts, is_growing=True))
+
+    def end(self) -> None:
+        """Show that no token follows."""
+        self.stack.close()
+        for text, marks in zip(self.texts, self.marks, strict=True):
+            text.append_text(marks.end())
+        if len(self.names) == 1:
+            self.out.stream(self.texts[0] + Text("\n"))
+        else:
+            self.out.show_part(SideBySide(self.names, self.texts))
+
+
+class AnswerPrinter:
+    """Shows the answers to prompts that have nothing to do with each other, one below the other."""
+
+    def __init__(self, out: Output, model: str, prompts: Sequence[str], look: Look, *, compare: bool) -> None:
+        self.out, self.prompts = out, prompts
+        self.marking = choose_marking(out.results, look)
+        self.names = ["base", "expanded"] if compare else [model]
+        self.place = -1
+
+    def __call__(self, streamed: StreamedToken) -> None:
+        """Show the next token."""
+        if streamed.prompt != self.place:
+            self._end_answer()
+            self.place = streamed.prompt
+            self.screen = AnswerScreen(self.out, self.marking, self.names, streamed.paths)
+            if len(self.prompts) > 1:
+                self.out.show_part(sentence(self.prompts[streamed.prompt], "bold"))
+        self.screen.add(streamed.token, 0 if streamed.is_base else len(self.names) - 1)
+
+    def end(self, result: Generation) -> None:
+        """End the last answer, and say what the marks mean and what else is to be known."""
+        self._end_answer()
+        for legend in render_legend(result.paths, self.marking):
+            self.out.say(Group(Text(), legend))
+        if not (result.has_template or result.settings.raw):
+            self.out.warn(f"{result.model} has no chat template, so it went on with the text.")
+        full = sum(answer.ended == "context" for answer in result.answers)
+        if full:
+            self.out.warn(
+                f"{full} of {counted(len(result.answers), 'answer')} ended where the model's context is full."
+            )
+
+    def _end_answer(self) -> None:
+        if self.place >= 0:
+            self.screen.end()
+            if self.place < len(self.prompts) - 1:
+                self.out.show_part("")

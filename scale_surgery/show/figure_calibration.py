@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
-from scale_surgery.show.figures import GREY, VERMILION, save_figure, tidy
+from scale_surgery.show.figures import save_figure, tidy
+from scale_surgery.show.palette import GREY, INK, VERMILION
 from scale_surgery.surgery.routers import is_even, weights_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import ListedColormap
+    from matplotlib.collections import PathCollection
     from matplotlib.figure import Figure
 
     from scale_surgery.routing.calibrate import Calibration
     from scale_surgery.routing.outcome import Outcome
 
 PANEL_WIDTH, HEIGHT = 5.2, 5.0
-INK = "#222222"
 # of what is shown, at each side
 MARGIN = 0.07
 # settings that fill less of an axis than this get a panel of their own
@@ -41,12 +41,7 @@ MOST_THRESHOLDS = 18
 
 
 def plot_calibration(result: Calibration, file: Path) -> None:
-    """Draw forgetting against learning for every setting; base, adapt path, present and best setting are marked.
-
-    Args:
-        result: What was measured.
-        file: PNG or SVG to be, as its suffix says; replaced where it exists.
-    """
+    """Draw forgetting against learning into a PNG or SVG file, a point for each setting, the best one marked."""
     save_figure(calibration_figure(result), file)
 
 
@@ -60,14 +55,13 @@ def calibration_figure(result: Calibration) -> Figure:
         panels.append(list(result.outcomes))
     figure = Figure(figsize=(PANEL_WIDTH * len(panels), HEIGHT), layout="constrained")
     drawn = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, shown in zip(drawn, panels, strict=True):
-        _draw_panel(axes, result, shown)
+    points = [_draw_panel(axes, result, shown) for axes, shown in zip(drawn, panels, strict=True)]
     figure.axes[0].set_ylabel("learning on new text, nats per token")
     if len(panels) > 1:
         _frame(figure.axes[0], figure.axes[1])
     _draw_legend(figure, len(panels), result)
     if _is_cosine(result):
-        _name_thresholds(figure, drawn[-1], result.outcomes)
+        _name_thresholds(drawn[-1], points[-1], result.outcomes)
     return figure
 
 
@@ -77,7 +71,7 @@ def _is_cosine(result: Calibration) -> bool:
 
 def _is_crowded(outcomes: Sequence[Outcome], everything: Sequence[Outcome]) -> bool:
     pairs = zip(_limits(outcomes), _limits(everything), strict=True)
-    return any(own[1] - own[0] < SMALL * (whole[1] - whole[0]) for own, whole in pairs)
+    return any(part[1] - part[0] < SMALL * (whole[1] - whole[0]) for part, whole in pairs)
 
 
 def _limits(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
@@ -90,37 +84,41 @@ def _limits(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
     return ends
 
 
-def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> None:
+def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> PathCollection:
+    """Draw settings, and give the points of the last line."""
     across, up = _limits(shown)
     axes.set_xlim(*across)
     axes.set_ylim(*up)
     axes.set_xlabel("forgetting on old text, nats per token")
     tidy(axes)
-    for label, colour, line in _lines(result):
+    for label, colours, line in _lines(result):
         x, y = [outcome.forgetting for outcome in line], [outcome.learning for outcome in line]
         sizes = [SMALLEST + (LARGEST - SMALLEST) * place / max(1, len(line) - 1) for place in range(len(line))]
-        axes.plot(x, y, color=GREY if _is_cosine(result) else colour, linewidth=1.0, zorder=2)
-        axes.scatter(x, y, s=sizes, color=colour, zorder=3, label=label)
+        axes.plot(x, y, color=GREY if _is_cosine(result) else colours[0], linewidth=1.0, zorder=2)
+        points = axes.scatter(
+            x, y, s=sizes, c=colours, cmap="viridis" if _is_cosine(result) else None, zorder=3, label=label
+        )
     for name, label in _labels(result).items():
         outcome: Outcome = getattr(result, name)
         if outcome in shown:
             axes.scatter(outcome.forgetting, outcome.learning, label=label, **MARKS[name])
     if across[0] <= result.most_forgetting <= across[1]:
         axes.axvline(result.most_forgetting, label=f"{result.most_forgetting:g} may be forgotten", **DOTTED)
+    return points
 
 
 def _lines(result: Calibration) -> Iterator[tuple[str, Any, list[Outcome]]]:
-    """Name, colour or colours, and points of each line, along which the preserve path loses weight."""
+    """Name, colour or place of each threshold, and points of each line, along which the preserve path loses weight."""
     from matplotlib import colormaps
 
     if _is_cosine(result):
-        yield "thresholds, larger points: higher", _scale(len(result.outcomes)).colors, list(result.outcomes)
+        yield "thresholds, larger points: higher", range(len(result.outcomes)), list(result.outcomes)
         return
     rates = sorted({_line_of(outcome)[0] for outcome in result.outcomes})
     for (rate, is_alike), some in groupby(result.outcomes, key=_line_of):
         colour = colormaps["viridis"](0.92 * rates.index(rate) / max(1, len(rates) - 1))
         # one entry of the legend for a colour; what begins with a line is none
-        yield f"{'' if is_alike else '_'}switch rate {rate:g}", colour, list(some)[::-1]
+        yield f"{'' if is_alike else '_'}switch rate {rate:g}", [colour], list(some)[::-1]
 
 
 def _line_of(outcome: Outcome) -> tuple[float, bool]:
@@ -158,23 +156,11 @@ def _draw_legend(figure: Figure, panels: int, result: Calibration) -> None:
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, markerscale=0.65, **options)
 
 
-def _scale(count: int) -> ListedColormap:
-    """A colour for each threshold."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap(colormaps["viridis"].resampled(count)(range(count)))
-
-
-def _name_thresholds(figure: Figure, axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _name_thresholds(axes: Axes, points: PathCollection, outcomes: Sequence[Outcome]) -> None:
     """Write thresholds beside the scale of their colours, evenly spaced ones where they are many."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    colours = ScalarMappable(Normalize(-0.5, len(outcomes) - 0.5), _scale(len(outcomes)))
     count = min(len(outcomes), MOST_THRESHOLDS)
     named = [round(place * (len(outcomes) - 1) / max(1, count - 1)) for place in range(count)]
-    bar = figure.colorbar(colours, ax=axes, ticks=named, label="threshold", pad=0.02, aspect=40)
+    bar = axes.figure.colorbar(points, ax=axes, ticks=named, label="threshold", pad=0.02, aspect=40)
     bar.ax.set_yticklabels([outcomes[place].numbers.removeprefix("threshold ") for place in named], fontsize=8)
     bar.ax.tick_params(length=0)
     bar.outline.set_visible(False)

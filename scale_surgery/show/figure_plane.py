@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import DataError
-from scale_surgery.show.figures import GREY, save_figure, tidy
+from scale_surgery.show.figures import save_figure, tidy
+from scale_surgery.show.palette import BLUE, GREY, INK, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,15 +24,14 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT, ROW = 6.4, 4.2, 0.17
 # longer names stand in one column
 SHORT_NAME = 40
-INK = "#222222"
 # colours that people with any colour vision tell apart (Okabe and Ito); shapes tell the same
 MARKERS: dict[str, dict[str, Any]] = {
     "base": {"marker": "*", "s": 190, "color": INK, "zorder": 4},
-    "expanded": {"marker": "o", "s": 70, "color": "#0072B2", "zorder": 3},
+    "expanded": {"marker": "o", "s": 70, "color": BLUE, "zorder": 3},
     "adapt": {"marker": "^", "s": 70, "color": "#CC79A7", "zorder": 3},
     "path": {"marker": "D", "s": 50, "color": "#E69F00", "zorder": 3},
     "disabled": {"marker": "o", "s": 330, "facecolor": "none", "edgecolor": "#009E73", "linewidth": 1.6, "zorder": 2},
-    "other": {"marker": "s", "s": 60, "color": "#D55E00", "zorder": 3},
+    "other": {"marker": "s", "s": 60, "color": VERMILION, "zorder": 3},
 }
 # of what is shown, at each side; numbers need the room
 MARGIN = 0.15
@@ -66,27 +66,12 @@ class Point:
 
 
 def plot_plane(evaluation: Evaluation, file: Path) -> None:
-    """Draw the stability-plasticity plane: loss on old text against loss on new text, a point for each model.
-
-    Args:
-        evaluation: What was measured, on old and on new text.
-        file: PNG or SVG to be, as its suffix says; replaced where it exists.
-    """
+    """Draw loss on old text against loss on new text into a PNG or SVG file, a point for each model."""
     save_figure(plane_figure(evaluation), file)
 
 
 def plane_figure(evaluation: Evaluation) -> Figure:
-    """Draw the plane.
-
-    Args:
-        evaluation: What was measured.
-
-    Returns:
-        The figure; a model whose loss is not finite is not in it.
-
-    Raises:
-        DataError: If no model has a loss on old and on new text.
-    """
+    """The figure of `plot_plane`; a model whose loss is not finite is not in it."""
     from matplotlib.figure import Figure
 
     points = _points(evaluation)

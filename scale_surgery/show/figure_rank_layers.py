@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.show.figures import BLUE, GREY, PANEL_SIZE, save_figure, tidy
+from scale_surgery.show.figures import PANEL_SIZE, save_figure, tidy
+from scale_surgery.show.palette import BLUE, GREY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

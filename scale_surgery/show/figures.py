@@ -1,7 +1,9 @@
-"""Curves, in PNG files and in pages, and the figure of a training run. matplotlib's own state is not touched."""
+"""Curves, in files and in pages, and the figure of a training run. matplotlib's own state is not touched."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import finished_file
+from scale_surgery.show.palette import BLUE, GREY, VERMILION
 from scale_surgery.show.visible import visible_text
 
 if TYPE_CHECKING:
@@ -19,11 +22,9 @@ if TYPE_CHECKING:
 
 DOTS_PER_INCH = 160
 PANEL_SIZE = (7.0, 2.1)
-# three colours that people with any colour vision tell apart (Okabe and Ito), and one for grids
-BLUE, VERMILION, GREY, PALE = "#0072b2", "#d55e00", "#767676", "#e5e5e5"
 # shapes tell the same as colours
 MARKERS = {BLUE: "o", VERMILION: "s"}
-# a curve of more points has no markers, but where one stands alone
+# a curve of more points has no markers
 MOST_MARKERS = 40
 # a curve of more points than this gets a running mean, over this share of it
 NOISY_POINTS = 60
@@ -56,55 +57,45 @@ class Curve:
     style: str = "-"
     in_legend: bool = True
 
-    @property
-    def marked(self) -> list[int]:
-        """Which points have a marker: all of a few, and what has no line to be seen by."""
-        is_drawn = [False, *(math.isfinite(value) for _, value in self.points), False]
-        if self.colour in MARKERS and len(self.points) <= MOST_MARKERS:
-            return list(range(len(self.points)))
-        return [place for place in range(len(self.points)) if is_drawn[place : place + 3] == [False, True, False]]
-
 
 def draw_curve(axes: Axes, curve: Curve) -> Line2D:
-    """Draw a line with its markers."""
-    style: dict[str, Any] = {"color": curve.colour, "linestyle": curve.style, "linewidth": 1.6}
-    if curve.marked:
-        style |= {"marker": MARKERS.get(curve.colour, "o"), "markersize": 5, "markevery": curve.marked}
+    """Draw a line, with markers where it has few points."""
+    marker = MARKERS.get(curve.colour, "") if len(curve.points) <= MOST_MARKERS else ""
     x, y = [place for place, _ in curve.points], [value for _, value in curve.points]
-    (line,) = axes.plot(x, y, label=curve.name, **style)
+    (line,) = axes.plot(
+        x, y, label=curve.name, color=curve.colour, linestyle=curve.style, linewidth=1.6, marker=marker, markersize=5
+    )
     return line
 
 
 def plot_training(records: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw a training run: loss, forgetting and learning, and accuracies where there are any, over steps.
-
-    Args:
-        records: What was logged, each with "step" and some of the keys of PANELS, in the order of steps.
-        file: PNG or SVG to be, as its suffix says; replaced where it exists.
-    """
+    """Draw loss, forgetting, learning and accuracies over the steps of a run, into a PNG or SVG file."""
     save_figure(training_figure(records), file)
-
-
-def make_visible(figure: Figure) -> None:
-    """Show control characters in the names of a figure by signs."""
-    from matplotlib.text import Text
-
-    for text in figure.findobj(Text):
-        written = text.get_text()
-        if (shown := visible_text(written)) != written:
-            text.set_text(shown)
 
 
 def save_figure(figure: Figure, file: Path) -> None:
     """Write a figure as its suffix says, SVG or else PNG, whole or not at all; equal figures give equal bytes."""
-    from matplotlib import rc_context
+    with finished_file(file) as temporary:
+        _write(figure, temporary, "svg" if file.suffix.lower() == ".svg" else "png", facecolor="white")
 
-    make_visible(figure)
-    form = "svg" if file.suffix.lower() == ".svg" else "png"
+
+def image_of(figure: Figure) -> str:
+    """A figure as the address of an image that a page holds itself: SVG, of which the background is the page's."""
+    written = io.BytesIO()
+    _write(figure, written, "svg", transparent=True)
+    return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+def _write(figure: Figure, file: Any, form: str, **options: Any) -> None:
+    from matplotlib import rc_context
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_text(visible_text(text.get_text()))
     # what would differ from one time to the next: the time itself, and names of parts
     unsaid: dict[str, Any] = {"svg": {"Date": None}, "png": {"Software": None}}[form]
-    with finished_file(file) as temporary, rc_context({"svg.hashsalt": "scale-surgery"}):
-        figure.savefig(temporary, format=form, dpi=DOTS_PER_INCH, facecolor="white", metadata=unsaid)
+    with rc_context({"svg.hashsalt": "scale-surgery", "svg.fonttype": "none"}):
+        figure.savefig(file, format=form, dpi=DOTS_PER_INCH, metadata=unsaid, **options)
 
 
 def training_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
@@ -171,5 +162,5 @@ def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(color=GREY, labelsize=9)
-    axes.grid(color=PALE, linewidth=0.6)
+    axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)

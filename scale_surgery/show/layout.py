@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
+from rich.segment import Segments
+from rich.table import Column, Table
 from rich.text import Text
 
 from scale_surgery.show.visible import visible_line
@@ -36,21 +37,21 @@ def heading(title: str, note: str = "") -> Text:
 
 
 class Facts:
-    """Names and values, one pair a line; values wrap beside their name, between words."""
+    """Names and values, one pair a line; values wrap beside their name, between words; what is empty is left out."""
 
     def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        self.title, self.rows = title, [(visible_line(name), visible_line(value)) for name, value in rows]
+        self.title = title
+        self.rows = [(visible_line(name), visible_line(value)) for name, value in rows if value]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield heading(self.title)
         indent = max((cell_len(name) for name, _ in self.rows), default=0) + GAP
         for name, value in self.rows:
-            left = 10**6 if name == NEXT else max(1, options.max_width - indent)
-            for place, line in enumerate(_lines(value, left)):
-                shown = "" if place else name
-                before = Text(shown + " " * (indent - cell_len(shown)), style="dim")
-                yield _whole(before + Text(line, style="not dim"))
+            least = max(map(cell_len, [value] if name == NEXT else value.split(" ")))
+            row = Table.grid(Column(style="dim", width=indent), Column(min_width=least))
+            row.add_row(Text(name), Text(value))
+            yield row
 
 
 class PlainTable(Table):
@@ -62,7 +63,7 @@ class PlainTable(Table):
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row; a cell is one paragraph."""
-        super().add_row(*(visible_line(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+        super().add_row(*(sentence(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.above:
@@ -81,47 +82,33 @@ class NamedRows:
             name: What stands above the names.
             left: Which values begin at the left, counted from 1; numbers end at the right.
         """
-        self.headers, self.left = [visible_line(header) for header in (name, *headers)], {0, *left}
+        places = range(len(headers) + 1)
+        self.columns: list[JustifyMethod] = ["left" if place in {0, *left} else "right" for place in places]
         self.rows: list[tuple[str, ...]] = []
+        self.has_header = any((name, *headers))
+        if self.has_header:
+            self.add_row(name, *headers)
 
     def add_row(self, *cells: str) -> None:
         """Add a name and its values."""
-        self.rows.append(tuple(map(visible_line, cells)))
+        self.rows.append(cells)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = [max(map(cell_len, column)) for column in zip(self.headers, *self.rows, strict=True)]
-        is_wide = sum(widths) + GAP * (len(widths) - 1) > options.max_width
-        if is_wide:
-            widths[0] = 0
-        if any(self.headers):
-            yield _whole(Text(self._line(self.headers, widths), style="dim"))
-        for name, *values in self.rows:
-            if is_wide:
-                yield _whole(Text(name))
-            yield _whole(Text(self._line(["" if is_wide else name, *values], widths)))
+        table = self._table(self.rows)
+        if console.measure(table, options=options.update(width=10_000)).maximum <= options.max_width:
+            yield table
+            return
+        values = self._table([("", *values) for _, *values in self.rows])
+        lines = console.render_lines(values, options, pad=False, new_lines=True)
+        for place, ((name, *_), line) in enumerate(zip(self.rows, lines, strict=True)):
+            if place or not self.has_header:
+                yield Text(visible_line(name), no_wrap=True, overflow="ignore")
+            yield Segments(line)
 
-    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
-        def parts() -> Iterator[str]:
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-                blank = " " * (width - cell_len(cell))
-                yield cell + blank if place in self.left else blank + cell
-
-        return (" " * GAP).join(parts()).rstrip()
-
-
-def _lines(text: str, width: int) -> Iterator[str]:
-    """Break a text between words; a word that is longer than a line stays whole."""
-    line, *words = text.split(" ")
-    for word in words:
-        if cell_len(line) + 1 + cell_len(word) > width:
-            yield line.rstrip()
-            line = word
-        else:
-            line = f"{line} {word}"
-    yield line
-
-
-def _whole(line: Text) -> Text:
-    line.rstrip()
-    line.no_wrap, line.overflow = True, "ignore"
-    return line
+    def _table(self, rows: Sequence[Sequence[str]]) -> PlainTable:
+        table = PlainTable(show_header=False)
+        for justify in self.columns:
+            table.add_column(justify=justify, no_wrap=True)
+        for place, cells in enumerate(rows):
+            table.add_row(*cells, style="dim" if self.has_header and not place else "")
+        return table

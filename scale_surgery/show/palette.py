@@ -1,24 +1,12 @@
-"""Colours of pages, light and dark."""
+"""Every colour: of pages by day and by night, of figures, and of the paths of a routed model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Palette:
-    """What a page is coloured with; each colour as #rrggbb.
-
-    Attributes:
-        background: Behind everything.
-        text: Of the text.
-        muted: Of what is beside the text.
-        line: Of lines between things.
-        surface: Behind what lies on the page.
-        accent: Of what can be chosen.
-        focus: Around the token that is looked at.
-        heat: Of the highest value in a table of numbers.
-    """
+class Palette(NamedTuple):
+    """Colours of a page, each as #rrggbb; its templates know them as variables of the same names."""
 
     background: str
     text: str
@@ -27,6 +15,7 @@ class Palette:
     surface: str
     accent: str
     focus: str
+    # of the highest value in a table of numbers
     heat: str
 
 
@@ -50,9 +39,15 @@ DARK = Palette(
     focus="#ffffff",
     heat="#155a8f",
 )
+# of figures: legible on white and on the dark page, told apart with any colour vision (Okabe and Ito 2008)
+BLUE, VERMILION, GREY, INK = "#0072b2", "#d55e00", "#7b7b7b", "#222222"
+# of layers, from the lowest to the highest
+LAYERS = (BLUE, "#3e7594", GREY, "#a86d3e", VERMILION)
 
-
-def parse_colour(colour: str) -> tuple[int, int, int]:
-    """Split #rrggbb into red, green and blue, 0 to 255."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return red, green, blue
+# of paths, the base's first: Okabe and Ito's hues, as light as dark text on them needs; no two look alike to people
+# with any colour vision, and more than eight could not be told apart
+PATH_COLOURS = ("#e4e6ea", "#f0654c", "#3791fe", "#9cbaab", "#b67eb4", "#5bd0fe", "#ffd047", "#eda303")
+# of all paths that get none of these
+OTHERS_COLOUR = "#b9bdc6"
+# the same in a terminal with few colours
+FEW_COLOURS = ("white", "yellow", "bright_blue", "green", "bright_magenta", "cyan", "bright_yellow", "bright_red")

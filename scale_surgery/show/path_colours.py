@@ -1,29 +1,26 @@
-"""K + 1 paths made visible: a colour for each, and their names where there are no colours.
+"""The paths of a routed model made visible: a colour for each, and their names where there are no colours.
 
-The hues are Okabe and Ito's (2008), as light as dark text on them needs; the base is grey. No two of them look alike to
-people with any colour vision. Eight can be told apart, no more: of more expansions, those with the least weight share a
-pattern, "others". A token has the colour of the path with at least half of the weight, and none where no path has it.
+Eight paths can be told apart, no more: of more expansions, those with the least weight share a pattern, "others". A
+token has the colour of the path with at least half of the weight, and none where no path has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from scale_surgery.show.palette import LIGHT
+from scale_surgery.show.palette import FEW_COLOURS, LIGHT, OTHERS_COLOUR, PATH_COLOURS
 from scale_surgery.show.visible import visible_line, visible_text
 
 OPENING, CLOSING = "⟦", "⟧"
-# the base, then expansions
-PATH_COLOURS = ("#e4e6ea", "#f0654c", "#3791fe", "#9cbaab", "#b67eb4", "#5bd0fe", "#ffd047", "#eda303")
-OTHERS_COLOUR = "#b9bdc6"
-# of a terminal with few colours
-FEW_COLOURS = ("white", "yellow", "bright_blue", "green", "bright_magenta", "cyan", "bright_yellow", "bright_red")
 # share of the weight from which on a token is said to come from a path
 MOST_OF_IT = 0.5
+# how the paths of tokens are shown
+Marking = Literal["colours", "brackets", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,7 @@ class Colouring:
 
     def named_places(self) -> Iterator[tuple[int, str]]:
         """Each place that is taken, and who has it."""
-        own = dict(zip(self.places, self.names, strict=True))
-        own.pop(self.others, None)
-        yield from own.items()
+        yield from ((place, name) for place, name in zip(self.places, self.names, strict=True) if place != self.others)
         shared = [name for name, place in zip(self.names, self.places, strict=True) if place == self.others]
         if shared:
             yield self.others, f"others ({', '.join(shared)})"
@@ -67,12 +62,7 @@ def leading(weights: Sequence[float] | None) -> int | None:
 
 
 def choose_colours(names: Sequence[str], shares: Sequence[float] | None = None) -> Colouring:
-    """Give each path a colour; where expansions are too many, those with the largest shares get one.
-
-    Args:
-        names: Of all paths, the base's first.
-        shares: Weight of each, where that is known; by default the first ones get a colour.
-    """
+    """Give each path a colour; of too many expansions those with the largest shares, or the first ones."""
     expansions = list(range(1, len(names)))
     if shares is not None:
         expansions.sort(key=lambda path: -shares[path])
@@ -90,8 +80,7 @@ def path_styles(console: Console) -> list[str]:
     """Styles of all places on a console."""
     if console.color_system in ("standard", "windows"):
         return [*(f"black on {colour}" for colour in FEW_COLOURS), "black on white underline"]
-    own = [f"{LIGHT.text} on {colour}" for colour in PATH_COLOURS]
-    return [*own, f"{LIGHT.text} on {OTHERS_COLOUR} underline"]
+    return [*(f"{LIGHT.text} on {colour}" for colour in PATH_COLOURS), f"{LIGHT.text} on {OTHERS_COLOUR} underline"]
 
 
 class Legend:
@@ -118,47 +107,41 @@ class Legend:
         yield Text("   ").join([*chips, *none])
 
 
-class Coloured:
-    """Colours the background of tokens by the path that they come from."""
+class PathMarks:
+    """Shows the tokens of one text, one after the other, with the paths that they came from.
 
-    def __init__(self, colouring: Colouring, styles: Sequence[str]) -> None:
-        self.colouring, self.styles = colouring, styles
+    By colours each token has the background of its path. In brackets the name of an expansion stands before its tokens;
+    no bracket goes over the end of a line.
+    """
 
-    def mark(self, text: str, weights: Sequence[float] | None) -> Text:
-        """The token in its colour; a line break has none, which a terminal would draw to the end of the line."""
-        place = self.colouring.place_of(weights)
-        style = "" if place is None else self.styles[place]
-        return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
-
-    def end(self) -> Text:
-        """Nothing: each token ends its own colour."""
-        return Text()
-
-
-class Bracketed:
-    """Puts brackets around tokens of an expansion, with its name."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    def __init__(self, console: Console, marking: Marking, colouring: Colouring | None) -> None:
+        self.marking, self.colouring, self.styles = marking, colouring, path_styles(console)
         self.path = 0
 
     def mark(self, text: str, weights: Sequence[float] | None) -> Text:
-        """The token, behind what opens or closes; no bracket goes over the end of a line."""
-        if not text:
-            return Text()
+        """The next token, given the weights of the paths that it came from."""
+        if self.colouring is None or self.marking == "nothing" or not text:
+            return Text(visible_text(text))
+        if self.marking == "brackets":
+            return self._in_brackets(text, self.colouring.names, weights)
+        place = self.colouring.place_of(weights)
+        style = "" if place is None else self.styles[place]
+        # a line break has no colour, which a terminal would draw to the end of the line
+        return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
+
+    def _in_brackets(self, text: str, names: Sequence[str], weights: Sequence[float] | None) -> Text:
         shown, line_end = text.removesuffix("\n"), "\n" * text.endswith("\n")
-        before = self.path
         # an empty line opens no bracket
-        path = self.path = (leading(weights) or 0) if shown else before
-        if path != before:
-            space = " " * shown.startswith(" ")
-            opening = f"{OPENING}{visible_line(self.names[path])}: " if path else ""
-            shown = CLOSING * (before > 0) + space + opening + visible_text(shown.removeprefix(" "))
-        else:
-            shown = visible_text(shown)
-        return Text(shown + (self.end().plain if line_end else "") + line_end)
+        path = (leading(weights) or 0) if shown else self.path
+        before = Text()
+        if path != self.path:
+            before = self.end() + Text(" " * shown.startswith(" "))
+            before.append(f"{OPENING}{visible_line(names[path])}: " if path else "")
+            shown, self.path = shown.removeprefix(" "), path
+        token = before + Text(visible_text(shown))
+        return token + self.end() + Text(line_end) if line_end else token
 
     def end(self) -> Text:
-        """What closes."""
+        """What closes a bracket that is open, where no token follows."""
         was, self.path = self.path, 0
         return Text(CLOSING if was else "")

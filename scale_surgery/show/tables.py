@@ -62,27 +62,31 @@ def facts(title: str, rows: list[tuple[str, str]]) -> Facts:
     return Facts(title, rows)
 
 
-def render_inspection(found: Inspection, model: str | None = None) -> RenderableType:
+def render_inspection(inspection: Inspection, model: str | None = None) -> RenderableType:
     """An inspection as a table; with the name under which the model was given, the command to type next."""
-    sizes = found.sizes
+    sizes = inspection.sizes
     rows = [
-        ("family", found.family),
-        ("layers", _layers(found)),
+        ("family", inspection.family),
+        ("layers", _layers(inspection)),
         ("widths", f"hidden {sizes.hidden}, inner {sizes.inner}, vocabulary {sizes.vocabulary}"),
         ("heads", _heads(sizes)),
-        *found.treatments.items(),
-        ("dtype", found.dtype),
+        *inspection.treatments.items(),
+        ("dtype", inspection.dtype),
         ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
-        ("parameters", f"{found.parameters_stored:,} stored, {found.parameters_unique:,} unique"),
-        ("shards", f"{len(found.shards)}, {counted(found.tensors, 'tensor')}, {format_bytes(found.bytes)}"),
+        ("parameters", f"{inspection.parameters_stored:,} stored, {inspection.parameters_unique:,} unique"),
+        (
+            "shards",
+            f"{len(inspection.shards)}, {counted(inspection.tensors, 'tensor')}, {format_bytes(inspection.bytes)}",
+        ),
+        ("not taken along", ", ".join(inspection.left_out)),
     ]
-    rows += [("not taken along", ", ".join(found.left_out))] if found.left_out else []
-    if found.expanded is None:
+    if inspection.expanded is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
-        planned = [] if model is None else [(NEXT, command("plan", model, "--layers", last))]
-        return facts(found.name, rows + ([("not expandable", found.quantisation)] if found.quantisation else planned))
-    return Group(facts(found.name, rows), Text(), *_render_expanded(found.expanded, model))
+        planned = "" if model is None or inspection.quantisation else command("plan", model, "--layers", last)
+        rows += [("not expandable", inspection.quantisation or ""), (NEXT, planned)]
+        return facts(inspection.name, rows)
+    return Group(facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
@@ -91,16 +95,15 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
     router = ("router", "none" if added.routing is None else describe(added.routing, list(added.expansions)))
     rows = [("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since])))]
-    then = added.adopt or ("" if model is None or added.is_current else command("verify", model))
-    rows += [(NEXT, then)] if then else []
+    rows.append((NEXT, added.adopt or ("" if model is None or added.is_current else command("verify", model))))
     if len(added.expansions) == 1:
         ((name, only),) = added.expansions.items()
         first, *others = _expansion_rows(only, router)
         yield facts("expansion" if name == DEFAULT_NAME else f"expansion {name}", [first, base, *others, *rows])
         return
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
-    for name, own in added.expansions.items():
-        table.add_row(name, own.variant, format_layers(own.layers), format_count(own.parameters), f"{own.steps:,}")
+    for name, each in added.expansions.items():
+        table.add_row(name, each.variant, format_layers(each.layers), format_count(each.parameters), f"{each.steps:,}")
     paths = f"{len(added.expansions) + 1}: the base, {', '.join(added.expansions)}"
     yield from (table, Text(), facts("expansions", [base, ("paths", paths), router, *rows]))
 
@@ -111,11 +114,11 @@ def _heads(sizes: Sizes) -> str:
     return f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"
 
 
-def _layers(found: Inspection) -> str:
-    added = [] if found.expanded is None else found.expanded.expansions.values()
-    own, new = found.sizes.layers, sum(len(one.new_layers) for one in added)
-    whose = f", {own} of them the base's" if new else ""
-    return f"{own + new}  (0 to {own + new - 1}){whose}"
+def _layers(inspection: Inspection) -> str:
+    expansions = [] if inspection.expanded is None else inspection.expanded.expansions.values()
+    of_base, new = inspection.sizes.layers, sum(len(expansion.new_layers) for expansion in expansions)
+    whose = f", {of_base} of them the base's" if new else ""
+    return f"{of_base + new}  (0 to {of_base + new - 1}){whose}"
 
 
 def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tuple[str, str]]:
@@ -135,7 +138,7 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
         (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
         *how,
         ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
-        *([("trained", counted(added.steps, "step"))] if added.steps else []),
+        ("trained", counted(added.steps, "step") if added.steps else ""),
     ]
 
 
@@ -147,8 +150,8 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("written", str(done.path)),
         ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
+        ("not taken along", ", ".join(done.left_out)),
     ]
-    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
     following = (NEXT, verify_command(done.path))
     if not done.warnings:
         return facts("expanded", [*rows, following])
@@ -161,9 +164,10 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("written", str(done.path)),
         ("base", done.base_name),
         ("files", f"{len(done.files)}, each equal to the base's by sha256"),
+        ("never taken along", ", ".join(done.left_out)),
+        (NEXT, command("inspect", done.path)),
     ]
-    rows += [("never taken along", ", ".join(done.left_out))] if done.left_out else []
-    return facts("stripped", [*rows, (NEXT, command("inspect", done.path))])
+    return facts("stripped", rows)
 
 
 def render_routed(done: Routed) -> RenderableType:
@@ -179,9 +183,11 @@ def render_routed(done: Routed) -> RenderableType:
             ("two paths", parts),
             ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
         ]
-    rows.append(("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"))
-    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows.append((NEXT, verify_command(done.path)))
+    rows += [
+        ("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"),
+        ("not taken along", ", ".join(done.left_out)),
+        (NEXT, verify_command(done.path)),
+    ]
     return facts("not routed any more" if done.routing is None else "routed", rows)
 
 
@@ -199,8 +205,7 @@ def render_training(done: Training) -> RenderableType:
             accuracy = f", accuracy {measured[f'{side}_accuracy']:.1%}" if f"{side}_accuracy" in measured else ""
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+z.4f}"))
-    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows.append(("curves", str(done.curves)))
+    rows += [("not taken along", ", ".join(done.left_out)), ("curves", str(done.curves))]
     following = [(NEXT, verify_command(done.path))]
     return Group(facts("trained", rows), *render_warnings(done.warnings), facts("", following))
 
@@ -211,8 +216,8 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
     rows = [
         ("texts", f"{texts}, {tokens} to learn, {_times(schedule.passes)}"),
         ("steps", f"{schedule.steps:,}, the learning rate rises in {schedule.warmup_steps:,} of them"),
+        ("rehearses", schedule.rehearses),
     ]
-    rows += [("rehearses", schedule.rehearses)] if schedule.rehearses else []
     return Group(facts("to train", rows), Text())
 
 
@@ -242,7 +247,7 @@ def render_evaluation(result: Evaluation) -> RenderableType:
     )
     parts: list[RenderableType] = []
     for title, change, scores in sides:
-        rows = [(name, found, value) for name, found, value in scores if found is not None]
+        rows = [(name, measured, value) for name, measured, value in scores if measured is not None]
         if rows:
             parts += [_render_side(title, change, rows), Text()]
     notes = [sentence(f"note: {note}", "yellow") for note in result.notes]
@@ -254,9 +259,9 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     asked = f", {counted(first.questions, 'question')}" if first.questions else ""
     counts = f"{counted(first.scored, 'token')} scored{asked}"
     table = NamedRows(["loss", "perplexity", *(["accuracy"] if first.questions else []), change])
-    for name, found, value in rows:
-        accuracy = [] if found.accuracy is None else [f"{found.accuracy:.1%}"]
+    for name, measured, value in rows:
+        accuracy = [] if measured.accuracy is None else [f"{measured.accuracy:.1%}"]
         # equal to the last bit is more than equal to four digits
         gained = "" if value is None else "0" if value == 0 else f"{value:+z.4f}"
-        table.add_row(name, f"{found.nats_per_token:.4f}", f"{found.perplexity:.4g}", *accuracy, gained)
+        table.add_row(name, f"{measured.nats_per_token:.4f}", f"{measured.perplexity:.4g}", *accuracy, gained)
     return Group(heading(title, f"{counts}; losses in nats per token"), table)

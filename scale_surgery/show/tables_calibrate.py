@@ -42,15 +42,7 @@ def render_calibration(result: Calibration, *, details: bool = False) -> Rendera
 
 
 def choose_shown(result: Calibration) -> list[Outcome]:
-    """Leave out settings that another beats in forgetting and in learning, and those that hardly differ from the last.
-
-    Args:
-        result: The calibration.
-
-    Returns:
-        The others in the order of their forgetting; the present, the best, the loosest and the default setting
-            always.
-    """
+    """Settings by forgetting, without those that another beats in both, and those much like the last one."""
     named = (result.present, result.proposed, result.best, result.loosest)
     always = [outcome for outcome in result.outcomes if outcome in named]
     always += [
@@ -77,15 +69,15 @@ def _place(outcome: Outcome) -> tuple[float, float]:
     return outcome.forgetting, outcome.learning
 
 
-def _differs(one: Outcome, other: Outcome, reach: Sequence[float]) -> bool:
-    return any(abs(a - b) > least for a, b, least in zip(_place(one), _place(other), reach, strict=True))
+def _differs(outcome: Outcome, last: Outcome, reach: Sequence[float]) -> bool:
+    return any(abs(a - b) > least for a, b, least in zip(_place(outcome), _place(last), reach, strict=True))
 
 
 def _render_heading(result: Calibration) -> RenderableType:
     sides = [
-        f"{side} text: {counted(found.scored, 'token')}"
-        + (f", {counted(found.questions, 'question')}" if found.questions else "")
-        for side, found in (("old", result.base.old), ("new", result.base.new))
+        f"{side} text: {counted(score.scored, 'token')}"
+        + (f", {counted(score.questions, 'question')}" if score.questions else "")
+        for side, score in (("old", result.base.old), ("new", result.base.new))
     ]
     router = result.present.routing
     assert router is not None
@@ -104,8 +96,8 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    other = "best path" if result.has_several else "adapt"
-    first = {"base": result.base, other: result.adapt, "present": result.present, "best": result.proposed}
+    path = "best path" if result.has_several else "adapt"
+    first = {"base": result.base, path: result.adapt, "present": result.present, "best": result.proposed}
     for name, outcome in first.items():
         table.add_row(name, *_cells(outcome, numbers, sides))
     table.add_row()
@@ -127,7 +119,7 @@ def _number_cells(outcome: Outcome) -> dict[str, str]:
     rate = {"rate": f"{routing.switch_rate:.3g}"}
     if len(others) == 1:
         return {"prior": f"{base:.3g}", **rate}
-    least, most = (f"{own(others):.3g}" for own in (min, max))
+    least, most = (f"{weight:.3g}" for weight in (min(others), max(others)))
     return {"base": f"{base:.3g}", "others": least if is_even(others) else f"{least}-{most}", **rate}
 
 
@@ -140,13 +132,13 @@ def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> li
         _nats(outcome.learning),
         _share(outcome.kept),
         *map(_share, (outcome.routed_old, outcome.routed_new)),
-        *(_share(found.accuracy) for found in accuracies),
+        *(_share(measured.accuracy) for measured in accuracies),
     ]
 
 
 def _nats(value: float) -> str:
     # equal to the last bit is more than equal to four digits
-    return "0" if value == 0 else f"{value:+.{4 if abs(value) < 10 else 3}f}"
+    return "0" if value == 0 else f"{value:+z.{4 if abs(value) < 10 else 3}f}"
 
 
 def _share(value: float | None) -> str:
@@ -168,15 +160,15 @@ def _render_short(result: Calibration) -> RenderableType:
     for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
         cells = [cell for length in row for cell in (_share(length.weight), _nats(length.forgetting))]
         table.add_row(str(row[0].tokens), *cells)
-    table.add_row("all", *(cell for one in shown.values() for cell in ("", _nats(one.short.forgetting))))
+    table.add_row("all", *(cell for outcome in shown.values() for cell in ("", _nats(outcome.short.forgetting))))
     title = Text("short prompts: the first tokens of old texts, and what is lost on the next one", style="bold")
     return Group(title, table)
 
 
 def _render_choice(result: Calibration) -> RenderableType:
     best, present = result.proposed, result.present
-    other = "best" if result.has_several else "adapt"
-    kept = "" if best.kept is None else f", {_share(best.kept)} of what the {other} path learns"
+    path = "best" if result.has_several else "adapt"
+    kept = "" if best.kept is None else f", {_share(best.kept)} of what the {path} path learns"
     rows = [
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
         ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
@@ -203,12 +195,12 @@ def _gain_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     best = result.best
     if best == result.present:
         return
-    found = f"{_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
+    gain = f"{_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
     if best == result.proposed:
-        yield "gain", found
+        yield "gain", gain
         return
     why = f"a change is made for more than {result.needed_gain:.4f}"
-    yield "gain", f"too small for a change: {best.numbers} gains {found}; {why}"
+    yield "gain", f"too small for a change: {best.numbers} gains {gain}; {why}"
 
 
 def _error(error: float) -> str:
@@ -218,7 +210,7 @@ def _error(error: float) -> str:
 
 
 def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """What any text may lose, before and after."""
+    """The most that the loss of any text may rise, before and after."""
     if result.present.bound is None:
         return
     whole, each = (_change(_bound, result, number) for number in (_of_text, _of_token))
@@ -229,9 +221,9 @@ def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     """What was left out, what it would have given, and how to ask for it."""
     if result.ask is None:
         return
-    looser, own = result.loosest, result.proposed
-    more = looser.learning - own.learning
-    share = f" ({_share(more / own.learning)})" if own.learning > 0 else ""
+    looser, best = result.loosest, result.proposed
+    more = looser.learning - best.learning
+    share = f" ({_share(more / best.learning)})" if best.learning > 0 else ""
     bound = "" if looser.bound is None else f"a text may lose {_bound(looser.bound)} nats, and "
     yield (
         "looser",
@@ -254,7 +246,7 @@ def _of_token(outcome: Outcome) -> float:
 
 def _change(show: Callable[[float], str], result: Calibration, number: Callable[[Outcome], float]) -> str:
     """A number before and after."""
-    before, after = (f"{show(number(one))} nats" for one in (result.present, result.proposed))
+    before, after = (f"{show(number(outcome))} nats" for outcome in (result.present, result.proposed))
     return before if before == after else f"{before} before, {after} after"
 
 

@@ -23,14 +23,14 @@ def render_step(number: int, title: str, command: str | None) -> RenderableType:
     return Group(Text(), sentence(f"{number}. {title}", "bold cyan"), *shown)
 
 
-def render_reloaded(found: Reloaded) -> RenderableType:
+def render_reloaded(reloaded: Reloaded) -> RenderableType:
     """What a fresh process found."""
     rows = [
-        ("class", found.model_class),
-        ("logits", "bit-equal to the base's" if found.logits_bit_equal else "DIFFERENT from the base's"),
-        ("trains", f"{found.trainable:,} new parameters; {found.frozen:,} are frozen"),
-        ("asked", " ".join(found.question.split())),
-        ("answered", f"{found.answer}  (right: {found.expected})"),
+        ("class", reloaded.model_class),
+        ("logits", "bit-equal to the base's" if reloaded.logits_bit_equal else "DIFFERENT from the base's"),
+        ("trains", f"{reloaded.trainable:,} new parameters; {reloaded.frozen:,} are frozen"),
+        ("asked", " ".join(reloaded.question.split())),
+        ("answered", f"{reloaded.answer}  (right: {reloaded.expected})"),
     ]
     return facts("loaded with trust_remote_code", rows)
 
@@ -59,13 +59,13 @@ def render_lesson(result: Demo, new_people: int) -> RenderableType:
         table.add_column(side, justify="right")
     scores = {score.name: score for score in result.lesson.scores}
     for title, name, folder in rows:
-        known = [_accuracy(found) for found in (scores[name].old, scores[name].new)]
+        known = [_accuracy(measured) for measured in (scores[name].old, scores[name].new)]
         table.add_row(title, *known, _kept(result.base_tensors_kept[folder], result.base_tensors))
     return table
 
 
-def _accuracy(found: Measurement | None) -> str:
-    return "not asked" if found is None or found.accuracy is None else f"{found.accuracy:.1%}"
+def _accuracy(measured: Measurement | None) -> str:
+    return "not asked" if measured is None or measured.accuracy is None else f"{measured.accuracy:.1%}"
 
 
 def _kept(kept: int, tensors: int) -> str:

@@ -40,8 +40,7 @@ def render_merged(done: Merged) -> RenderableType:
         ("parameters", f"{done.parameters:,}{change}"),
     ]
     rows += [] if done.drift is None else _drift_rows(done.drift)
-    rows += [("not taken along", ", ".join(done.left_out))] if done.left_out else []
-    rows.append((NEXT, _next(done)))
+    rows += [("not taken along", ", ".join(done.left_out)), (NEXT, _next(done))]
     return facts("taken apart" if done.form == "blocks" else "merged", rows)
 
 
@@ -52,11 +51,11 @@ def _next(done: Merged) -> str:
 
 
 def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
-    found = "none, bit-equal" if drift.is_bit_equal else f"{drift.drift:.3g} on logits up to {drift.largest_logit:.3g}"
+    size = "none, bit-equal" if drift.is_bit_equal else f"{drift.drift:.3g} on logits up to {drift.largest_logit:.3g}"
     same = drift.generation_agreement
     greedy = "nothing was generated" if same is None else f"greedy continuation {same:.1%}"
     return [
-        ("drift", f"{found} ({drift.dtype}, {drift.device}, {counted(drift.tokens, 'token')})"),
+        ("drift", f"{size} ({drift.dtype}, {drift.device}, {counted(drift.tokens, 'token')})"),
         ("of the largest", f"{drift.share:.2g}, at most {drift.tolerance:g} passes for rounding"),
         ("same next token", f"{drift.top1_agreement:.1%}; {greedy}"),
         ("KL divergence", f"{drift.kl_divergence:.2g} nats per token"),
@@ -71,10 +70,10 @@ def render_extracted(done: Extracted) -> RenderableType:
         ("written", str(done.path)),
         ("expansion", f"{counted(done.tensors, 'tensor')}, {format_bytes(shards)}"),
         ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} that stay out"),
+        ("licences", ", ".join(done.licences)),
+        ("left out", name_some(done.left_out)),
+        (NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")),
     ]
-    rows += [("licences", ", ".join(done.licences))] if done.licences else []
-    rows += [("left out", name_some(done.left_out))] if done.left_out else []
-    rows.append((NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")))
     return facts("extracted", rows)
 
 
@@ -88,8 +87,7 @@ def render_composed(done: Composed) -> RenderableType:
     ]
     if done.removed:
         rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))
-    rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
-    rows.append((NEXT, verify_command(done.path)))
+    rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
     return facts("composed", rows)
 
 
@@ -109,8 +107,7 @@ def render_applied(done: Applied) -> RenderableType:
     ]
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
-    rows += [("not taken along", name_some(done.left_out))] if done.left_out else []
-    rows.append((NEXT, verify_command(done.path)))
+    rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
     return facts("applied by force, no promise but recoverable" if count else "applied", rows)
 
 
@@ -130,8 +127,7 @@ def render_adopted(done: Adopted) -> RenderableType:
     rows += [("rounded", f"once, as train does: {_counted(done.rounded)}")] if done.rounded else []
     rows += [("settings", text) for text in done.other_settings]
     rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
-    rows += [("not read", name_some(done.not_read))] if done.not_read else []
-    rows.append(("shards", f"{format_bytes(done.bytes_written)} written"))
+    rows += [("not read", name_some(done.not_read)), ("shards", f"{format_bytes(done.bytes_written)} written")]
     following = (NEXT, verify_command(done.path))
     if not done.other_computation:
         return facts("adopted", [*rows, following])

@@ -57,17 +57,17 @@ def format_rank(rank: float | None) -> str:
 
 def collaboration(report: Report) -> list[tuple[str, Norms]]:
     """Norms of W12 over all layers, of attention and of the FFN; of those that have one."""
-    found = ((f"W12 {name}", report.find("w12", group)) for group, name in GROUPS.items())
-    return [(name, add_norms(tensor.norms for tensor in tensors)) for name, tensors in found if tensors]
+    by_group = ((f"W12 {name}", report.find("w12", group)) for group, name in GROUPS.items())
+    return [(name, add_norms(tensor.norms for tensor in tensors)) for name, tensors in by_group if tensors]
 
 
 def separations(report: Report) -> dict[str, float]:
     """How far copies went from their originals, by role, the mean over layers; empty where there are none."""
-    found: dict[str, list[float]] = {}
+    by_role: dict[str, list[float]] = {}
     for tensor in report.tensors:
         if tensor.separation is not None:
-            found.setdefault(tensor.role, []).append(tensor.separation)
-    return {role: sum(values) / len(values) for role, values in found.items()}
+            by_role.setdefault(tensor.role, []).append(tensor.separation)
+    return {role: sum(values) / len(values) for role, values in by_role.items()}
 
 
 def describe_streams(streams: Streams) -> str:
@@ -88,8 +88,8 @@ def describe_measured(report: Report) -> Iterator[tuple[str, str]]:
 
 def _run(run: Mapping[str, Any]) -> str:
     steps = counted(run["steps"], "step") if "steps" in run else "steps not known"
-    said = rehearsed_text(run)
-    rehearsed = f", rehearsed on {said}" if said else ""
+    text = rehearsed_text(run)
+    rehearsed = f", rehearsed on {text}" if text else ""
     return f"{steps}, by another trainer" if "adopted" in run else f"{steps}{rehearsed}"
 
 
@@ -131,20 +131,20 @@ def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
 def _blocks(report: Report) -> RenderableType:
     """Each block of each role, all layers taken as one; effective ranks are means over layers."""
     table = _table(("block", "role"), (*NORM_COLUMNS, *RANK_COLUMNS))
-    for (block, role), own in _by_block(report.tensors).items():
-        norms = add_norms(tensor.norms for tensor in own)
-        table.add_row(block, role, *_norm_cells(norms), *_rank_cells(own))
+    for (block, role), tensors in _by_block(report.tensors).items():
+        norms = add_norms(tensor.norms for tensor in tensors)
+        table.add_row(block, role, *_norm_cells(norms), *_rank_cells(tensors))
     note = "norms over all layers; rank: mean effective rank of a layer"
     return Group(heading("blocks", note), table)
 
 
 def _by_block(tensors: Iterable[TensorChange]) -> dict[tuple[str, str], list[TensorChange]]:
     """Tensors by block and role, blocks of linears first, in the order of their names."""
-    found: dict[tuple[str, str], list[TensorChange]] = {}
+    groups: dict[tuple[str, str], list[TensorChange]] = {}
     # sorting keeps the roles in the order of the layer
     for tensor in sorted(tensors, key=lambda tensor: (tensor.group not in GROUPS, tensor.block)):
-        found.setdefault((tensor.block, tensor.role), []).append(tensor)
-    return found
+        groups.setdefault((tensor.block, tensor.role), []).append(tensor)
+    return groups
 
 
 def _norm_cells(norms: Norms) -> tuple[str, str, str, str]:
@@ -160,8 +160,8 @@ def _rank_cells(tensors: Sequence[TensorChange]) -> Iterator[str]:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else None
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _layers(report: Report) -> RenderableType:
@@ -187,15 +187,15 @@ def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
 
 def _layer_columns(tensors: Iterable[TensorChange]) -> dict[str, dict[int, list[Norms]]]:
     """Norms by column and layer: a block of a group, and by itself each role in it that alone started as zeros."""
-    own = [tensor for tensor in tensors if tensor.group in GROUPS and "bias" not in tensor.block]
-    started = {(tensor.group, tensor.block) for tensor in own if tensor.norms.start_norm != 0}
-    found: dict[str, dict[int, list[Norms]]] = {}
-    for tensor in sorted(own, key=lambda tensor: (tensor.group, tensor.block, tensor.norms.start_norm == 0)):
+    matrices = [tensor for tensor in tensors if tensor.group in GROUPS and "bias" not in tensor.block]
+    started = {(tensor.group, tensor.block) for tensor in matrices if tensor.norms.start_norm != 0}
+    columns: dict[str, dict[int, list[Norms]]] = {}
+    for tensor in sorted(matrices, key=lambda tensor: (tensor.group, tensor.block, tensor.norms.start_norm == 0)):
         is_alone = tensor.norms.start_norm == 0 and (tensor.group, tensor.block) in started
         name = f"{tensor.block} {tensor.role if is_alone else tensor.group}"
         if tensor.layer is not None:
-            found.setdefault(name, {}).setdefault(tensor.layer, []).append(tensor.norms)
-    return found
+            columns.setdefault(name, {}).setdefault(tensor.layer, []).append(tensor.norms)
+    return columns
 
 
 def _layer_cell(parts: Sequence[Norms]) -> str:

@@ -9,9 +9,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.errors import counted
-from scale_surgery.show.answers import make_marks
 from scale_surgery.show.layout import NamedRows, heading, sentence
-from scale_surgery.show.path_colours import Colouring, Legend, choose_colours, has_colour
+from scale_surgery.show.path_colours import Colouring, Legend, PathMarks, choose_colours, has_colour
 from scale_surgery.show.visible import visible
 from scale_surgery.surgery.routers import describe
 
@@ -39,7 +38,7 @@ class Tokens:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         text = sentence(f"{self.where}  " if self.where else "", "dim")
         line = Text(overflow="fold") + text
-        marks = make_marks(console, "colours" if has_colour(console) else "brackets", self.colouring)
+        marks = PathMarks(console, "colours" if has_colour(console) else "brackets", self.colouring)
         for token in self.tokens:
             part = marks.mark(_shown(token), token.weights)
             line.append_text(Text(part.plain, style="dim") if token.weights is None else part)
@@ -69,11 +68,11 @@ def _totals(report: RouteReport) -> NamedRows:
     """Loss and share of each path in each file."""
     table = NamedRows(["tokens", "loss alone", "share"])
     for file in report.files:
-        own = file.totals
-        table.add_row(file.file, f"{own.tokens:,}", "", "")
+        totals = file.totals
+        table.add_row(file.file, f"{totals.tokens:,}", "", "")
         if not report.weighs_base:
-            table.add_row("  base", "", f"{own.base_nats_per_token:.4f}", "")
-        for name, loss, share in zip(report.paths, own.nats_per_token, own.shares, strict=True):
+            table.add_row("  base", "", f"{totals.base_nats_per_token:.4f}", "")
+        for name, loss, share in zip(report.paths, totals.nats_per_token, totals.shares, strict=True):
             table.add_row(f"  {name}", "", f"{loss:.4f}", f"{share:.1%}")
-        table.add_row("  routed", "", f"{own.routed_nats_per_token:.4f}", "")
+        table.add_row("  routed", "", f"{totals.routed_nats_per_token:.4f}", "")
     return table

@@ -65,8 +65,8 @@ def verdict(promise: Promise, is_required: bool) -> Text:
 def _problems(result: Verification) -> list[str]:
     # what concerns the base comes first: the rest may follow from it
     broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
-    found = [*(line for promise in broken for line in promise.problems), *result.problems]
-    return shorten(list(dict.fromkeys(found)), ending="; -o FILE.json writes all")
+    problems = [*(line for promise in broken for line in promise.problems), *result.problems]
+    return shorten(list(dict.fromkeys(problems)), ending="; -o FILE.json writes all")
 
 
 def _render_numbers(result: Verification) -> RenderableType:
@@ -125,7 +125,7 @@ def _render_paths(numbers: Numbers) -> Sequence[RenderableType]:
     """Each path beside the model that it is alone."""
     table = NamedRows(["chosen by name", "beside the others", counted(numbers.new_tokens, "greedy token")], name="path")
     for path in numbers.paths:
-        drifts = ("bit-equal" if own == 0 else f"drift {own:.3g}" for own in (path.drift, path.drift_beside))
+        drifts = ("bit-equal" if drift == 0 else f"drift {drift:.3g}" for drift in (path.drift, path.drift_beside))
         table.add_row(path.name, *drifts, _greedy(path))
     return heading("each path beside the model that it is alone"), table
 

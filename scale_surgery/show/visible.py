@@ -6,7 +6,6 @@ of characters that no encoding writes. Every way out, the console, pages, figure
 
 from __future__ import annotations
 
-import functools
 import re
 import unicodedata
 
@@ -17,14 +16,7 @@ JOINERS = "\u200c\u200d"
 
 
 def visible_text(text: str) -> str:
-    """Show control characters, marks of direction and halves of characters by signs; line breaks stay.
-
-    Args:
-        text: Whatever a file may hold.
-
-    Returns:
-        A text that moves no cursor, and that every Unicode encoding can write.
-    """
+    """Show control characters, marks of direction and halves of characters by signs; line breaks stay."""
     if text.isprintable():
         return text
     return "".join(character if character == "\n" else _visible_character(character) for character in text)
@@ -36,15 +28,7 @@ def visible_line(text: str) -> str:
 
 
 def visible(text: str, piece: str) -> str:
-    """Show a token so that nothing of it is invisible.
-
-    Args:
-        text: What it reads as.
-        piece: How the vocabulary spells it, shown where it reads as nothing.
-
-    Returns:
-        A text without line breaks, tabs, control characters and blanks that stand alone.
-    """
+    """Show what a token reads as, blanks too; where that is nothing, how the vocabulary spells it."""
     if not text:
         return f"⟨{_bytes_of(piece) or piece or '?'}⟩"
     if text.isspace():
@@ -64,16 +48,12 @@ def _visible_character(character: str) -> str:
 
 def _bytes_of(piece: str) -> str | None:
     """Spell the bytes of a piece in hexadecimal; None where it does not stand for bytes."""
-    if found := BYTE_PIECE.fullmatch(piece):
-        return found[1]
-    alphabet = _byte_alphabet()
-    is_bytes = piece != "" and all(character in alphabet for character in piece)
-    return " ".join(f"{alphabet[character]:02X}" for character in piece) if is_bytes else None
+    if byte := BYTE_PIECE.fullmatch(piece):
+        return byte[1]
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """Map characters to the bytes for which they stand in a byte-level vocabulary, GPT-2's and its heirs'."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    # of a byte-level vocabulary, GPT-2's and its heirs'
+    characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    bytes_of = {character: byte for byte, character in characters.items()}
+    is_bytes = piece != "" and all(character in bytes_of for character in piece)
+    return " ".join(f"{bytes_of[character]:02X}" for character in piece) if is_bytes else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,19 +10,19 @@ from scale_surgery.errors import PlanError, SurgeryError, counted
 from scale_surgery.fields import KIND_NAMES, fields_of, problems_of
 from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.options import RunOptions
-from scale_surgery.show.answers import Marking, choose_marking, render_opening
+from scale_surgery.show.answers import AnswerScreen, choose_marking, render_opening
 from scale_surgery.show.console import Output
 from scale_surgery.show.layout import Facts, sentence
-from scale_surgery.show.path_colours import choose_colours
-from scale_surgery.talking.conversation import Conversation, Reading
+from scale_surgery.show.path_colours import Marking
+from scale_surgery.talking.conversation import Conversation, EncodedPrompt
 from scale_surgery.talking.generate import summarise
 from scale_surgery.talking.interrupt import Interrupt, interruptible
 from scale_surgery.talking.records import Answer, Generation, Look
-from scale_surgery.talking.screen import Screen
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import Speaker, has_template, loaded_speaker, open_subject
 
 PROMPT, MORE = "> ", ". "
+# a method of Session each, of the same name; the last one ends its loop
 COMMANDS = {
     "/help": "list what can be typed",
     "/reset": "forget what was said",
@@ -55,37 +55,19 @@ def chat(
     run: RunOptions = RunOptions(),
     revision: str | None = None,
 ) -> Generation:
-    """Talk to a model until the input ends.
-
-    Args:
-        model: A model folder or Hub id: stock, expanded, routed, composed or fused.
-        out: Where lines are read and answers shown.
-        settings: How the model is asked, and how answers are drawn.
-        compare: Let the base of an expanded model answer too, in a conversation of its own.
-        look: How answers are shown.
-        run: How the model runs: device, dtype, trust_remote_code.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        Every message with its answer.
-
-    Raises:
-        PlanError: If a setting is out of range, or the model has no chat template or base that is asked for.
-        CheckpointError: If the model cannot be found or loaded.
-        DataError: If it has no tokenizer that loads.
-    """
+    """Talk to a model until the input ends; with `compare` its base answers too, in a conversation of its own."""
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
     with (
         loaded_speaker(subject, run, out.track) as speaker,
-        speaker.own_random_numbers(settings.seed),
+        speaker.isolated_random_state(settings.seed),
         interruptible() as interrupt,
     ):
         session = Session(speaker, out, settings, look, interrupt, compare=compare)
         session.open()
         for message in session.messages():
             session.take(message)
-        own, *base = [voice.answers for voice in reversed(session.voices)]
-        return summarise(speaker, session.settings, own, base[0] if base else [])
+        answers, *base = [voice.answers for voice in reversed(session.voices)]
+        return summarise(speaker, session.settings, answers, base[0] if base else [])
 
 
 class Session:
@@ -106,15 +88,14 @@ class Session:
         named = [("base", True), ("expanded", False)] if compare else [(speaker.subject.name, False)]
         self.voices = [Voice(name, is_base, self._conversation(), []) for name, is_base in named]
         self.last: str | None = None
-        self._choose_screen()
 
     def _conversation(self) -> Conversation:
         return Conversation(self.speaker.subject, has_template=self.has_template)
 
-    def _choose_screen(self) -> None:
-        marking: Marking = choose_marking(self.out.results, self.look) if self.speaker.routing else "nothing"
-        colouring = choose_colours(self.speaker.paths) if self.speaker.paths else None
-        self.screen = Screen(self.out, marking, [voice.name for voice in self.voices], colouring)
+    @property
+    def marking(self) -> Marking:
+        """How the paths of tokens are shown."""
+        return choose_marking(self.out.results, self.look) if self.speaker.routing else "nothing"
 
     def open(self) -> None:
         """Say who answers, and how."""
@@ -127,7 +108,7 @@ class Session:
             ("context", _count(self.speaker.subject.context)),
             ("keys", KEYS),
         ]
-        self.out.say(render_opening(self.speaker.subject.name, rows, self.screen.marking, self.screen.colouring))
+        self.out.say(render_opening(self.speaker.subject.name, rows, self.speaker.paths, self.marking))
 
     def messages(self) -> Iterator[str]:
         """What is typed, until the input ends."""
@@ -140,7 +121,7 @@ class Session:
                 self.out.say("")
                 self._note("Ctrl-D or /exit ends")
                 continue
-            if message.strip() == "/exit":
+            if message.rstrip().partition(" ")[0] == "/exit":
                 return
             yield message
 
@@ -168,30 +149,31 @@ class Session:
             self.out.fail(*error.lines)
 
     def _answer(self, message: str) -> None:
-        readings = [self._read(voice, message) for voice in self.voices]
+        encoded = [self._encode(voice, message) for voice in self.voices]
         self.last = message
+        screen = AnswerScreen(self.out, self.marking, [voice.name for voice in self.voices], self.speaker.paths)
         try:
-            found = [self._speak(place, message, reading) for place, reading in enumerate(readings)]
+            answers = [self._speak(screen, place, message, read) for place, read in enumerate(encoded)]
         finally:
-            self.screen.end()
-        for voice, answer in zip(self.voices, found, strict=True):
+            screen.end()
+        for voice, answer in zip(self.voices, answers, strict=True):
             self._note_ending(voice, answer)
         self.out.say("")
 
-    def _read(self, voice: Voice, message: str) -> Reading:
-        reading = voice.conversation.read(message, self.settings)
-        if reading.left_out:
-            turns = "the oldest turn is" if reading.left_out == 1 else f"the {reading.left_out} oldest turns are"
+    def _encode(self, voice: Voice, message: str) -> EncodedPrompt:
+        encoded = voice.conversation.encode(message, self.settings)
+        if encoded.left_out:
+            turns = "the oldest turn is" if encoded.left_out == 1 else f"the {encoded.left_out} oldest turns are"
             context = _count(self.speaker.subject.context)
             self._note(f"{voice.name}: the context is {context}, so {turns} left out")
-        return reading
+        return encoded
 
-    def _speak(self, place: int, message: str, reading: Reading) -> Answer:
+    def _speak(self, screen: AnswerScreen, place: int, message: str, encoded: EncodedPrompt) -> Answer:
         voice = self.voices[place]
-        switched = self.speaker.as_base() if voice.is_base else self.speaker.as_asked(self.settings)
+        switched = self.speaker.as_base() if voice.is_base else self.speaker.as_chosen(self.settings)
         with switched, self.interrupt.speaking():
             answer = self.speaker.speak(
-                message, reading.ids, self.settings, lambda token: self.screen.add(token, place), self.interrupt
+                message, encoded.ids, self.settings, lambda token: screen.add(token, place), self.interrupt
             )
         voice.conversation.add(answer)
         voice.answers.append(answer)
@@ -212,16 +194,9 @@ class Session:
         self.out.say(sentence(text, "dim"))
 
     def _obey(self, name: str, rest: str) -> None:
-        commands: dict[str, Callable[[str], None]] = {
-            "/help": self._help,
-            "/reset": self._reset,
-            "/again": self._again,
-            "/paths": self._toggle_paths,
-            "/set": self._set,
-        }
-        if name not in commands:
+        if name not in COMMANDS:
             raise PlanError(f"{name} is no command, expected one of {', '.join(COMMANDS)}. A blank before it says it.")
-        commands[name](rest.strip())
+        getattr(self, f"_{name.removeprefix('/')}")(rest.strip())
 
     def _help(self, _: str) -> None:
         self.out.say(Facts("", [*COMMANDS.items(), ("...\\", "a line that ends with a backslash goes on in the next")]))
@@ -238,14 +213,11 @@ class Session:
             voice.conversation.take_back()
         self._answer(self.last)
 
-    def _toggle_paths(self, _: str) -> None:
+    def _paths(self, _: str) -> None:
         if self.speaker.routing is None:
             raise PlanError(f"/paths: {self.speaker.subject.name} has one path only, expected a routed model.")
-        self.look = replace(self.look, paths=self.screen.marking == "nothing")
-        self._choose_screen()
-        self._note(
-            "paths are hidden" if self.screen.marking == "nothing" else f"paths are shown by {self.screen.marking}"
-        )
+        self.look = replace(self.look, paths=self.marking == "nothing")
+        self._note("paths are hidden" if self.marking == "nothing" else f"paths are shown by {self.marking}")
 
     def _set(self, words: str) -> None:
         name, _, value = words.partition(" ")
@@ -259,18 +231,7 @@ class Session:
 def changed(
     settings: GenerationSettings, name: str, text: str, *, has_template: bool, paths: Sequence[str] = ()
 ) -> GenerationSettings:
-    """Change one setting as it was typed.
-
-    Args:
-        settings: What was set before.
-        name: Name of the option, without the dashes before it.
-        text: Its value; without one, its default.
-        has_template: Whether a chat template is used, which alone takes a system message.
-        paths: Names that can be chosen; none where the only expansion has no name.
-
-    Raises:
-        PlanError: If it cannot be changed, or not to that.
-    """
+    """Change one setting to what was typed, or without a text to its default; `paths` are names of expansions."""
     known = {field.option: field for field in fields_of(GenerationSettings).values() if field.name in SETTABLE}
     if not has_template:
         del known["system"]
@@ -282,13 +243,13 @@ def changed(
         value = field.kind(text) if text else field.default
     except ValueError as error:
         raise PlanError(f"/set {name} {text}: expected {KIND_NAMES[field.kind]}.") from error
-    found = replace(settings, **{field.name: value})
+    new = replace(settings, **{field.name: value})
     if problems := [
-        *problems_of(found, "/set: {option} is {value}"),
-        *expansion_problems(found.expansion, paths, "this model"),
+        *problems_of(new, "/set: {option} is {value}"),
+        *expansion_problems(new.expansion, paths, "this model"),
     ]:
         raise PlanError.from_problems(problems)
-    return found
+    return new
 
 
 def _count(tokens: int | None) -> str:

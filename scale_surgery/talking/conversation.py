@@ -22,13 +22,8 @@ TEMPLATE_ADVICE = "--raw goes on with the text without it; some templates take n
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a model reads for a message.
-
-    Attributes:
-        ids: Token ids.
-        left_out: Turns that its context had no room for, the oldest ones.
-    """
+class EncodedPrompt:
+    """Token ids that a model reads for a message, and how many of the oldest turns its context had no room for."""
 
     ids: tuple[int, ...]
     left_out: int
@@ -42,17 +37,8 @@ class Conversation:
         self.turns: list[Answer] = []
         self.before: list[Answer] = []
 
-    def read(self, message: str, settings: GenerationSettings) -> Reading:
-        """What the model reads for the next message; turns that it has no room for are forgotten.
-
-        Args:
-            message: The message; without a template an empty one lets the text go on.
-            settings: How it is asked.
-
-        Raises:
-            DataError: If the message alone is too long, or holds no token, or one that the model does not know.
-            CheckpointError: If the chat template does not take it.
-        """
+    def encode(self, message: str, settings: GenerationSettings) -> EncodedPrompt:
+        """What the model reads for the next message; turns that it has no room for are forgotten."""
         turns, context = list(self.turns), self.subject.context
         ids = self._encode(turns, message, settings)
         while context is not None and turns and len(ids) > context - _left(context, settings):
@@ -60,7 +46,7 @@ class Conversation:
             ids = self._encode(turns, message, settings)
         check_ids(self.subject, ids)
         left_out, self.turns = len(self.turns) - len(turns), turns
-        return Reading(tuple(ids), left_out)
+        return EncodedPrompt(tuple(ids), left_out)
 
     def add(self, answer: Answer) -> None:
         """Remember an answer, and what was asked; a text that the model ended does not go on."""
@@ -108,11 +94,7 @@ def _left(context: int, settings: GenerationSettings) -> int:
 
 
 def check_ids(subject: Subject, ids: Sequence[int]) -> None:
-    """Check that a model can read token ids and say at least one more.
-
-    Raises:
-        DataError: If they are none, or too many, or one is not the model's.
-    """
+    """Check that a model can read token ids and say at least one more."""
     if not ids:
         raise DataError(f"The prompt has no token in the tokenizer of {subject.name}, expected at least one.")
     if max(ids) >= subject.vocabulary:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError, shorten
 from scale_surgery.evidence.subjects import Subject
 from scale_surgery.running.options import RunOptions
-from scale_surgery.talking.conversation import Conversation, Reading
-from scale_surgery.talking.records import Answer, Generation, Said, Tell, Token, tell_nobody
+from scale_surgery.talking.conversation import Conversation, EncodedPrompt
+from scale_surgery.talking.records import Answer, Generation, StreamedToken, Token
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import Speaker, has_template, loaded_speaker, open_subject
 
@@ -27,7 +26,7 @@ def generate(
     compare: bool = False,
     run: RunOptions = RunOptions(),
     revision: str | None = None,
-    tell: Tell = tell_nobody,
+    on_token: Callable[[StreamedToken], None] = lambda token: None,
 ) -> Generation:
     """Answer prompts, one after the other, each by itself.
 
@@ -38,7 +37,7 @@ def generate(
         compare: Let the base of an expanded model answer too, by the same weights with the expansion disabled.
         run: How the model runs: device, dtype, trust_remote_code.
         revision: Branch, tag or commit of a Hub repository.
-        tell: Called with each token as it comes.
+        on_token: Called with each token as it comes.
 
     Returns:
         The answers, with each token's share of the adapt path, or of each path of a composed model.
@@ -53,35 +52,32 @@ def generate(
     if not asked:
         raise DataError("There is no prompt. Give at least one.")
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
-    readings = read_all(subject, asked, settings)
-    with loaded_speaker(subject, run) as speaker, speaker.own_random_numbers(settings.seed):
-        own, base = [], []
-        for place, (prompt, reading) in enumerate(zip(asked, readings, strict=True)):
-            telling = partial(_telling, tell, place, speaker.paths)
-            if compare:
-                with speaker.as_base():
-                    base.append(speaker.speak(prompt, reading.ids, settings, telling(is_base=True)))
-            with speaker.as_asked(settings):
-                own.append(speaker.speak(prompt, reading.ids, settings, telling(is_base=False)))
-        return summarise(speaker, settings, own, base)
+    encoded = encode_all(subject, asked, settings)
+    with loaded_speaker(subject, run) as speaker, speaker.isolated_random_state(settings.seed):
+        answers: dict[bool, list[Answer]] = {False: [], True: []}
+        for place, (prompt, read) in enumerate(zip(asked, encoded, strict=True)):
+            for is_base in (True, False) if compare else (False,):
+
+                def stream(token: Token, place: int = place, is_base: bool = is_base) -> None:
+                    on_token(StreamedToken(place, is_base, token, speaker.paths))
+
+                with speaker.as_base() if is_base else speaker.as_chosen(settings):
+                    answers[is_base].append(speaker.speak(prompt, read.ids, settings, stream))
+        return summarise(speaker, settings, answers[False], answers[True])
 
 
-def read_all(subject: Subject, prompts: Sequence[str], settings: GenerationSettings) -> list[Reading]:
-    """What a model reads for prompts that have nothing to do with each other.
-
-    Raises:
-        DataError: If it cannot read some of them; each is named.
-    """
-    readings, problems = [], []
+def encode_all(subject: Subject, prompts: Sequence[str], settings: GenerationSettings) -> list[EncodedPrompt]:
+    """What a model reads for prompts that have nothing to do with each other; those that it cannot are all named."""
+    encoded, problems = [], []
     for number, prompt in enumerate(prompts, start=1):
         try:
             conversation = Conversation(subject, has_template=has_template(subject, settings))
-            readings.append(conversation.read(prompt, settings))
+            encoded.append(conversation.encode(prompt, settings))
         except DataError as error:
             problems.append(f"Prompt {number}: {error}" if len(prompts) > 1 else str(error))
     if problems:
         raise DataError.from_problems(shorten(problems))
-    return readings
+    return encoded
 
 
 def summarise(
@@ -106,7 +102,3 @@ def write_jsonl(result: Generation, file: Path) -> None:
     for row, base in zip(rows, result.base_answers, strict=False):
         row["base_answer"] = base.to_json()
     write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _telling(tell: Tell, place: int, paths: tuple[str, ...], *, is_base: bool) -> Callable[[Token], None]:
-    return lambda token: tell(Said(place, is_base, token, paths))

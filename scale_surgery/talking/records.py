@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -61,8 +60,8 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain JSON values."""
-        own = {"text": self.text, "routed_share": self.routed_share}
-        content: dict[str, Any] = plain_json(asdict(self) | own)
+        derived = {"text": self.text, "routed_share": self.routed_share}
+        content: dict[str, Any] = plain_json(asdict(self) | derived)
         return content
 
 
@@ -78,27 +77,20 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Said:
+class StreamedToken:
     """A token, at the moment when it comes.
 
     Attributes:
-        place: Of which prompt, from 0.
+        prompt: Which prompt it answers, from 0.
         is_base: Whether the base says it, with the expansion disabled.
         token: The token.
         paths: Names of the paths of which the token has weights.
     """
 
-    place: int
+    prompt: int
     is_base: bool
     token: Token
     paths: tuple[str, ...] = ()
-
-
-Tell = Callable[[Said], None]
-
-
-def tell_nobody(said: Said) -> None:
-    """Keep what was said for the result."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +119,13 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        routing = None if self.routing is None else self.routing.settings
-        own: dict[str, Any] = {"model": self.model, "base": self.base, "routing": routing, "paths": list(self.paths)}
-        own["has_template"] = self.has_template
-        answers = {name: [one.to_json() for one in getattr(self, name)] for name in ("answers", "base_answers")}
-        return {**own, "settings": asdict(self.settings), **answers}
+        return {
+            "model": self.model,
+            "base": self.base,
+            "routing": None if self.routing is None else self.routing.settings,
+            "paths": list(self.paths),
+            "has_template": self.has_template,
+            "settings": asdict(self.settings),
+            "answers": [answer.to_json() for answer in self.answers],
+            "base_answers": [answer.to_json() for answer in self.base_answers],
+        }

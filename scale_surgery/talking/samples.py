@@ -27,13 +27,7 @@ SAMPLED_BY = ("max_new_tokens", "temperature", "seed")
 
 @dataclass(frozen=True)
 class Samples:
-    """Text that a base wrote.
-
-    Attributes:
-        path: The file: JSONL with {"text"}.
-        texts: How many texts; those without a word are left out.
-        tokens: Tokens that were written, the ends of texts included.
-    """
+    """The file of texts that a base wrote, {"text"} a line: how many, and of how many tokens with the ends of texts."""
 
     path: Path
     texts: int
@@ -50,25 +44,7 @@ def write_samples_of(
     revision: str | None = None,
     track: Track = no_track,
 ) -> Samples:
-    """Let a base write texts, as rehearsal does.
-
-    Args:
-        model: A model folder or Hub id; of an expanded, routed or composed one its base writes.
-        output: File to be, JSONL; an existing one is replaced when the new one is whole.
-        count: How many texts.
-        settings: `max_new_tokens` of each, `seed`, and `temperature`, by default 1.
-        run: How the model runs: device, dtype, trust_remote_code.
-        revision: Branch, tag or commit of a Hub repository.
-        track: Makes a progress bar.
-
-    Returns:
-        What was written.
-
-    Raises:
-        PlanError: If a setting has no meaning here or is out of range, or the model is fused.
-        DataError: If it has no tokenizer that loads, no token that begins a text, or writes nothing.
-        CheckpointError: If it cannot be found or loaded, does not run, or the file cannot be written.
-    """
+    """Let the base of a model write texts into a JSONL file, as rehearsal does, each {"text"}."""
     check_output_files([Path(output)], [model])
     usual = GenerationSettings()
     useless = [

@@ -54,18 +54,15 @@ class GenerationSettings:
             return {"do_sample": False, **penalty}
         return {"do_sample": True, **drawing, **penalty} if drawing else penalty
 
-    def describe(self, own: Any) -> str:
-        """How answers are drawn, in one line.
-
-        Args:
-            own: The model's generation config.
-        """
-        options = {"do_sample": bool(own.do_sample)} | self.options()
+    def describe(self, config: Any) -> str:
+        """How answers are drawn, in one line, given the generation config of the model."""
+        options = {"do_sample": bool(config.do_sample)} | self.options()
         names = (*DRAWING, "repetition_penalty") if options["do_sample"] else ("repetition_penalty",)
-        values = {name: options.get(name, getattr(own, name, None)) for name in names}
+        values = {name: options.get(name, getattr(config, name, None)) for name in names}
         values = {name: USUAL[name] if value is None else value for name, value in values.items()}
-        said = [f"{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != WITHOUT.get(name)]
+        shown = {name: value for name, value in values.items() if value != WITHOUT.get(name)}
+        written = [f"{name.replace('_', '-')} {value:g}" for name, value in shown.items()]
         how = "drawn with" if options["do_sample"] else "the most likely token each time,"
         whose = [] if self.expansion is None else [f"by {self.expansion} alone"]
         most = f"at most {counted(self.max_new_tokens, 'token')}"
-        return f"{how} {', '.join([*said, most, *whose])}"
+        return f"{how} {', '.join([*written, most, *whose])}"

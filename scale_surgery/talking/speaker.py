@@ -39,32 +39,34 @@ ONE_BY_ONE = {
 TOKENS_BEFORE = 8
 
 
-class Listener:
-    """What `generate` of transformers hands each new token to; see its `BaseStreamer`."""
+class TokenStreamer:
+    """A streamer as `generate` of transformers takes it: hands on each token with its text and the path it came from.
+
+    transformers' own TextStreamer holds text back until a word is whole, so its tokens could not be marked one by one.
+    """
 
     def __init__(
         self,
         reader: TextReader,
         special: set[int],
         weights: Sequence[tuple[float, ...]] | None,
-        tell: Callable[[Token], None],
+        on_token: Callable[[Token], None],
     ) -> None:
-        self.reader, self.special, self.weights, self.tell = reader, special, weights, tell
+        self.reader, self.special, self.weights, self.on_token = reader, special, weights, on_token
         self.tokens: list[Token] = []
         self.is_after_prompt = False
 
-    def put(self, ids: Any) -> None:
+    def put(self, value: Any) -> None:
         """Take the prompt, and then a token at a time."""
         if not self.is_after_prompt:
             self.is_after_prompt = True
             return
-        for id_ in ids.flatten().tolist():
+        for id_ in value.flatten().tolist():
             # on some devices tokens come later than the forward pass that follows them
             weights = None if self.weights is None else self.weights[len(self.tokens)]
-            text = "" if id_ in self.special else self.reader.read(id_)
-            token = Token(id_, text, weights)
+            token = Token(id_, "" if id_ in self.special else self.reader.read(id_), weights)
             self.tokens.append(token)
-            self.tell(token)
+            self.on_token(token)
 
     def end(self) -> None:
         """Nothing is held back."""
@@ -107,24 +109,10 @@ class Speaker:
         prompt: str,
         ids: Sequence[int],
         settings: GenerationSettings,
-        tell: Callable[[Token], None] = lambda token: None,
+        on_token: Callable[[Token], None] = lambda token: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Answer a prompt.
-
-        Args:
-            prompt: The prompt.
-            ids: What the model reads for it; fewer tokens than its context.
-            settings: How the answer is drawn.
-            tell: Called with each token as it comes.
-            is_stopped: Asked after each token whether somebody stopped the answer.
-
-        Returns:
-            The answer.
-
-        Raises:
-            CheckpointError: If the model does not run.
-        """
+        """Answer a prompt of which the model reads `ids`; `is_stopped` is asked after each token."""
         tokenizer = self.subject.tokenizer
         ends = self._ends()
         # what goes on with a text is read behind it, an answer by itself
@@ -132,25 +120,25 @@ class Speaker:
         most = min(settings.max_new_tokens, (self.subject.context or 10**9) - len(ids))
         with watched(self.network) as weights:
             special = set(tokenizer.all_special_ids) | ends
-            listener = Listener(reader, special, weights, tell)
+            streamer = TokenStreamer(reader, special, weights, on_token)
             try:
-                self._generate(ids, most, settings, listener, is_stopped)
+                self._generate(ids, most, settings, streamer, is_stopped)
             except StopAtOnce:
-                return Answer(prompt, len(ids), tuple(listener.tokens), "interrupted")
-        last = listener.tokens[-1].id if listener.tokens else None
-        is_full = len(listener.tokens) >= most
+                return Answer(prompt, len(ids), tuple(streamer.tokens), "interrupted")
+        last = streamer.tokens[-1].id if streamer.tokens else None
+        is_full = len(streamer.tokens) >= most
         ended: Ending = "context" if is_full and most < settings.max_new_tokens else "length" if is_full else "end"
         ended = "end" if last in ends else "interrupted" if is_stopped() else ended
-        return Answer(prompt, len(ids), tuple(listener.tokens), ended)
+        return Answer(prompt, len(ids), tuple(streamer.tokens), ended)
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
         """Let the base answer inside a `with` block, with random numbers that the model then draws with too."""
-        with self.own_random_numbers(), expansion_disabled(self.network):
+        with self.isolated_random_state(), expansion_disabled(self.network):
             yield
 
     @contextmanager
-    def as_asked(self, settings: GenerationSettings) -> Iterator[None]:
+    def as_chosen(self, settings: GenerationSettings) -> Iterator[None]:
         """Let the expansion answer that is asked for, or the base, inside a `with` block; by default the model."""
         if settings.expansion is None:
             yield
@@ -159,12 +147,8 @@ class Speaker:
             yield
 
     @contextmanager
-    def own_random_numbers(self, seed: int | None = None) -> Iterator[None]:
-        """Draw inside a `with` block without taking random numbers from others.
-
-        Args:
-            seed: Where they begin; by default where they are.
-        """
+    def isolated_random_state(self, seed: int | None = None) -> Iterator[None]:
+        """Take no random numbers from others inside a `with` block; they begin at a seed, or where they are."""
         import torch
 
         device = self.network.device
@@ -179,7 +163,7 @@ class Speaker:
         ids: Sequence[int],
         most: int,
         settings: GenerationSettings,
-        listener: Listener,
+        streamer: TokenStreamer,
         is_stopped: Callable[[], bool],
     ) -> None:
         import torch
@@ -192,7 +176,7 @@ class Speaker:
                 attention_mask=torch.ones_like(read),
                 max_new_tokens=most,
                 eos_token_id=ends or None,
-                streamer=listener,
+                streamer=streamer,
                 # transformers asks after each token, for each text
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], is_stopped(), device=ids.device)],
                 tokenizer=self.subject.tokenizer,
@@ -202,9 +186,9 @@ class Speaker:
 
     def _ends(self) -> set[int]:
         """Tokens that end an answer: the model's, and the tokenizer's, which ends the texts that train learns."""
-        own = self.network.generation_config.eos_token_id
-        found = {own} if isinstance(own, int) else set(own or ())
-        return found | {self.subject.tokenizer.eos_token_id} - {None}
+        ends = self.network.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        return ends | {self.subject.tokenizer.eos_token_id} - {None}
 
 
 def has_template(subject: Subject, settings: GenerationSettings) -> bool:
@@ -220,23 +204,7 @@ def open_subject(
     run: RunOptions = RunOptions(),
     revision: str | None = None,
 ) -> Subject:
-    """Find a model that is to answer, and check that it can do so as it is asked; no weight is read.
-
-    Args:
-        model: A model folder or Hub id: stock, expanded, routed, composed or fused.
-        settings: How it will be asked.
-        compare: Whether its base is to answer too.
-        run: How config and tokenizer are loaded: trust_remote_code.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The model, and its tokenizer.
-
-    Raises:
-        PlanError: If a setting is out of range, or the model has no chat template or base that is asked for.
-        CheckpointError: If the model cannot be found or read.
-        DataError: If it has no tokenizer that loads.
-    """
+    """Find a model and its tokenizer, and check that it can answer as it will be asked; no weight is read."""
     (subject,) = open_subjects([model], run, revision=revision)
     if problems := [*problems_of(settings), *_problems(subject, settings, compare=compare)]:
         raise PlanError.from_problems(problems)
@@ -245,19 +213,7 @@ def open_subject(
 
 @contextmanager
 def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Track = no_track) -> Iterator[Speaker]:
-    """Load a model that is to answer; free it afterwards.
-
-    Args:
-        subject: The model.
-        run: How it runs: device, dtype, trust_remote_code.
-        track: Makes a progress bar.
-
-    Yields:
-        The model in memory.
-
-    Raises:
-        CheckpointError: If it cannot be loaded.
-    """
+    """Load a model that is to answer; free it afterwards."""
     specs = _specs(subject)
     with ExitStack() as stack:
         with track("loading", 1) as advance:

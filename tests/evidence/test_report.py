@@ -452,7 +452,10 @@ def test_a_spoiled_plan_is_refused(spoiled: Path) -> None:
             lambda content: content.update(training=[{"steps": 1, "measured": {"learning": "x"}}]),
             "expansions.default.training[0].measured.learning is 'x', expected a number",
         ),
-        (lambda content: content["request"].update(init_w21="foo"), ".init_w21 is 'foo', expected 'svd', 'random' or 'zero'"),
+        (
+            lambda content: content["request"].update(init_w21="foo"),
+            ".init_w21 is 'foo', expected 'svd', 'random' or 'zero'",
+        ),
     ],
 )
 def test_spoiled_records_are_refused(spoiled: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:

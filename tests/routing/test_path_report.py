@@ -18,8 +18,8 @@ from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report
 from scale_surgery.show.pages.routing import render_page
-from scale_surgery.show.palette import DARK, LIGHT, parse_colour
-from scale_surgery.show.path_colours import PATH_COLOURS, choose_colours, leading
+from scale_surgery.show.palette import DARK, LIGHT, PATH_COLOURS
+from scale_surgery.show.path_colours import choose_colours, leading
 from scale_surgery.show.tables_route_report import render_route_report
 from tests.composed import Made
 from tests.conftest import load
@@ -107,7 +107,7 @@ def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
 
 def test_the_terminal_colours_paths() -> None:
     text = shown(render_route_report(handmade(*TOKENS)), colours="truecolor")
-    numbers = [";".join(map(str, parse_colour(colour))) for colour in PATH_COLOURS]
+    numbers = [";".join(map(str, bytes.fromhex(colour[1:]))) for colour in PATH_COLOURS]
     first, second = numbers[1:3]
     assert text.index(f"48;2;{first}") < text.index("medicine") < text.index(f"48;2;{second}") < text.index("law")
     assert f"48;2;{first}mna" in text and f"48;2;{second}m[b]new" in text

@@ -44,7 +44,7 @@ from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.documents import Document
 from scale_surgery.running.texts import tokenize
 from scale_surgery.show.pages.routing import render_page, write_page
-from scale_surgery.show.palette import DARK, LIGHT, Palette, parse_colour
+from scale_surgery.show.palette import DARK, LIGHT, Palette
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
 from scale_surgery.show.visible import visible, visible_line, visible_text
 from tests.conftest import load
@@ -405,7 +405,7 @@ def test_names_are_escaped() -> None:
 
 
 def luminance(colour: str) -> float:
-    parts = [part / 255 for part in parse_colour(colour)]
+    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
     red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -417,7 +417,7 @@ def contrast(one: str, other: str) -> float:
 
 def seen_by(colour: str, matrix: list[list[float]]) -> torch.Tensor:
     """A colour as somebody with a colour vision deficiency sees it (Machado and others 2009), linear light."""
-    linear = [((part / 255 + 0.055) / 1.055) ** 2.4 for part in parse_colour(colour)]
+    linear = [((part / 255 + 0.055) / 1.055) ** 2.4 for part in bytes.fromhex(colour[1:])]
     return torch.tensor(matrix) @ torch.tensor(linear)
 
 

@@ -19,7 +19,7 @@ from scale_surgery.evidence.subjects import open_subjects
 from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import WeightObserver
 from scale_surgery.talking.conversation import Conversation
-from scale_surgery.talking.records import Answer, Said, Token
+from scale_surgery.talking.records import Answer, StreamedToken, Token
 from scale_surgery.talking.settings import USUAL
 from tests.conftest import load
 from tests.each import mostly
@@ -147,16 +147,18 @@ def test_code_of_the_folder_gives_the_same(place: Path) -> None:
 # tokens and texts
 
 
-def test_each_token_is_told_when_it_comes(place: Path) -> None:
-    told: list[Said] = []
-    found = generate(place / "posterior", PROMPTS, replace(GREEDY, max_new_tokens=4), compare=True, tell=told.append)
+def test_each_token_is_streamed_when_it_comes(place: Path) -> None:
+    streamed: list[StreamedToken] = []
+    found = generate(
+        place / "posterior", PROMPTS, replace(GREEDY, max_new_tokens=4), compare=True, on_token=streamed.append
+    )
     wanted = [
-        Said(place_, is_base, token, ("base", "default"))
+        StreamedToken(place_, is_base, token, ("base", "default"))
         for place_ in range(2)
         for is_base, answers in ((True, found.base_answers), (False, found.answers))
         for token in answers[place_].tokens
     ]
-    assert told == wanted
+    assert streamed == wanted
 
 
 def test_an_answer_reads_on_from_its_prompt() -> None:
@@ -201,7 +203,7 @@ def answer_of(prompt: str, text: str, ended: Any = "length") -> Answer:
 
 
 def read_by(conversation: Conversation, message: str, settings: GenerationSettings = GREEDY) -> tuple[str, int]:
-    reading = conversation.read(message, settings)
+    reading = conversation.encode(message, settings)
     return conversation.subject.tokenizer.decode(reading.ids, skip_special_tokens=True), reading.left_out
 
 
@@ -230,17 +232,17 @@ def test_the_oldest_turns_are_left_out(templated: Path) -> None:
     )  # fmt: skip
     # what does not fit alone takes nothing away
     with pytest.raises(DataError, match="The prompt has 136 tokens, expected fewer than 110, the context of templated"):
-        conversation.read("x" * 108, settings)
+        conversation.encode("x" * 108, settings)
     assert len(conversation.turns) == 2
     assert read_by(conversation, "x" * 60, settings)[1] == 2
 
 
 def test_an_interrupt_ends_all_answers(place: Path) -> None:
-    def interrupt(said: Said) -> None:
+    def interrupt(token: StreamedToken) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate(place / "posterior", PROMPTS, GREEDY, tell=interrupt)
+        generate(place / "posterior", PROMPTS, GREEDY, on_token=interrupt)
 
 
 # refusals

@@ -13,15 +13,7 @@ from scale_surgery.show.visible import visible_line
 
 
 def fill(template: str, **content: object) -> str:
-    """Make a page.
-
-    Args:
-        template: File name of its template.
-        content: What its gaps are filled with, by name.
-
-    Returns:
-        HTML.
-    """
+    """Make a page of HTML: fill the gaps of a template by their names."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -46,15 +38,7 @@ def _shown(value: object) -> object:
 
 
 def write(page: str, file: Path) -> None:
-    """Write a page, whole or not at all; an existing file is replaced.
-
-    Args:
-        page: HTML.
-        file: The file to be.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
+    """Write a page, whole or not at all; an existing file is replaced."""
     try:
         write_text(file, page)
     except OSError as error:

@@ -34,32 +34,18 @@ class HeatTable:
 
 
 def matrices(report: Report) -> dict[str, list[TensorChange]]:
-    """Matrices of layers, those of a block together where one of them changed, by whether they started as zeros.
-
-    Args:
-        report: What was found.
-
-    Returns:
-        Matrices by title.
-    """
-    found: dict[str, list[TensorChange]] = {}
+    """Matrices of layers by block and by whether they started as zeros, where one of them changed."""
+    by_title: dict[str, list[TensorChange]] = {}
     for tensor in sorted(report.tensors, key=lambda tensor: tensor.block):
         if tensor.group in GROUPS and len(tensor.shape) > 1:
             name = tensor.block.upper() if BLOCK.fullmatch(tensor.block) else f"Copied {tensor.block}"
             start = "from zeros" if tensor.norms.start_norm == 0 else "from its start"
-            found.setdefault(f"{name}, {start}", []).append(tensor)
-    return {title: own for title, own in found.items() if any(tensor.is_trained for tensor in own)}
+            by_title.setdefault(f"{name}, {start}", []).append(tensor)
+    return {title: group for title, group in by_title.items() if any(tensor.is_trained for tensor in group)}
 
 
 def heat_tables(tensors: Sequence[TensorChange]) -> tuple[str, list[HeatTable]]:
-    """Make two tables of one block: how much changed, and in how many directions.
-
-    Args:
-        tensors: Matrices that started alike, as zeros or not.
-
-    Returns:
-        What they show, and the tables.
-    """
+    """Two tables of one block and what they show: how much changed, and in how many directions."""
     if all(tensor.norms.start_norm == 0 for tensor in tensors):
         title, text = "Norm over that of W", "It started as zeros: all of it is what training wrote."
         shares = [tensor.norms.relative_norm for tensor in tensors]
@@ -89,9 +75,9 @@ def _shade(value: float | None, most: float) -> int | None:
 
 def _table(title: str, tensors: Sequence[TensorChange], cells: Sequence[Cell]) -> HeatTable:
     """Order cells, one of each tensor; a layer that lacks a role has an empty one there."""
-    found = {(tensor.layer, tensor.role): cell for tensor, cell in zip(tensors, cells, strict=True)}
+    placed = {(tensor.layer, tensor.role): cell for tensor, cell in zip(tensors, cells, strict=True)}
     roles = list(dict.fromkeys(tensor.role for tensor in tensors))
     layers = dict.fromkeys(tensor.layer for tensor in tensors)
     return HeatTable(
-        title, roles, {layer: [found.get((layer, role), Cell(NONE, None)) for role in roles] for layer in layers}
+        title, roles, {layer: [placed.get((layer, role), Cell(NONE, None)) for role in roles] for layer in layers}
     )

@@ -22,24 +22,12 @@ SIDES = {
 
 
 def write_learned(learned: Learned, report: Report, file: Path) -> None:
-    """Write the page of a job, whole or not at all; an existing file is replaced.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
+    """Write the page of a job, whole or not at all; an existing file is replaced."""
     write(render_learned_page(learned, report), file)
 
 
 def render_learned_page(learned: Learned, report: Report) -> str:
-    """Make the page.
-
-    Args:
-        learned: What the job did.
-        report: What training changed.
-
-    Returns:
-        HTML that refers to no other file.
-    """
+    """The page of a job, which refers to no other file."""
     title = f"What {Path(learned.model).name} learned"
     notes = (*learned.warnings, *report.notes)
     return render_headed(

@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.pages.charts import (
-    LINES,
-    STEPS,
-    Chart,
-    collaboration_charts,
-    run_charts,
-    spectrum_charts,
-    stream_charts,
-)
+from scale_surgery.show.pages.charts import Chart, collaboration_charts, run_charts, spectrum_charts, stream_charts
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.pages.heat import HeatTable, heat_tables, matrices
-from scale_surgery.show.palette import DARK, LIGHT, Palette
+from scale_surgery.show.palette import DARK, LIGHT
 from scale_surgery.show.tables_report import (
     NONE,
     collaboration,
@@ -89,23 +81,12 @@ class Heading:
 
 
 def write_page(report: Report, file: Path) -> None:
-    """Write a report as a page, whole or not at all; an existing file is replaced.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
+    """Write a report as a page, whole or not at all; an existing file is replaced."""
     write(render_page(report), file)
 
 
 def render_page(report: Report) -> str:
-    """Make the page.
-
-    Args:
-        report: What was found.
-
-    Returns:
-        HTML that refers to no other file.
-    """
+    """The page of a report, which refers to no other file."""
     title = f"What training did to {report.path.name}"
     return render_headed(report, Heading(title, describe_model(report), report.notes, list(_facts(report))))
 
@@ -118,38 +99,20 @@ def describe_model(report: Report) -> str:
 
 
 def render_headed(report: Report, heading: Heading) -> str:
-    """Make the page with a heading of its own.
-
-    Args:
-        report: What was found.
-        heading: Title, facts, and sections that come first.
-
-    Returns:
-        HTML that refers to no other file.
-    """
+    """The page of a report with a heading of its own, and sections of that first."""
     return fill(
         "report.html",
         title=heading.title,
         model=heading.model,
-        **page_colours(),
+        light=LIGHT._asdict(),
+        dark=DARK._asdict(),
         notes=heading.notes,
         facts=heading.facts,
-        sections=[one for one in (*heading.sections, *_sections(report)) if one.has_content],
+        sections=[section for section in (*heading.sections, *_sections(report)) if section.has_content],
         columns=COLUMNS,
         rows=[(tensor.name, _row(tensor)) for tensor in report.tensors],
         terms=list(_terms(report)),
     )
-
-
-def page_colours() -> dict[str, dict[str, str]]:
-    """The colours of a page by day and by night."""
-    return {"light": _variables(LIGHT, "light"), "dark": _variables(DARK, "dark")}
-
-
-def _variables(palette: Palette, mode: str) -> dict[str, str]:
-    colours = {name: getattr(palette, name) for name in ("background", "text", "muted", "line")}
-    colours |= LINES[mode] | {"heat": palette.heat}
-    return colours | {f"step{place}": colour for place, colour in enumerate(STEPS[mode])}
 
 
 def _facts(report: Report) -> Iterator[Fact]:
@@ -159,8 +122,8 @@ def _facts(report: Report) -> Iterator[Fact]:
     if report.runs:
         steps = sum(run.get("steps", 0) for run in report.runs)
         yield Fact("optimizer steps", f"{steps:,}", f"{len(report.runs)} runs" if len(report.runs) > 1 else "")
-    if said := rehearsed_texts(report.runs):
-        yield Fact("rehearsed", "yes", f"on {said}: what that keeps is measured, not proved")
+    if texts := rehearsed_texts(report.runs):
+        yield Fact("rehearsed", "yes", f"on {texts}: what that keeps is measured, not proved")
     for name, norms in collaboration(report):
         word = "norm" if norms.start_norm == 0 else "change"
         yield Fact(f"{name}, {word}", format_norm(norms.change), f"{format_share(norms.change_of_base)} of W's norm")
