@@ -120,17 +120,17 @@ def _from_text(source: TextSource, advance: Progress, *, whole: bool) -> Iterato
 
 def in_pieces(document: Document) -> Iterable[Document]:
     """A document as it is tokenized: at once, or where it is a long text, in pieces."""
-    is_long = document.is_plain and len(document.text) > LONG_TEXT
+    is_long = document.is_plain and len(document.text) > LONG_TEXT and not document.goes_on
     return _pieces(StringIO(document.text), document.source) if is_long else (document,)
 
 
 def _pieces(text: TextIO, source: str) -> Iterator[Document]:
-    """A long text in pieces, none of them blank but the last."""
+    """A long text in pieces; blank lines before it belong to the first, and without any text there is none."""
     piece, is_begun = "", False
     while more := text.read(PIECE) + text.readline(PIECE):
-        if piece.strip():
+        if is_begun := is_begun or bool(piece.strip()):
             yield Document("", piece, source, goes_on=True)
-            piece, is_begun = "", True
+            piece = ""
         piece += more
     if is_begun or piece.strip():
         yield Document("", piece, source)
