@@ -94,7 +94,7 @@ def run_size(expanded: Path, folder: Path, form: str, mebibytes: int, *, in_memo
     for way in ("in memory",) if in_memory else ("made", "found"):
         options = [] if in_memory else ["--cache-dir", str(cache)]
         measured = train_once(expanded, corpus, folder / "out", options)
-        kept = sum(file.stat().st_size for file in cache.rglob("*.bin"))
+        kept = sum(file.stat().st_size for file in cache.rglob("*.arrow"))
         yield Run(form, mebibytes, way, measured, kept)
     corpus.unlink()
     shutil.rmtree(cache, ignore_errors=True)

@@ -3,7 +3,8 @@
 FILE.jsonl   an object a line: {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} as in a chat, or
              {"instruction", "output"} as in Alpaca, perhaps with {"input"}
 FILE.json    the same, or an array of such objects
-FILE.*       any other file is one document of plain text, but no table
+FILE.parquet, .arrow, .csv, .tsv   the same fields as columns
+FILE.*       any other file is one document of plain text
 FOLDER       a dataset saved by the library `datasets`, or a folder of data files, with the same fields as columns
 ORG/NAME     a dataset of the Hub, where no such path exists
 
@@ -12,20 +13,20 @@ After a comma stands what else is to be known of it, see `sources`: FILE.jsonl,c
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
 from scale_surgery.errors import MOST_LINES, DataError, counted, shorten
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.running.saved_datasets import read_rows
+from scale_surgery.running.saved_datasets import DATA_FILES, read_rows
 from scale_surgery.running.sources import TextSource, parse_source
-from scale_surgery.running.text_files import BLANK, is_array, read_array, read_lines, read_pieces, read_text
+from scale_surgery.running.text_files import BLANK, open_text, read_array, read_lines
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
@@ -47,9 +48,6 @@ TASK_WITH_INPUT = (
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
     "### Response:\n"
 )
-# of tables, and the characters of their first line that are read
-LONGEST_HEADER = 1000
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
 HALF = "holds half a character (a lone surrogate), expected Unicode text"
 # what a value of JSON is called
 KINDS: tuple[tuple[Any, str], ...] = (
@@ -59,8 +57,10 @@ KINDS: tuple[tuple[Any, str], ...] = (
     (list, "a list"),
     (Mapping, "an object"),
 )
-# a text of more characters, or a file of more bytes, is read in pieces where that is asked for
+# a text of more characters is tokenized in pieces, each up to the end of a line: while a text becomes tokens, each
+# character takes a hundred bytes and more
 LONG_TEXT = 2**20
+PIECE = 2**16
 ROWS_TOLD = 1000
 
 
@@ -69,13 +69,14 @@ class Document:
     """A text: `prompt` is read only and may be empty, `text` is learned and scored; `source` says where it stands.
 
     Of a conversation `chat` is what a chat template takes: its messages, perhaps tools. Then `text` is what the
-    assistant says, and `prompt` all else.
+    assistant says, and `prompt` all else. A piece of a long text `goes_on` in the next document.
     """
 
     prompt: str
     text: str
     source: str
     chat: Mapping[str, Any] | None = None
+    goes_on: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -83,20 +84,16 @@ class Document:
         return not self.prompt and self.chat is None
 
 
-@dataclass(frozen=True)
-class LongText:
-    """A document without a prompt that is too long to be tokenized at once; its pieces can be read one time."""
-
-    pieces: Iterable[str]
-    source: str
-
-
-def read_documents(paths: Sequence[str | Path], advance: Progress = no_progress) -> Iterator[Document]:
+def read_documents(
+    paths: Sequence[str | Path], advance: Progress = no_progress, *, whole: bool = True
+) -> Iterator[Document]:
     """Read documents from files and from datasets.
 
     Args:
         paths: Files, folders and ids, in this order.
         advance: Called with the bytes of files that were read.
+        whole: Whether a long file of plain text is one document; otherwise it comes in pieces, and need not fit into
+            memory.
 
     Yields:
         The documents, those without any text left out.
@@ -105,33 +102,38 @@ def read_documents(paths: Sequence[str | Path], advance: Progress = no_progress)
         DataError: If a file cannot be read or has other fields; every problem of the file is named.
     """
     for source in map(parse_source, paths):
-        if _holds_rows(source):
-            yield from _from_rows(source, advance)
+        yield from _from_rows(source, advance) if _holds_rows(source) else _from_text(source, advance, whole=whole)
+
+
+def _from_text(source: TextSource, advance: Progress, *, whole: bool) -> Iterator[Document]:
+    with open_text(source.path, advance) as (stream, report):
+        text = stream.read(-1 if whole else LONG_TEXT + 1)
+        if whole or len(text) <= LONG_TEXT:
+            report()
+            yield from _documents({"text": text}, ("text",), source.name)
         else:
-            yield from _documents({"text": read_text(source.path, advance)}, ("text",), source.name)
+            stream.seek(0)
+            for piece in _pieces(stream, source.name):
+                report()
+                yield piece
 
 
-def stream_documents(paths: Sequence[str | Path], advance: Progress = no_progress) -> Iterator[Document | LongText]:
-    """Read documents, as `read_documents`, none of which need fit into memory if it is a file of plain text.
+def in_pieces(document: Document) -> Iterable[Document]:
+    """A document as it is tokenized: at once, or where it is a long text, in pieces."""
+    is_long = document.is_plain and len(document.text) > LONG_TEXT and not document.goes_on
+    return _pieces(StringIO(document.text), document.source) if is_long else (document,)
 
-    Args:
-        paths: Files, folders and ids, in this order.
-        advance: Called with the bytes of files that were read.
 
-    Yields:
-        The documents, those without any text left out; long ones in pieces.
-
-    Raises:
-        DataError: If a file cannot be read or has other fields; every problem of the file is named.
-    """
-    for path in paths:
-        source = parse_source(path)
-        if _holds_rows(source) or not source.path.is_file() or source.path.stat().st_size <= LONG_TEXT:
-            for document in read_documents([path], advance):
-                is_long = len(document.text) > LONG_TEXT and document.is_plain
-                yield LongText([document.text], document.source) if is_long else document
-        elif any(piece.strip() for piece in read_pieces(source.path)):
-            yield LongText(read_pieces(source.path, advance), source.name)
+def _pieces(text: TextIO, source: str) -> Iterator[Document]:
+    """A long text in pieces; blank lines before it belong to the first, and without any text there is none."""
+    piece, is_begun = "", False
+    while more := text.read(PIECE) + text.readline(PIECE):
+        if is_begun := is_begun or bool(piece.strip()):
+            yield Document("", piece, source, goes_on=True)
+            piece = ""
+        piece += more
+    if is_begun or piece.strip():
+        yield Document("", piece, source)
 
 
 def read_prompts(paths: Sequence[Path]) -> list[str]:
@@ -158,7 +160,8 @@ def read_prompts(paths: Sequence[Path]) -> list[str]:
 def _prompts_of(path: Path) -> Iterator[str]:
     source = parse_source(path)
     if not _holds_rows(source):
-        yield from filter(str.strip, read_text(source.path).split("\n"))
+        with open_text(source.path, no_progress) as (text, _):
+            yield from (line for line in text.read().split("\n") if line.strip())
         return
     names = PROMPTS if source.column is None else (source.column,)
     problems: list[str] = []
@@ -174,36 +177,30 @@ def _prompts_of(path: Path) -> Iterator[str]:
         raise DataError.from_problems(shorten(problems))
 
 
+def _is_dataset(source: TextSource) -> bool:
+    return source.path.is_dir() or source.is_on_hub or source.path.suffix.lower() in DATA_FILES
+
+
 def _holds_rows(source: TextSource) -> bool:
     """Whether a source holds objects with fields; otherwise it is plain text."""
-    is_dataset = source.path.is_dir() or source.is_on_hub
-    is_rows = is_dataset or source.path.suffix in (".jsonl", ".json")
-    if not is_dataset and source.path.suffix.lower() in SEPARATORS:
-        _refuse_table(source.path)
+    is_rows = _is_dataset(source) or source.path.suffix in (".jsonl", ".json")
     settings = ("split", "config", "revision") if is_rows else ("column", "split", "config", "revision")
     given = [name for name in settings if getattr(source, name) is not None]
-    if given and not is_dataset:
+    if given and not (source.path.is_dir() or source.is_on_hub):
         kind = "a file" if is_rows else "plain text"
         raise DataError(f"{source.name}: is {kind}, which has no {given[0]}. Leave ,{given[0]}= out.")
     return is_rows
 
 
-def _refuse_table(path: Path) -> None:
-    """Refuse a table: learned as plain text it would teach commas."""
-    line = next(read_pieces(path), "").partition("\n")[0][:LONGEST_HEADER]
-    header = next(csv.reader([line], delimiter=SEPARATORS[path.suffix.lower()]), [])
-    raise DataError(
-        f"{path}, line 1: is a table with the columns {', '.join(header) or 'none'}, expected plain text or JSONL. "
-        "Write its rows as JSONL; or put it into a folder of its own and give that, which the library datasets reads."
-    )
-
-
 def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]:
     """The objects of a file or of a dataset, and what their numbers follow."""
-    if source.path.is_dir() or source.is_on_hub:
+    if _is_dataset(source):
+        if source.path.suffix.lower() in DATA_FILES and not source.path.is_dir():
+            with open_text(source.path, advance):
+                pass  # the library says less of what is no file
         return read_rows(source), f"{source.name}, row"
-    if source.path.suffix == ".json" and is_array(source.path):
-        return read_array(source.path, advance), f"{source.path}, entry"
+    if source.path.suffix == ".json" and (entries := read_array(source.path, advance)):
+        return entries, f"{source.path}, entry"
     return read_lines(source.path, advance), f"{source.path}, line"
 
 

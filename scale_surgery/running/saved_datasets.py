@@ -1,14 +1,15 @@
-"""Datasets, read by the library `datasets` row by row: saved ones, folders of data files, and those of the Hub.
+"""Datasets, read by the library `datasets` row by row: saved ones, data files, folders of them, and those of the Hub.
 
 No code of a dataset runs, and what may hold pickles is not read.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import textwrap
 from collections.abc import Iterator
-from types import ModuleType
+from contextlib import contextmanager
 from typing import Any
 
 from scale_surgery.errors import DataError
@@ -16,58 +17,86 @@ from scale_surgery.running.sources import TextSource
 
 # formats of data files that hold rows of text and plain values
 FORMATS = ("json", "parquet", "csv", "text", "arrow")
+# data files that are given one by one: how the library calls their format, and what it has to know of it
+DATA_FILES: dict[str, tuple[str, dict[str, str]]] = {
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+}
 # what the library writes beside the rows of a dataset, and of several splits
 SAVED_FILES = ("state.json", "dataset_dict.json")
 # characters of a library's error that are said
 LONGEST = 300
 
 
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Silence the progress bars and messages of `datasets`; what matters is reported by us."""
+    import datasets
+
+    verbosity, was_shown = datasets.logging.get_verbosity(), datasets.is_progress_bar_enabled()
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bar()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if was_shown:
+            datasets.enable_progress_bar()
+
+
 def read_rows(source: TextSource) -> Iterator[Any]:
     """Read the rows of a dataset, one after the other.
 
     Args:
-        source: A folder that `save_to_disk` wrote, a folder of JSONL, Parquet, CSV, Arrow or text files, or an id.
+        source: A folder that `save_to_disk` wrote, a folder of JSONL, Parquet, CSV, Arrow or text files, one such file
+            that is a table, or an id.
 
     Yields:
         The rows, by column.
 
     Raises:
-        DataError: If the library is missing, it is no dataset, or it does not say which split is meant.
+        DataError: If it is no dataset, or does not say which split is meant.
     """
-    rows = _load(source)
+    with quiet_datasets():
+        rows = _load(source)
     try:
         yield from rows
     except Exception as error:  # of datasets, of pyarrow below it, and of the network
-        raise DataError(f"{source.name}: cannot be read to its end ({_in_one_line(error)}). {_try(source)}") from error
+        raise DataError(
+            f"{source.name}: cannot be read to its end ({in_one_line(error)}). {_advice(source)}"
+        ) from error
 
 
 def digest_of(source: TextSource) -> str:
     """What tells one state of a dataset on the Hub from another: its commit, and the files that are read of it.
 
     Raises:
-        DataError: If the library is missing, or it is no dataset.
+        DataError: If it is no dataset.
     """
-    builder = _builder(source, _library(source))
+    with quiet_datasets():
+        builder = _builder(source)
     told = repr((builder.hash, builder.config_id, builder.config.name, source))
     return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _load(source: TextSource) -> Any:
-    datasets = _library(source)
     if source.path.is_dir() and any((source.path / name).exists() for name in SAVED_FILES):
-        return _saved(source, datasets)
-    builder = _builder(source, datasets)
+        return _saved(source)
+    builder = _builder(source)
     try:
-        rows = _choose(builder.as_streaming_dataset(), source)
-    except DataError:
-        raise
+        splits = builder.as_streaming_dataset()
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
+    rows = _choose(splits, source)
     # other columns may hold what needs other libraries, such as images
     return rows.select_columns([source.column]) if source.column in (rows.column_names or ()) else rows
 
 
-def _saved(source: TextSource, datasets: ModuleType) -> Any:
+def _saved(source: TextSource) -> Any:
+    import datasets
+
     try:
         found = datasets.load_from_disk(source.path)
     except Exception as error:
@@ -94,8 +123,13 @@ def _choose(splits: Any, source: TextSource) -> Any:
     )
 
 
-def _builder(source: TextSource, datasets: ModuleType) -> Any:
+def _builder(source: TextSource) -> Any:
+    import datasets
+
     try:
+        if source.path.suffix.lower() in DATA_FILES and not source.path.is_dir():
+            kind, options = DATA_FILES[source.path.suffix.lower()]
+            return datasets.load_dataset_builder(kind, data_files=glob.escape(source.name), **options)
         builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
@@ -107,20 +141,10 @@ def _builder(source: TextSource, datasets: ModuleType) -> Any:
     return builder
 
 
-def _library(source: TextSource) -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        found = "there is no such file, and a dataset of the Hub" if source.is_on_hub else "a saved dataset"
-        raise DataError(
-            f"{source.name}: {found} needs the library datasets: pip install 'scale-surgery[datasets]'."
-        ) from error
-    module: ModuleType = datasets
-    return module
-
-
 def _why_none(source: TextSource, error: Exception) -> str:
-    reason = _in_one_line(error)
+    reason = in_one_line(error)
+    if source.path.is_file():
+        return f"{source.name}: cannot be read as a table ({reason}). Give UTF-8 text, JSONL or a saved dataset."
     if source.path.is_dir():
         return (
             f"{source.name}: is no saved dataset ({reason}). Give a folder that save_to_disk wrote, or one with "
@@ -132,12 +156,13 @@ def _why_none(source: TextSource, error: Exception) -> str:
     )
 
 
-def _try(source: TextSource) -> str:
+def _advice(source: TextSource) -> str:
     if source.path.is_dir():
         return "Give a folder whose files are all rows of text with the same columns, or the files one by one."
-    return "Try again."
+    return "Try again." if source.is_on_hub else "Write its rows as JSONL."
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
     # pyarrow names every field of every row where two files differ
     return textwrap.shorten(f"{error}", LONGEST, placeholder=" ...") or type(error).__name__

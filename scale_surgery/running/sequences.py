@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +45,7 @@ class Sequences:
 
     def some(self, most: int) -> Sequences:
         """At most so many of them, evenly spread."""
-        if len(self) <= most:
-            return self
-        rows = [self[place * len(self) // most] for place in range(most)]
-        ids, labels = (torch.cat([row[name] for row in rows]).int() for name in ("input_ids", "labels"))
-        return Sequences(ids, labels, (0, *accumulate(len(row["input_ids"]) for row in rows)))
+        return self if len(self) <= most else _spread(self, most)
 
     @property
     def scored(self) -> int:
@@ -63,11 +60,63 @@ class Sequences:
         return max(end - start for start, end in pairwise(self.starts))
 
     def fingerprint(self) -> str:
-        """sha256 of the tokens, the labels and where sequences begin."""
-        digest = hashlib.sha256(self.ids.numpy().tobytes())
-        digest.update(self.labels.numpy().tobytes())
-        digest.update(repr(self.starts).encode())
+        """sha256 of the tokens, the labels and the lengths of the sequences."""
+        digest = Digest()
+        digest.add(self)
         return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class StoredSequences:
+    """Token sequences on disk, mapped into memory; what would take reading all of them is known.
+
+    Attributes:
+        rows: A `datasets.Dataset` with the columns "input_ids" and "labels", as tensors.
+        scored: Tokens that are scored.
+        digest: What `Sequences.fingerprint` says of them.
+    """
+
+    rows: Any
+    scored: int
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row: dict[str, Tensor] = self.rows[index]
+        return row
+
+    def some(self, most: int) -> Sequences:
+        """At most so many of them, evenly spread, in memory."""
+        return _spread(self, min(most, len(self)))
+
+    def fingerprint(self) -> str:
+        """sha256 of the tokens, the labels and the lengths of the sequences."""
+        return self.digest
+
+
+class Digest:
+    """sha256 of sequences that come in parts: of their tokens, their labels and their lengths."""
+
+    def __init__(self) -> None:
+        self.digests = [hashlib.sha256() for _ in range(3)]
+
+    def add(self, part: Sequences) -> None:
+        """Take in some sequences."""
+        lengths = torch.tensor(part.starts).diff()
+        for digest, flat in zip(self.digests, (part.ids, part.labels, lengths), strict=True):
+            digest.update(flat.numpy().data)
+
+    def hexdigest(self) -> str:
+        """What all of them say."""
+        return hashlib.sha256(b"".join(digest.digest() for digest in self.digests)).hexdigest()
+
+
+def _spread(sequences: Sequences | StoredSequences, most: int) -> Sequences:
+    rows = [sequences[place * len(sequences) // most] for place in range(most)]
+    ids, labels = (torch.cat([row[name] for row in rows]).int() for name in ("input_ids", "labels"))
+    return Sequences(ids, labels, (0, *accumulate(len(row["input_ids"]) for row in rows)))
 
 
 def from_arrays(ids: array[int], labels: array[int], starts: Iterable[int]) -> Sequences:

@@ -1,24 +1,20 @@
-"""Files of text: plain text, at once or in pieces, and JSON lines and arrays, object by object."""
+"""Files of text: plain text, JSON lines and JSON arrays."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from scale_surgery.checkpoint.reading import open_regular, read_bytes
+from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import DataError
-from scale_surgery.progress import Progress, no_progress
+from scale_surgery.progress import Progress
 
 # what a blank line of JSONL is read as
 BLANK = {"text": ""}
-PIECE = 2**20
-# an element of an array that ends in the middle of a word may go on in the next piece
-LONGEST_WORD = 16
 
 
 @contextmanager
@@ -38,52 +34,30 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_text(path: Path, advance: Progress = no_progress) -> str:
-    """Read a file of plain text at once, with every end of a line as one character.
-
-    Args:
-        path: The file.
-        advance: Called with the bytes done.
-
-    Returns:
-        The text.
+@contextmanager
+def open_text(
+    path: Path, advance: Progress, newline: str | None = None
+) -> Iterator[tuple[TextIOWrapper, Callable[[], None]]]:
+    """Open UTF-8 text, and give a function that reports the bytes that were read since it was last called.
 
     Raises:
         DataError: If it cannot be read.
     """
-    with readable(path):
-        content = read_bytes(path, most=sys.maxsize)
-        text = content.decode("utf-8-sig")  # a byte order mark is no text
-    advance(len(content))
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    done = 0
+
+    def report() -> None:
+        nonlocal done
+        now = stream.tell()
+        advance(now - done)
+        done = now
+
+    # a byte order mark is no text
+    with readable(path), open_regular(path) as stream, TextIOWrapper(stream, "utf-8-sig", newline=newline) as text:
+        yield text, report
 
 
-def read_pieces(path: Path, advance: Progress = no_progress) -> Iterator[str]:
-    """Read plain text in pieces, with every end of a line as one character.
-
-    Args:
-        path: The file.
-        advance: Called with the bytes done.
-
-    Yields:
-        The text, in order.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
-    with readable(path), open_regular(path) as stream, TextIOWrapper(stream, encoding="utf-8-sig") as text:
-        passing = _Passing(stream, advance)
-        while piece := text.read(PIECE):
-            yield piece
-            passing()
-
-
-def read_lines(path: Path, advance: Progress = no_progress) -> Iterator[Any]:
-    """Read what stands in the lines of a file, each JSON of its own; an error where one is none.
-
-    Args:
-        path: The file.
-        advance: Called with the bytes done.
+def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
+    """Read what stands in the lines of a file, each JSON of its own.
 
     Yields:
         The objects, BLANK for an empty line, a ValueError for a line that is no JSON.
@@ -92,109 +66,33 @@ def read_lines(path: Path, advance: Progress = no_progress) -> Iterator[Any]:
         DataError: If it cannot be read.
     """
     # texts in JSON may hold other line ends, which end no line here
-    with (
-        readable(path),
-        open_regular(path) as stream,
-        TextIOWrapper(stream, encoding="utf-8-sig", newline="\n") as text,
-    ):
-        passing = _Passing(stream, advance)
+    with open_text(path, advance, newline="\n") as (text, report):
         for line in text:
             try:
                 yield json.loads(line.removesuffix("\n")) if line.strip() else BLANK
-            except UnicodeDecodeError:
-                raise
             except (ValueError, RecursionError) as error:
                 yield ValueError(str(error))
-            passing()
+            report()
 
 
-def is_array(path: Path) -> bool:
-    """Whether a file is one JSON array with something in it.
+def read_array(path: Path, advance: Progress) -> list[Any]:
+    """Read a file that is one JSON array, at once.
 
-    Raises:
-        DataError: If it cannot be read.
-    """
-    try:
-        return sum(1 for _ in _elements(path, no_progress)) > 0
-    except (ValueError, RecursionError):
-        return False
-
-
-def read_array(path: Path, advance: Progress = no_progress) -> Iterator[Any]:
-    """Read the elements of a file that is one JSON array; see `is_array`.
-
-    Args:
-        path: The file.
-        advance: Called with the bytes done.
-
-    Yields:
-        The elements.
+    Returns:
+        Its elements; none where it is something else.
 
     Raises:
         DataError: If it cannot be read.
     """
-    try:
-        yield from _elements(path, advance)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: has changed while it was read ({error}). Start again.") from error
-
-
-def _elements(path: Path, advance: Progress) -> Iterator[Any]:
-    pieces = read_pieces(path, advance)
-    rest = _more("", pieces)
-    if not rest.startswith("["):
-        raise ValueError("no array")
-    rest = _more(rest[1:], pieces)
-    if rest.startswith("]"):
-        rest = rest[1:]
-    else:
-        separator = ","
-        while separator == ",":
-            element, rest = _element(rest, pieces)
-            yield element
-            separator, rest = rest[:1], _more(rest[1:], pieces)
-        if separator != "]":
-            raise ValueError("no end of the array")
-    if rest.strip() or any(piece.strip() for piece in pieces):
-        raise ValueError("something follows the array")
-
-
-def _more(rest: str, pieces: Iterator[str]) -> str:
-    """What is left, from its first character that is no space."""
-    while not (rest := rest.lstrip()) and (piece := next(pieces, "")):
-        rest = piece
-    return rest
-
-
-def _element(rest: str, pieces: Iterator[str]) -> tuple[Any, str]:
-    """The first element of what is left, and what follows it."""
-    decoder = json.JSONDecoder()
-    while True:
-        error = None
+    with open_text(path, advance) as (text, report):
+        if not text.read(1024).lstrip().startswith("["):
+            return []
+        text.seek(0)
         try:
-            element, end = decoder.raw_decode(rest)
-            if end < len(rest):
-                return element, _more(rest[end:], pieces)
-        except json.JSONDecodeError as found:
-            error = found
-            is_cut = found.msg.startswith("Unterminated string") or found.pos >= len(rest) - LONGEST_WORD
-            if not is_cut:
-                raise
-        # twice as much, so that a long element is not read again and again
-        added = "".join(piece for _, piece in zip(range(1 + len(rest) // PIECE), pieces, strict=False))
-        if not added:
-            raise error or ValueError("no end of the array")
-        rest += added
-
-
-class _Passing:
-    """Tells how far a file was read."""
-
-    def __init__(self, stream: BinaryIO, advance: Progress) -> None:
-        self.stream, self.advance, self.done = stream, advance, 0
-
-    def __call__(self) -> None:
-        done = self.stream.tell()
-        if done > self.done:
-            self.advance(done - self.done)
-            self.done = done
+            elements = json.loads(text.read())
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError):
+            return []
+        report()
+        return elements if isinstance(elements, list) else []

@@ -14,19 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scale_surgery.errors import DataError, shorten
+from scale_surgery.errors import DataError
 from scale_surgery.running.chat_template import tokenize_chat
-from scale_surgery.running.documents import Document, LongText
-from scale_surgery.running.long_texts import tokenize_long
-from scale_surgery.running.sequences import IGNORED, NOTHING_SCORED, PROMPT, Sequences, from_arrays, join
+from scale_surgery.running.documents import LONG_TEXT, Document, in_pieces
+from scale_surgery.running.sequences import IGNORED, NO_TEXT, NOTHING_SCORED, PROMPT, Sequences, from_arrays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS_AT_ONCE = 1000
-# while a text becomes tokens, each character takes a hundred bytes and more
-CHARACTERS_AT_ONCE = 2**20
-TOO_LONG = "Pack the documents (packing, the default), raise --sequence-length, or split them."
 
 
 def tokenize(
@@ -47,96 +43,68 @@ def tokenize(
     Raises:
         DataError: If there is no document, or one becomes no token.
     """
-    parts = (tokenize_group(some, tokenizer, learn_prompts=learn_prompts) for some in in_groups(documents))
-    return join(chain.from_iterable(parts))
+    ids, labels, starts = array("i"), array("i"), [0]
+    for document, some, scored in read_tokens(documents, tokenizer, learn_prompts=learn_prompts):
+        ids.extend(some)
+        labels.extend(scored)
+        if not document.goes_on:
+            starts.append(len(ids))
+    if not ids:
+        raise DataError(NO_TEXT)
+    return from_arrays(ids, labels, starts)
 
 
-def in_groups(documents: Iterable[Document | LongText]) -> Iterator[list[Document] | LongText]:
-    """Put documents into groups that are tokenized at once, in order; a long text stands alone."""
-    some: list[Document] = []
-    size = 0
-    for document in documents:
-        is_long = isinstance(document, LongText)
-        if some and (is_long or len(some) == DOCUMENTS_AT_ONCE or size > CHARACTERS_AT_ONCE):
-            yield some
-            some, size = [], 0
-        if isinstance(document, LongText):
-            yield document
-        else:
-            some.append(document)
-            size += len(document.prompt) + len(document.text)
-    if some:
-        yield some
-
-
-def tokenize_group(
-    documents: Sequence[Document] | LongText, tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
-) -> Iterator[Sequences]:
-    """Turn documents into token sequences, as `tokenize`.
-
-    Args:
-        documents: Documents that are tokenized at once, or a long text.
-        tokenizer: The model's tokenizer.
-        learn_prompts: Whether prompts are scored too.
+def read_tokens(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
+) -> Iterator[tuple[Document, list[int], list[int]]]:
+    """Turn documents into tokens, as `tokenize`, some at a time; long ones come in pieces.
 
     Yields:
-        One sequence a document; a long text is in several, one after the other.
+        A document or a piece of one, its tokens, and the same as labels: IGNORED or PROMPT where they are not scored.
 
     Raises:
         DataError: If a document becomes no token.
     """
-    if isinstance(documents, LongText):
-        yield from _tokenize_pieces(documents, tokenizer)
-    else:
-        yield _tokenize_documents(documents, tokenizer, learn_prompts=learn_prompts)
+    is_middle = False
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for some in _in_groups(chain.from_iterable(map(in_pieces, documents))):
+        texts = _tokenize_some([document for document in some if document.chat is None], tokenizer)
+        for document in some:
+            if document.chat is not None:
+                found, is_answer = tokenize_chat(document.chat, document.source, tokenizer)
+                scored = [id_ if learned else PROMPT for id_, learned in zip(found, is_answer, strict=True)]
+            else:
+                prompt, text = next(texts)
+                prompt, text = [] if is_middle else prompt, text if document.goes_on else text + end
+                # without a prompt there is at most a start token
+                found, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
+            if not (found or is_middle or document.goes_on):
+                raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
+            yield document, found, found if learn_prompts and not document.is_plain else scored
+            is_middle = document.goes_on
 
 
-def _tokenize_documents(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool
-) -> Sequences:
-    ids, labels, starts = array("i"), array("i"), [0]
-    texts = _tokenize_some([document for document in documents if document.chat is None], tokenizer)
+def _in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents that are tokenized at once."""
+    some: list[Document] = []
+    size = 0
     for document in documents:
-        if document.chat is not None:
-            found, is_answer = tokenize_chat(document.chat, document.source, tokenizer)
-            scored = [id_ if learned else PROMPT for id_, learned in zip(found, is_answer, strict=True)]
-        else:
-            prompt, text = next(texts)
-            # without a prompt there is at most a start token
-            found, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
-        if not found:
-            raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
-        ids.extend(found)
-        labels.extend(found if learn_prompts and not document.is_plain else scored)
-        starts.append(len(ids))
-    return from_arrays(ids, labels, starts)
-
-
-def _tokenize_pieces(text: LongText, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequences]:
-    (start,), end = tokenize_prompts([""], tokenizer), _end(tokenizer)
-    if start:
-        yield from_arrays(array("i", start), array("i", [IGNORED] * len(start)), [0, len(start)])
-    for ids in chain(tokenize_long(text.pieces, tokenizer), [array("i", end)]):
-        if ids:
-            yield from_arrays(ids, ids[:], [0, len(ids)])
+        if some and (len(some) == DOCUMENTS_AT_ONCE or size > LONG_TEXT):
+            yield some
+            some, size = [], 0
+        some.append(document)
+        size += len(document.prompt) + len(document.text)
+    if some:
+        yield some
 
 
 def _tokenize_some(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
-    if not documents:
-        return
-    end = _end(tokenizer)
-    options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
-    texts = tokenizer([document.text for document in documents], add_special_tokens=False, **options)["input_ids"]
-    prompts = tokenize_prompts([document.prompt for document in documents], tokenizer)
-    for prompt, text in zip(prompts, texts, strict=True):
-        yield prompt, [*text, *end]
-
-
-def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What follows each document."""
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if documents:
+        options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
+        texts = tokenizer([document.text for document in documents], add_special_tokens=False, **options)["input_ids"]
+        yield from zip(tokenize_prompts([document.prompt for document in documents], tokenizer), texts, strict=True)
 
 
 def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -208,24 +176,6 @@ def scored_ones(sequences: Sequences) -> Sequences:
     tokens = kept.repeat_interleave(lengths)
     ends = lengths[kept].cumsum(0).tolist()
     return Sequences(sequences.ids[tokens], sequences.labels[tokens], (0, *ends))
-
-
-def check_length(sequences: Sequences, documents: Sequence[Document], length: int) -> None:
-    """Check that every sequence fits.
-
-    Raises:
-        DataError: If one is longer than `length` tokens; every such document is named.
-    """
-    problems = list(too_long(sequences, documents, length))
-    if problems:
-        raise DataError.from_problems([*shorten(problems), TOO_LONG])
-
-
-def too_long(sequences: Sequences, documents: Sequence[Document | LongText], length: int) -> Iterator[str]:
-    """Say which of the documents do not fit into a sequence of `length` tokens."""
-    for document, (start, end) in zip(documents, pairwise(sequences.starts), strict=True):
-        if end - start > length:
-            yield f"{document.source}: {end - start} tokens, expected at most {length}."
 
 
 def stride(sequences: Sequences, length: int, step: int) -> Sequences:

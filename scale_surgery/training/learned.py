@@ -6,44 +6,37 @@ resumed with the other.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.checkpoint.stamps import Stamps, check_unchanged, take_stamps
-from scale_surgery.errors import MOST_LINES, CheckpointError, DataError
+from scale_surgery.errors import CheckpointError, DataError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
-from scale_surgery.running.documents import LongText, read_documents, stream_documents
+from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.saved_datasets import digest_of
-from scale_surgery.running.sequences import NOTHING_SCORED, Sequences, join
+from scale_surgery.running.sequences import NO_TEXT, NOTHING_SCORED, Sequences, StoredSequences, from_arrays, join
 from scale_surgery.running.sources import TextSource, parse_source
 from scale_surgery.running.text_files import readable
-from scale_surgery.running.texts import (
-    TOO_LONG,
-    in_groups,
-    pack,
-    scored_ones,
-    stride,
-    tokenize,
-    tokenize_group,
-    too_long,
-)
-from scale_surgery.running.token_cache import default_cache, is_stored, key_of, open_stored, store
+from scale_surgery.running.texts import pack, read_tokens, scored_ones, stride, tokenize
 from scale_surgery.running.tokenizer import digest_tokenizer, need_tokenizer
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
 # bytes of files from which on tokens are kept on disk; below, making them anew takes seconds
 LARGE = 64 * 2**20
 # the form of what is kept, and how texts become tokens: another number finds nothing that is there
-CACHE_FORM = 1
+CACHE_FORM = 2
+# tokens that are written at once
+TOKENS_AT_ONCE = 2**17
+TOO_LONG = "Pack the documents (packing, the default), raise --sequence-length, or split them."
 
 
 @dataclass(frozen=True)
@@ -77,34 +70,47 @@ class Reader:
         Raises:
             DataError: If texts cannot be read, or a document does not fit and is not to be cut.
         """
-        read = self._packed if self.packing else self._padded
-        return map(scored_ones, read(paths, advance))
+        documents = read_documents(paths, advance, whole=False)
+        tokens = read_tokens(documents, self.tokenizer, learn_prompts=self.learn_prompts)
+        is_empty = is_unscored = True
+        for part in map(scored_ones, self._packed(tokens) if self.packing else self._padded(tokens)):
+            is_empty = False
+            if len(part):
+                is_unscored = False
+                yield part
+        if is_unscored:
+            raise DataError(NO_TEXT if is_empty else NOTHING_SCORED)
 
-    def _packed(self, paths: Sequence[str], advance: Progress) -> Iterator[Sequences]:
-        rest: Sequences | None = None
-        for group in in_groups(stream_documents(paths, advance)):
-            for part in tokenize_group(group, self.tokenizer, learn_prompts=self.learn_prompts):
-                joined = part if rest is None else _joined(rest, part)
-                whole = len(joined.ids) // self.length * self.length
-                if whole:
-                    yield pack(_cut(joined, 0, whole), self.length)
-                rest = _cut(joined, whole, len(joined.ids))
-        if rest is not None and len(rest.ids):
-            yield pack(rest, self.length)
+    def _packed(self, tokens: Iterator[tuple[Document, list[int], list[int]]]) -> Iterator[Sequences]:
+        ids, labels = array("i"), array("i")
+        for _, some, scored in tokens:
+            ids.extend(some)
+            labels.extend(scored)
+            if len(ids) >= max(TOKENS_AT_ONCE, self.length):
+                whole = len(ids) // self.length * self.length
+                yield pack(from_arrays(ids[:whole], labels[:whole], ()), self.length)
+                ids, labels = ids[whole:], labels[whole:]
+        if ids:
+            yield pack(from_arrays(ids, labels, ()), self.length)
 
-    def _padded(self, paths: Sequence[str], advance: Progress) -> Iterator[Sequences]:
+    def _padded(self, tokens: Iterator[tuple[Document, list[int], list[int]]]) -> Iterator[Sequences]:
         problems: list[str] = []
-        more = 0
-        for group in in_groups(stream_documents(paths, advance)):
-            part = join(tokenize_group(group, self.tokenizer, learn_prompts=self.learn_prompts))
-            if isinstance(group, LongText):
-                part = Sequences(part.ids, part.labels, (0, len(part.ids)))
-            problems += too_long(part, [group] if isinstance(group, LongText) else group, self.length)
-            more += len(problems[MOST_LINES:])  # there may be as many as documents
-            del problems[MOST_LINES:]
-            yield part
+        ids, labels, starts = array("i"), array("i"), [0]
+        for document, some, scored in tokens:
+            ids.extend(some)
+            labels.extend(scored)
+            if document.goes_on:
+                continue
+            if (size := len(ids) - starts[-1]) > self.length:
+                problems.append(f"{document.source}: {size} tokens, expected at most {self.length}.")
+            starts.append(len(ids))
+            if len(ids) >= TOKENS_AT_ONCE:
+                yield from_arrays(ids, labels, starts)
+                ids, labels, starts = array("i"), array("i"), [0]
+        if ids:
+            yield from_arrays(ids, labels, starts)
         if problems:
-            raise DataError.from_problems([*problems, *([f"... and {more} more."] if more else []), TOO_LONG])
+            raise DataError.from_problems([*shorten(problems), TOO_LONG])
 
     @property
     def told(self) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def read_texts(
     cache: Path | None,
     processes: Any,
     track: Track,
-) -> dict[str, Sequences]:
+) -> dict[str, Any]:
     """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given.
 
     Args:
@@ -135,7 +141,8 @@ def read_texts(
         files: Texts by side.
         settings: What the user set.
         run: How the tokenizer is loaded: trust_remote_code.
-        cache: Folder in which the tokens of what is learned are kept; None keeps those of large texts alone.
+        cache: Folder in which the tokens of what is learned are kept; None keeps those of large texts alone, in the
+            cache of `datasets`.
         processes: The processes that share the run; one makes what is kept.
         track: Makes progress bars.
 
@@ -149,27 +156,39 @@ def read_texts(
     reader = Reader(tokenizer, digest, length, settings.packing, settings.learn_prompts)
     learned = [str(text) for text in files["learn"]]
     if cache is None and not _is_large(learned):
-        texts = {"learn": _in_memory(reader.read(learned))}
+        texts: dict[str, Sequences | StoredSequences] = {"learn": join(reader.read(learned))}
     else:
-        texts = {"learn": _stored(reader, learned, cache or default_cache(), processes, track)}
+        texts = {"learn": _stored(reader, learned, cache, processes, track)}
     if files.get(REHEARSAL):
-        texts[REHEARSAL] = _in_memory(reader.read(list(map(str, files[REHEARSAL]))))
+        texts[REHEARSAL] = join(reader.read(list(map(str, files[REHEARSAL]))))
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
             texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))
     return texts
 
 
-def _in_memory(parts: Iterator[Sequences]) -> Sequences:
-    found = list(parts)
-    if found and not any(map(len, found)):
-        raise DataError(NOTHING_SCORED)
-    return join(found)
+def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes: Any, track: Track) -> StoredSequences:
+    """Sequences in the cache, made by one process; all learn what they are called, or why there are none."""
+    from scale_surgery.running.token_cache import open_stored, store
 
+    folder = None if cache is None else str(cache)
 
-def _stored(reader: Reader, paths: Sequence[str], cache: Path, processes: Any, track: Track) -> Sequences:
-    """Sequences in the cache, made by one process; all learn where they are, or why there are none."""
-    return open_stored(Path(made_by_one(processes, lambda: str(_make(reader, paths, cache, track)))))
+    def make() -> str:
+        sources = [parse_source(path) for path in paths]
+        total = sum(map(_bytes_of, sources))
+        stamps = take_stamps(file for source in sources for file in _files_of(source))
+        with track("texts", total) as advance:
+            texts = [_digest(source, advance) for source in sources]
+        key = hashlib.sha256(repr([reader.told, texts]).encode()).hexdigest()[:40]
+
+        def parts() -> Iterator[Sequences]:
+            with track("tokens", total) as advance:
+                yield from _unless_changed(reader.read(paths, advance), stamps)
+
+        store(key, folder, parts(), {**reader.told, "texts": list(paths)})
+        return key
+
+    return open_stored(made_by_one(processes, make), folder)
 
 
 def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
@@ -195,20 +214,6 @@ def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
     if found[1]:
         raise DataError.from_problems(found[1])
     return found[0]
-
-
-def _make(reader: Reader, paths: Sequence[str], cache: Path, track: Track) -> Path:
-    sources = [parse_source(path) for path in paths]
-    total = sum(map(_bytes_of, sources))
-    stamps = take_stamps(file for source in sources for file in _files_of(source))
-    with track("texts", total) as advance:
-        told = [_digest(source, advance) for source in sources]
-    folder = cache / key_of({**reader.told, "texts": told})
-    if not is_stored(folder):
-        with track("tokens", total) as advance:
-            parts = _unless_changed(reader.read(paths, advance), stamps)
-            store(folder, parts, {**reader.told, "texts": list(paths)})
-    return folder
 
 
 def _unless_changed(parts: Iterator[Sequences], stamps: Stamps) -> Iterator[Sequences]:
@@ -246,11 +251,3 @@ def _digest(source: TextSource, advance: Progress) -> str:
     kind = source.path.suffix if source.path.suffix in (".jsonl", ".json") else "text"
     with readable(source.path), open_regular(source.path):
         return f"{kind} {settings} {hash_file(source.path, advance)}"
-
-
-def _joined(one: Sequences, other: Sequences) -> Sequences:
-    return Sequences(torch.cat((one.ids, other.ids)), torch.cat((one.labels, other.labels)), ())
-
-
-def _cut(sequences: Sequences, start: int, end: int) -> Sequences:
-    return Sequences(sequences.ids[start:end], sequences.labels[start:end], ())

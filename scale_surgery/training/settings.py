@@ -135,7 +135,7 @@ class TrainingStart:
         announce: Called with what the run will do, before its first step.
         report_to: Where else the log goes, such as tensorboard,wandb: whatever the Trainer of transformers reports to.
         cache_dir: Folder in which the tokens of the texts to learn are kept. Default: those of large texts are, in the
-            cache of Hugging Face (HF_ASSETS_CACHE).
+            cache of the library datasets (HF_DATASETS_CACHE).
     """
 
     resume: bool = False

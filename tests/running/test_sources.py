@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from scale_surgery.errors import DataError
-from scale_surgery.running.documents import LongText, read_documents, read_prompts, stream_documents
+from scale_surgery.running.documents import read_documents, read_prompts
 from scale_surgery.running.saved_datasets import digest_of
 from scale_surgery.running.sources import TextSource, parse_source
 from tests.running.test_texts import lines
 
-datasets = pytest.importorskip("datasets", reason="the test extra installs it")
 ROWS = [
     {"body": "one", "text": "un", "n": 1},
     {"body": "two", "text": "deux", "n": 2},
@@ -94,38 +94,11 @@ def test_plain_text_has_no_columns_and_a_file_no_splits(tmp_path: Path) -> None:
     assert refusal(f"{file},split=train") == [f"{file}: is a file, which has no split. Leave ,split= out."]
 
 
-# arrays, piece by piece
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        '[{"text": "a"}]',
-        ' \n[ {"text": "a"} , {"text": "b \\u00e9 \\" ]"},\n{"question": "q", "answer": "12"}]\n ',
-        '[{"text": "' + "long " * 3000 + '"}, {"text": "x", "n": [1, 2, {"m": 12345}]}]',
-    ],
-)
-def test_an_array_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    from scale_surgery.running import text_files
-
-    (tmp_path / "a.json").write_text(content)
-    for size in (1, 2, 7, 64, 2**20):
-        monkeypatch.setattr(text_files, "PIECE", size)
-        found = list(text_files.read_array(tmp_path / "a.json"))
-        assert found == json.loads(content), size
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[", "[]", "[1", "[1,", "[1 2]", "[1]]", '[1] {"text": "b"}', '{"text": "a"}', '["a]', "[tru]", "[" * 5000],
-)
-def test_what_is_no_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    from scale_surgery.running import text_files
-
-    (tmp_path / "a.json").write_text(content)
-    for size in (1, 3, 2**20):
-        monkeypatch.setattr(text_files, "PIECE", size)
-        assert not text_files.is_array(tmp_path / "a.json"), size
+@pytest.mark.parametrize("content", ["", "[", "[]", "[1,", "[1]]", '[1] {"text": "b"}', '["a]', "[tru]", "[" * 5000])
+def test_what_is_no_array_is_read_line_by_line(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    assert all(line.startswith(f"{file}, line 1: ") for line in (refusal(file) if content else []))
 
 
 # datasets
@@ -145,6 +118,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_of_parquet(folder: Path) -> None:
     (folder / "test.jsonl").unlink()
     assert [text for text, _ in read(folder)] == ["un", "deux", "x"]
+    assert read(folder / "train-00000.parquet")[1] == ("deux", f"{folder}/train-00000.parquet, row 2"), "the file alone"
     assert read(f"{folder},column=body,split=train") == [("one", f"{folder}, row 1"), ("two", f"{folder}, row 2")]
     assert refusal(f"{folder},column=n")[0] == f'{folder}, row 1: "n" is a number, expected a text.'
     assert refusal(f"{folder},split=dev") == [
@@ -191,14 +165,6 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     )
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    assert refusal("org/name,split=train") == [
-        "org/name: there is no such file, and a dataset of the Hub needs the library datasets: pip install "
-        "'scale-surgery[datasets]'."
-    ]
-
-
 def test_an_id_that_is_not_there() -> None:
     (line,) = refusal("org/name")
     assert line.startswith(
@@ -226,23 +192,3 @@ def test_an_id_is_asked_of_the_hub_and_streamed(folder: Path, monkeypatch: pytes
     assert len(digests) == 2 and digest_of(parse_source("org/name,column=body")) in digests
     datasets.Dataset.from_list(ROWS[:2]).to_parquet(folder / "train-00000.parquet")
     assert digest_of(parse_source("org/name,column=body")) not in digests, "another state of the same dataset"
-
-
-# long texts
-
-
-def test_long_texts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from scale_surgery.running import documents, text_files
-
-    monkeypatch.setattr(documents, "LONG_TEXT", 10)
-    monkeypatch.setattr(text_files, "PIECE", 8)
-    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\rthree, 東京\r\n".encode())
-    (tmp_path / "blank.txt").write_text(" \n" * 50)
-    (tmp_path / "short.txt").write_text("short")
-    file = lines(tmp_path / "a.jsonl", {"text": "long " * 9}, {"prompt": "why? " * 9, "completion": "long " * 9})
-    texts = [tmp_path / "a.txt", tmp_path / "blank.txt", tmp_path / "short.txt", file]
-    found = list(stream_documents(texts))
-    assert [isinstance(document, LongText) for document in found] == [True, False, True, False]
-    whole = [document.text for document in read_documents(texts)]
-    joined = ["".join(one.pieces) if isinstance(one, LongText) else one.text for one in found]
-    assert joined == whole == ["one\ntwo\nthree, 東京\n", "short", "long " * 9, "long " * 9]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,9 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import DataError
-from scale_surgery.running.documents import Document, read_documents
+from scale_surgery.running import documents
+from scale_surgery.running.documents import Document, in_pieces, read_documents
 from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
-from scale_surgery.running.texts import check_length, collate, pack, stride, tokenize, without_unscored
+from scale_surgery.running.texts import collate, pack, stride, tokenize, without_unscored
 
 PAD, START, END, UNKNOWN = range(4)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?\n"
@@ -50,7 +52,7 @@ def lines(file: Path, *rows: Any) -> Path:
     return file
 
 
-def refusal(*paths: Path) -> str:
+def refusal(*paths: Path | str) -> str:
     with pytest.raises(DataError) as error:
         list(read_documents(paths))
     return str(error.value)
@@ -152,7 +154,6 @@ def test_a_folder_that_is_no_saved_dataset(tmp_path: Path) -> None:
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     rows = {"question": ["Where?", "When?"], "answer": ["Oslo", "1970"]}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(tmp_path / "many")
@@ -165,13 +166,6 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     )
     assert refusal(tmp_path / "other").startswith(f"{tmp_path}/other, row 1: has the fields body; expected")
     assert refusal(tmp_path / "folder").startswith(f"{tmp_path}/folder: is no saved dataset (")
-
-
-def test_a_saved_dataset_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    assert refusal(tmp_path) == (
-        f"{tmp_path}: a saved dataset needs the library datasets: pip install 'scale-surgery[datasets]'."
-    )
 
 
 def test_alpaca_and_conversations(tmp_path: Path) -> None:
@@ -223,12 +217,15 @@ def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".TSV", "\t")])
 def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: str) -> None:
-    file = tmp_path / f"a{suffix}"
-    file.write_text(f'instruction{separator}"out{separator}put"\r\n1{separator}2\r\n')
-    assert refusal(file) == (
-        f"{file}, line 1: is a table with the columns instruction, out{separator}put, expected plain text or JSONL. "
-        "Write its rows as JSONL; or put it into a folder of its own and give that, which the library datasets reads."
-    )
+    file = tmp_path / f"a[1]{suffix}"
+    file.write_text(f'question{separator}answer{separator}id\r\n"one{separator}?"{separator}two{separator}3\r\n')
+    assert read(file) == [(f"one{separator}?", " two")]
+    assert refusal(f"{file},column=id") == f'{file}, row 1: "id" is a number, expected a text.'
+    file.write_text(f"instruction{separator}out\nAdd.{separator}2\n")
+    assert refusal(file).startswith(f"{file}, row 1: has the fields instruction, out; expected")
+    file.write_bytes(b"text\nZ\xfcrich\n")
+    (problem,) = refusal(file).splitlines()
+    assert problem.startswith(f"{file}: cannot be read") and problem.endswith(".")
 
 
 # tokens
@@ -380,6 +377,51 @@ def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:
     assert len({found.fingerprint(), *(other.fingerprint() for other in others)}) == 4
 
 
+# long texts
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LONG_TEXT", 100)
+    monkeypatch.setattr(documents, "PIECE", 20)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:
+    text = " \n" * 60 + "abc defg\n" * 9 + " \n" * 40 + "ab\r\n" * 9 + "x" * 70 + "\nend"
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (whole,) = read_documents([file])
+    pieces = list(read_documents([file], whole=False))
+    assert pieces == list(in_pieces(whole)) and len(pieces) == 11
+    assert "".join(piece.text for piece in pieces) == whole.text == text.replace("\r", "")
+    assert [piece.goes_on for piece in pieces] == [True] * 10 + [False]
+    assert pieces[0].text.startswith(" \n" * 60 + "abc"), "lines without text begin no document"
+    cut = [piece.text for piece in pieces[:-1] if not piece.text.endswith("\n")]
+    assert cut and all("x" in text for text in cut), "a line of more than a piece"
+    assert all(len(piece.text) <= 40 for piece in pieces[1:])
+    one = tokenize([Document("", "ab", ""), whole, Document("", "cd", "")], letters())
+    assert one[1]["input_ids"].tolist() == [START, *ids_of(whole.text), END] and len(one) == 3
+    assert one.labels[4] == IGNORED and one[1]["labels"][1:].tolist() == one[1]["input_ids"][1:].tolist()
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    found = [tokenizer(piece.text, add_special_tokens=False)["input_ids"] for piece in pieces]
+    ids = tokenize([whole], tokenizer).ids.tolist()
+    assert ids == [tokenizer.bos_token_id, *chain.from_iterable(found), tokenizer.eos_token_id]
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_what_is_not_long_or_no_plain_text_is_tokenized_at_once(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a" * 200}]}
+    for document in (
+        Document("", "a" * 100, ""),
+        Document("a" * 200, "b" * 200, ""),
+        Document("", "a" * 200, "", chat),
+    ):
+        assert list(in_pieces(document)) == [document]
+    (tmp_path / "blank.txt").write_text(" \n" * 200)
+    assert list(read_documents([tmp_path / "blank.txt"], whole=False)) == []
+
+
 # windows
 
 
@@ -434,22 +476,6 @@ def test_an_answer_is_one_in_whatever_window_it_begins() -> None:
                 if before == PROMPT and after >= 0
             ]
             assert begins == ids_of(" "), (length, step)
-
-
-def test_a_document_that_is_too_long_is_named() -> None:
-    documents = [Document("", "abc", "one.txt"), Document("ab?", " cdefg", "two.jsonl, line 1"), Document("", "a", "")]
-    sequences = tokenize(documents, letters())
-    check_length(sequences, documents, 11)
-    with pytest.raises(DataError) as error:
-        check_length(sequences, documents, 4)
-    assert str(error.value).splitlines() == [
-        "one.txt: 5 tokens, expected at most 4.",
-        "two.jsonl, line 1: 11 tokens, expected at most 4.",
-        "Pack the documents (packing, the default), raise --sequence-length, or split them.",
-    ]
-    many = [Document("", "abc", f"{index}") for index in range(20)]
-    with pytest.raises(DataError, match=r"\.\.\. and 8 more\.\nPack"):
-        check_length(tokenize(many, letters()), many, 4)
 
 
 # batches

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from accelerate import PartialState
@@ -27,16 +28,15 @@ from scale_surgery import (
     train,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
-from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.learning.estimate import count_tokens
 from scale_surgery.running import documents
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.sequences import Sequences
-from scale_surgery.running.texts import check_length, pack, tokenize, without_unscored
-from scale_surgery.running.token_cache import IDS_FILE, StoredSequences, open_stored, store
+from scale_surgery.running.sequences import Sequences, StoredSequences
+from scale_surgery.running.texts import pack, tokenize, without_unscored
+from scale_surgery.running.token_cache import open_stored, store
 from scale_surgery.training import learned
 from scale_surgery.training.learned import read_texts
 from tests.conftest import digests
@@ -56,7 +56,6 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts in every form, and the shipped model expanded."""
-    datasets = pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("learned")
     for form, rows in FORMS.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -74,7 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(
     place: Path, *texts: str, cache: Path | None = None, track: Any = None, settings: TrainingSettings = SETTINGS
-) -> Sequences:
+) -> Any:
     """What `train` learns from."""
     files = {"learn": [f"{place}/{text}" for text in texts]}
     one = PartialState(cpu=True)
@@ -113,26 +112,29 @@ class Bars:
 def as_before(place: Path, *texts: str, packing: bool, length: int) -> Sequences:
     """Everything in memory at once, and cut afterwards."""
     tokenizer = AutoTokenizer.from_pretrained(place / "wide")
-    read = list(read_documents([f"{place}/{text}" for text in texts]))
-    whole = tokenize(read, tokenizer)
-    if packing:
-        return without_unscored(pack(whole, length))
-    check_length(whole, read, length)
-    return without_unscored(whole)
+    whole = tokenize(read_documents([f"{place}/{text}" for text in texts]), tokenizer)
+    return without_unscored(pack(whole, length) if packing else whole)
 
 
-def same(one: Sequences, other: Sequences) -> bool:
+def same(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     rows = [(one[row], other[row]) for row in range(len(one))]
     return (
         one.fingerprint() == other.fingerprint()
-        and (one.scored, one.longest, list(one.starts)) == (other.scored, other.longest, list(other.starts))
-        and torch.equal(one.ids, other.ids)
-        and torch.equal(one.labels, other.labels)
+        and one.scored == other.scored
         and all(torch.equal(left[name], right[name]) for left, right in rows for name in ("input_ids", "labels"))
         and one.some(5).fingerprint() == other.some(5).fingerprint()
     )
+
+
+def as_rows(sequences: Sequences) -> list[dict[str, Any]]:
+    return [sequences[row] for row in range(len(sequences))]
+
+
+def kept(cache: Path) -> list[Path]:
+    """Folders of tokens in a cache, unfinished ones too, without the locks beside them."""
+    return sorted(path for path in cache.glob("tokens/default/0.0.0/*") if path.is_dir())
 
 
 # the same tokens
@@ -176,6 +178,8 @@ def test_in_memory_and_on_disk_are_what_they_were(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: tuple[str, ...], packing: bool
 ) -> None:
     monkeypatch.setattr(documents, "LONG_TEXT", 1000)  # the plain text is read in pieces
+    monkeypatch.setattr(documents, "PIECE", 300)
+    monkeypatch.setattr(learned, "TOKENS_AT_ONCE", 500)
     length = 32 if packing else 8192
     monkeypatch.setattr(learned, "context_of", lambda config: None)  # longer than this model reads
     settings = TrainingSettings(packing=packing, sequence_length=length)
@@ -186,15 +190,22 @@ def test_in_memory_and_on_disk_are_what_they_were(
     assert not same(stored, pack(before, length // 2)), "the control"
 
 
-def test_documents_that_do_not_fit_are_named_on_disk_too(place: Path, tmp_path: Path) -> None:
-    settings, texts = TrainingSettings(packing=False, sequence_length=16), ["text.jsonl"]
-    with pytest.raises(DataError) as before:
-        as_before(place, *texts, packing=False, length=16)
+def test_documents_that_do_not_fit_are_named(place: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(packing=False, sequence_length=16)
+    sizes = [len(row["input_ids"]) for row in as_rows(as_before(place, "text.jsonl", packing=False, length=16))]
+    expected = [
+        f"{place}/text.jsonl, line {number}: {size} tokens, expected at most 16."
+        for number, size in enumerate(sizes[:12], start=1)
+    ]
     for cache in (None, tmp_path):
-        with pytest.raises(DataError) as now:
-            read(place, *texts, settings=settings, cache=cache)
-        assert now.value.lines == before.value.lines and len(now.value.lines) == 14
-    assert not any(tmp_path.iterdir())
+        with pytest.raises(DataError) as error:
+            read(place, "text.jsonl", settings=settings, cache=cache)
+        assert list(error.value.lines) == [
+            *expected,
+            "... and 12 more.",
+            "Pack the documents (packing, the default), raise --sequence-length, or split them.",
+        ]
+    assert kept(tmp_path) == []
 
 
 def test_no_text_on_disk_either(place: Path, tmp_path: Path) -> None:
@@ -210,16 +221,19 @@ def test_no_text_on_disk_either(place: Path, tmp_path: Path) -> None:
 def test_they_are_made_once(place: Path, tmp_path: Path) -> None:
     first, second = Bars(), Bars()
     one = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=first)
-    (folder,) = tmp_path.iterdir()
-    written = (folder / IDS_FILE).stat()
+    (folder,) = kept(tmp_path)
+    written = {file: file.stat() for file in folder.iterdir()}
     sizes = sum((place / name).stat().st_size for name in ("text.jsonl", "plain.txt"))
     assert first.total == first.done == {"texts": sizes, "tokens": sizes}
     other = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=second)
-    assert second.done.keys() == {"texts"} and (folder / IDS_FILE).stat() == written
+    assert second.done.keys() == {"texts"} and {file: file.stat() for file in folder.iterdir()} == written
     assert same(one, other)
-    told = json.loads((folder / "tokens.json").read_text())
+    info = json.loads((folder / "dataset_info.json").read_text())
+    told = json.loads(info["description"])
     assert told["made_of"]["texts"] == [f"{place}/text.jsonl", f"{place}/plain.txt"]
-    assert told["facts"]["tokens"] == len(one.ids)
+    assert info["splits"]["train"]["num_examples"] == len(one)
+    again = datasets.Dataset.from_file(str(folder / "tokens-train.arrow"))
+    assert again[0] == {name: tensor.tolist() for name, tensor in one[0].items()}, "anybody can read it"
 
 
 def test_what_decides_tokens_decides_what_is_found(place: Path, tmp_path: Path) -> None:
@@ -260,7 +274,7 @@ def test_large_texts_are_kept_without_being_asked(place: Path, tmp_path: Path, m
     assert not isinstance(read(place, "text.jsonl"), StoredSequences)
     monkeypatch.setattr(learned, "LARGE", 1000)
     assert isinstance(read(place, "text.jsonl"), StoredSequences)
-    assert learned.default_cache().is_relative_to(os.environ["HF_HOME"]) and any(learned.default_cache().iterdir())
+    assert kept(Path(os.environ["HF_HOME"]) / "datasets")
 
 
 # training
@@ -322,26 +336,24 @@ def stopping(step: int) -> Callable[..., Any]:
 def test_an_interruption_leaves_nothing(place: Path, tmp_path: Path, moment: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         read(place, "text.jsonl", cache=tmp_path, track=Bars(stop=moment))
-    assert not any(tmp_path.iterdir())
+    assert kept(tmp_path) == []
 
 
-def test_what_a_kill_left_is_made_anew_and_so_is_what_was_cut_off(place: Path, tmp_path: Path) -> None:
-    whole = read(place, "text.jsonl", cache=tmp_path)
-    expected = [whole.fingerprint(), whole.ids.tolist()]
-    (folder,) = tmp_path.iterdir()
-
-    folder.rename(f"{folder}.partial")  # killed before it got its name; all is there, and not to be trusted
-    (tmp_path / f"{folder.name}.partial" / IDS_FILE).write_bytes(b"half of it")
-    (tmp_path / f"{folder.name}.partial" / f"{UNFINISHED}x1y2z3").mkdir()
+def test_what_a_kill_left_is_made_anew_and_what_was_cut_off_is_named(place: Path, tmp_path: Path) -> None:
+    expected = read(place, "text.jsonl", cache=tmp_path).fingerprint()
+    (folder,) = kept(tmp_path)
+    folder.rename(f"{folder}.incomplete")  # killed before it got its name; all is there, and not to be trusted
+    os.truncate(f"{folder}.incomplete/tokens-train.arrow", 40)
     bars = Bars()
     again = read(place, "text.jsonl", cache=tmp_path, track=bars)
-    assert "tokens" in bars.done and [again.fingerprint(), again.ids.tolist()] == expected
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-
-    for spoil in (lambda: os.truncate(folder / IDS_FILE, 40), (folder / "tokens.json").unlink, lambda: None):
-        spoil()
-        again = read(place, "text.jsonl", cache=tmp_path)
-        assert [again.fingerprint(), again.ids.tolist()] == expected
+    assert "tokens" in bars.done and again.fingerprint() == expected and kept(tmp_path) == [folder]
+    assert same(again, read(place, "text.jsonl")), "and not only what is said of it"
+    os.truncate(folder / "tokens-train.arrow", 4000)
+    with pytest.raises(DataError) as error:
+        read(place, "text.jsonl", cache=tmp_path)
+    assert str(error.value).startswith(f"{folder}: holds damaged tokens (") and str(error.value).endswith(
+        "). Delete it."
+    )
 
 
 def test_a_text_that_changes_while_it_is_read_is_not_kept(place: Path, tmp_path: Path) -> None:
@@ -356,12 +368,12 @@ def test_a_text_that_changes_while_it_is_read_is_not_kept(place: Path, tmp_path:
     with pytest.raises(DataError) as error:
         read(place, text.name, cache=tmp_path / "cache", track=writing)
     assert "changed while it was read. Run again when nothing writes to it." in str(error.value)
-    assert not any((tmp_path / "cache").iterdir())
+    assert kept(tmp_path / "cache") == []
 
 
 def test_tokens_that_another_process_does_not_see(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no tokens.*Give --cache-dir, a folder on a disk that all"):
-        open_stored(tmp_path / "elsewhere")
+        open_stored("key", str(tmp_path))
 
 
 def test_a_cache_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
@@ -374,17 +386,7 @@ def test_a_cache_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
     )
 
 
-def test_no_cache_of_hugging_face(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(learned, "LARGE", 1000)
-    with pytest.raises(DataError) as error:
-        read(place, "text.jsonl")
-    assert str(error.value).startswith("the cache of Hugging Face cannot hold tokens (")
-    assert str(error.value).endswith("Set HF_HOME, or name another folder with --cache-dir.")
-
-
-def make_slowly(folder: Path, made: Path, ready: Any) -> None:
+def make_slowly(cache: Path, made: Path, ready: Any) -> None:
     def parts() -> Iterator[Sequences]:
         made.open("a").write("made\n")
         ids = torch.arange(40, dtype=torch.int32)
@@ -393,13 +395,13 @@ def make_slowly(folder: Path, made: Path, ready: Any) -> None:
             time.sleep(0.05)
             yield Sequences(ids, ids.clone(), (0, 20, 40))
 
-    store(folder, parts(), {})
+    store("key", str(cache), parts(), {})
 
 
 @pytest.mark.slow
 def test_one_process_makes_them_and_others_wait(tmp_path: Path) -> None:
     ready = FORKS.Event()
-    runs = [FORKS.Process(target=make_slowly, args=(tmp_path / "key", tmp_path / "made", ready)) for _ in range(3)]
+    runs = [FORKS.Process(target=make_slowly, args=(tmp_path / "cache", tmp_path / "made", ready)) for _ in range(3)]
     for run in runs:
         run.start()
     assert ready.wait(60)
@@ -407,20 +409,21 @@ def test_one_process_makes_them_and_others_wait(tmp_path: Path) -> None:
         run.join(60)
     assert [run.exitcode for run in runs] == [0, 0, 0]
     assert (tmp_path / "made").read_text() == "made\n"
-    assert open_stored(tmp_path / "key").scored == 40 * 20 - 40
-    assert {path.name for path in tmp_path.iterdir()} == {"key", "made"}
+    assert open_stored("key", str(tmp_path / "cache")).scored == 40 * 20 - 40
+    assert [path.name for path in kept(tmp_path / "cache")] == ["key"]
 
 
 @pytest.mark.slow
 def test_killed_while_it_makes_them_the_next_one_does(tmp_path: Path) -> None:
     ready = FORKS.Event()
-    run = FORKS.Process(target=make_slowly, args=(tmp_path / "key", tmp_path / "made", ready))
+    run = FORKS.Process(target=make_slowly, args=(tmp_path / "cache", tmp_path / "made", ready))
     run.start()
     assert ready.wait(60)
     run.kill()
     run.join(60)
-    assert (tmp_path / "key.partial").is_dir() and not (tmp_path / "key").exists()
+    assert [path.name for path in kept(tmp_path / "cache")] == ["key.incomplete"]
     ids = torch.arange(6, dtype=torch.int32)
-    store(tmp_path / "key", [Sequences(ids, ids, (0, 3, 6))], {})
-    assert open_stored(tmp_path / "key").ids.tolist() == list(range(6))
-    assert {path.name for path in tmp_path.iterdir()} == {"key", "made"}
+    store("key", str(tmp_path / "cache"), [Sequences(ids, ids, (0, 3, 6))], {})
+    rows = open_stored("key", str(tmp_path / "cache"))
+    assert [row["input_ids"].tolist() for row in as_rows(rows)] == [[0, 1, 2], [3, 4, 5]]
+    assert [path.name for path in kept(tmp_path / "cache")] == ["key"]
