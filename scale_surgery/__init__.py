@@ -93,7 +93,6 @@ __all__ = [
     "Inspection",
     "Learned",
     "Merged",
-    "PilotSettings",
     "Plan",
     "PlanError",
     "PosteriorRouter",

@@ -76,7 +76,7 @@ def plan_command(
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
-    run = take(RunOptions, options)
+    run = RunOptions(trust_remote_code=options.pop("trust_remote_code"))
     request = make_request(options)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")

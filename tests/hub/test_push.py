@@ -59,6 +59,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     huggingface_hub.utils.disable_progress_bars()
     with running() as found:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, found.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", found.address)
         yield found
         huggingface_hub.close_session()
