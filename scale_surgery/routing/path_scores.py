@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from scale_surgery.modeling.expanded_mixture import cosines
+from scale_surgery.modeling.expanded_mixture import row_cosines
 from scale_surgery.modeling.expanded_routing import TokenScores, weigh
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing.watched import Observer, observed_by
@@ -92,9 +92,9 @@ class PathObserver(Observer):
         self.labels, self.done = labels, 0
         self.answers: list[Answers] = []
 
-    def read(self, features: Any) -> tuple[list[Tensor], Tensor | None]:
+    def read_logits(self, features: Any) -> tuple[list[Tensor], Tensor | None]:
         """What the router reads, and of two paths the cosine of their base logits."""
-        sides, observed = self.router.read(features)
+        sides, observed = self.router.read_logits(features)
         start, self.done = self.done, self.done + sides[0].shape[1]
         if len(sides) != 2:
             return sides, observed
@@ -103,7 +103,7 @@ class PathObserver(Observer):
             self.answers.append(self._compare(features, sides, row, column, start))
         if observed is None:
             bases = features.base_logits()
-            observed = cosines(bases[0], bases[-1])
+            observed = row_cosines(bases[0], bases[-1])
         return sides, observed
 
     def _first_tokens(self, start: int) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     assert found.base_logits_bit_equal and all(layer.is_bit_equal for layer in found.layers)
     assert not found.is_bit_equal, "the control: the mixture is not the base's output"
     assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
-    assert result.routing == mixed(switch_rate=0).of(len(NAMES)) and result.expansions == NAMES
+    assert result.routing == mixed(switch_rate=0).for_expansions(len(NAMES)) and result.expansions == NAMES
     assert result.state == "trained" and result.trained_tensors > 30
     # what is found stands in the record, and in no other file
     after = digests(folder)

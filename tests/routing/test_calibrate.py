@@ -344,7 +344,7 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
     ways = (base_alone, adapt_alone, best_alone, routed_by(model.choice.router))
     (whole,) = read_paths(model, sequences, 10)
     monkeypatch.setattr(path_scores, "TOGETHER", 200)
-    monkeypatch.setattr(expanded_routing, "AT_ONCE", 2 * 7 * 33)
+    monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 7 * 33)
     parts = read_paths(model, sequences, 7)
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
     assert len(whole.answers.row) == sum(len(part.answers.row) for part in parts) > 50
@@ -378,10 +378,10 @@ def test_winning_weights_are_those_that_a_search_finds() -> None:
 
 
 def test_settings_that_are_tried(place: Path, calibration_of: Callable[[str], Calibration]) -> None:
-    present: Any = ROUTINGS["posterior"].of(1)
+    present: Any = ROUTINGS["posterior"].for_expansions(1)
     read = read_paths(load(place / "posterior"), tokenize(read_documents(new(place)), letters()), 8)
     tried = settings_of(present, (), read)
-    assert tried[:2] == (present, PosteriorRouter().of(1))
+    assert tried[:2] == (present, PosteriorRouter().for_expansions(1))
     assert {routing.switch_rate for routing in tried} == {0, 0.0001, 0.001, 0.003, 0.01, 0.02, 0.03, 0.1}
     assert {weights_of(routing)[0] for routing in tried} == {0.01, 0.05, 0.2, 0.3, 0.5, 0.8, 0.95, 0.99}
     assert len(tried) == len(set(tried)) == 50
@@ -626,7 +626,7 @@ def test_what_few_texts_do_not_show_is_not_taken_for_no_loss(lost: list[float], 
 
 
 def bounded(prior: float, rate: float) -> Outcome:
-    return replace(outcome(0.5, 0.0, 1.0), routing=PosteriorRouter(prior, rate).of(1))
+    return replace(outcome(0.5, 0.0, 1.0), routing=PosteriorRouter(prior, rate).for_expansions(1))
 
 
 def test_the_bound_that_was_asked_for_is_named() -> None:
@@ -910,7 +910,7 @@ def test_the_table_fits_80_columns_and_has_the_rows_that_matter(
     assert heads == ["base", "adapt", "present"]
     shown = choose_shown(result)
     assert result.present in shown and result.proposed in shown
-    default = CosineRouter(strict=router == "strict") if router != "posterior" else PosteriorRouter().of(1)
+    default = CosineRouter(strict=router == "strict") if router != "posterior" else PosteriorRouter().for_expansions(1)
     assert default in [outcome.routing for outcome in shown]
     every = shown_of(result, details=True)
     assert f"{len(result.outcomes)} of {len(result.outcomes)} settings" in every

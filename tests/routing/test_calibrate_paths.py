@@ -148,7 +148,7 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     model = load(folder)
     assert model.choice.router.settings == content["proposed"]["routing"]
     # the control: the folder that it was copied from is another
-    assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05).of(3)
+    assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05).for_expansions(3)
 
 
 def test_numbers_are_set_in_both_files_or_in_none(
