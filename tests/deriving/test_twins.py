@@ -172,11 +172,11 @@ def test_what_mutes_a_block_mutes_it():
     kind = derive(real.config).architecture.kinds[1]
     part = twin.layers[3].parts[1]
     with torch.no_grad():
-        assert bool(part.call.again(part.entry).any())
+        assert bool(part.call.rerun(part.entry).any())
         for name, own in part.module.named_parameters():
             if numberless(f"mlp.{name}") in kind.blocks[1].mute:
                 own.zero_()
-        assert not bool(part.call.again(part.entry).any())
+        assert not bool(part.call.rerun(part.entry).any())
     assert kind.blocks[1].mute == ("mlp.experts.down_proj", "mlp.shared_experts.down_proj.weight")
 
 
