@@ -45,14 +45,14 @@ from scale_surgery.routing.choice import Limits, choose, given_options, propose,
 from scale_surgery.routing.noise import Estimate, estimate
 from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
 from scale_surgery.routing.path_scores import (
-    Reading,
+    PathLosses,
     adapt_alone,
-    base_alone,
     best_alone,
-    measure,
+    measure_batches,
     read_paths,
     routed_by,
     scored_cosines,
+    weigh_base,
     winning_weights,
 )
 from scale_surgery.routing.settings import round_threshold, settings_of
@@ -298,7 +298,7 @@ def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
 def measured(old: float, new: float) -> Measured:
     """Readings of 100 tokens in two windows, and a short prompt."""
     windows, scored = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.tensor([25, 75])
-    sides = (Reading(Measurement(nats, 100, 0, 0), 10.0, nats * windows, scored) for nats in (old, new))
+    sides = (PathLosses(Measurement(nats, 100, 0, 0), 10.0, nats * windows, scored) for nats in (old, new))
     one = torch.ones(1, 8, dtype=torch.float64)
     return Measured(*sides, Beginnings(one > 0, 0 * one, one))
 
@@ -341,7 +341,7 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
 ) -> None:
     """Windows of several forward passes are weighed as one batch, and logits are made some positions at a time."""
     model, sequences = load(place / router), tokenize(read_documents(new(place)), letters())
-    ways = (base_alone, adapt_alone, best_alone, routed_by(model.choice.router))
+    ways = (weigh_base, adapt_alone, best_alone, routed_by(model.choice.router))
     (whole,) = read_paths(model, sequences, 10)
     monkeypatch.setattr(path_scores, "TOGETHER", 200)
     monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 7 * 33)
@@ -349,10 +349,10 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
     assert len(whole.answers.row) == sum(len(part.answers.row) for part in parts) > 50
     for way in ways:
-        one, other = measure([whole], way), measure(parts, way)
+        one, other = measure_batches([whole], way), measure_batches(parts, way)
         assert same(one.total, other.total) and math.isclose(one.routed, other.routed, rel_tol=1e-4)
         torch.testing.assert_close(one.nats, other.nats, rtol=1e-4, atol=1e-5)
-    assert len({measure([whole], way).total.answered for way in ways}) > 1
+    assert len({measure_batches([whole], way).total.answered for way in ways}) > 1
 
 
 def test_winning_weights_are_those_that_a_search_finds() -> None:
