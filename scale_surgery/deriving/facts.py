@@ -18,8 +18,8 @@ from scale_surgery.deriving.build import (
     token_ids,
 )
 from scale_surgery.deriving.disk import unread_names
+from scale_surgery.deriving.fallback import STRENGTH, weaker_block
 from scale_surgery.deriving.layer import TwinLayer, derive_layer
-from scale_surgery.deriving.mute import find_mutes
 from scale_surgery.deriving.norms import epsilon
 from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
@@ -27,7 +27,7 @@ from scale_surgery.deriving.own_code import own_code_of
 from scale_surgery.deriving.part import is_transposed
 from scale_surgery.deriving.shrink import Real
 from scale_surgery.deriving.watch import watch
-from scale_surgery.deriving.weaken import STRENGTH, weaker_block
+from scale_surgery.deriving.zero_output import find_mutes
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Kind, Sizes
 from scale_surgery.planning.base import sizes_of_blocks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from scale_surgery.deriving.fallback import hooked, weaker
 from scale_surgery.deriving.prove import Twin, failure_of
-from scale_surgery.deriving.weaken import hooked, weaker
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
 

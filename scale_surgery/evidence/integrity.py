@@ -18,7 +18,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.tokenizer import ASKING_FILES
-from scale_surgery.surgery.intact import added_files, bytes_of_model, find_damage
+from scale_surgery.surgery.intact import added_files, bytes_of_model, check_integrity
 from scale_surgery.surgery.parts import described_parts, part_readers
 from scale_surgery.surgery.record import Manifest
 
@@ -73,7 +73,7 @@ def check_files(
         Every problem, each naming its tensor or file.
     """
     parts = described_parts(checkpoint, manifest)
-    damage = find_damage(checkpoint, manifest, advance)
+    damage = check_integrity(checkpoint, manifest, advance)
     expansion = damage.expansion
     began = {name: digest for recorded in manifest.expansions.values() for name, digest in recorded.tensors.items()}
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)

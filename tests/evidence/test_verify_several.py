@@ -35,7 +35,7 @@ from scale_surgery.evidence.probes import MixtureLoss, PathNumbers, compare_path
 from scale_surgery.evidence.promises import judge
 from scale_surgery.running.prompts import Batch
 from scale_surgery.show.tables_verify import render_verification
-from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from tests.composed import LLAMA, Made, mixed
 from tests.conftest import digests, load
@@ -291,7 +291,7 @@ def test_each_byte_is_read_once(folder: Path) -> None:
     # headers of shards are read as they are in the extract, which names tensors shorter
     assert 0.9 * total < read <= total
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    assert find_damage(checkpoint, record).hashes == hash_tensors(checkpoint, record.base_tensors)
+    assert check_integrity(checkpoint, record).hashes == hash_tensors(checkpoint, record.base_tensors)
 
 
 def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
