@@ -153,7 +153,7 @@ FORWARDS: dict[type, Callable[..., Tensor]] = {
 
 def joint(module: ExpandedAttention, parts: Any) -> Any:
     """What a stock forward of attention sees, whose heads attend at once."""
-    found = ExpandedAttention.seen(module, parts)
+    found = ExpandedAttention.widened(module, parts)
     found.config = SeenConfig(found.config)
     return found
 
@@ -164,7 +164,7 @@ def dense_reference(model: Any, dtype: torch.dtype) -> Any:
     style = get_family(model.config.model_type.removeprefix("scale_")).norm_style
     for module in list(reference.modules()):
         if isinstance(module, ExpandedAttention):
-            module.config, module.seen = SeenConfig(module.config), partial(joint, module)
+            module.config, module.widened = SeenConfig(module.config), partial(joint, module)
         elif isinstance(module, ExpandedModule) and DEFAULT_NAME in module.expansions:
             own = module.expansions[DEFAULT_NAME]
             module.forward = partial(FORWARDS[type(own)], module, own, style)

@@ -101,7 +101,7 @@ def follow(texts: Sequence[str], questions: Sequence[Question]) -> list[Question
 def name_router(routing: CosineRouter | PosteriorRouter) -> str:
     """Say in a few words how tokens are routed."""
     if isinstance(routing, PosteriorRouter):
-        return f"posterior {weights_of(routing.of(1))[0]:g}, {routing.switch_rate:g}"
+        return f"posterior {weights_of(routing.for_expansions(1))[0]:g}, {routing.switch_rate:g}"
     return f"cosine {routing.threshold:g}" + (", strict" if routing.strict else "")
 
 

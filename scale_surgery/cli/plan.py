@@ -21,7 +21,6 @@ from scale_surgery.cli.options import (
     output_options,
     run_options,
     set_option,
-    take,
 )
 from scale_surgery.cli.outputs import files_option, write_files
 from scale_surgery.fields import fields_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_surgery.deriving.norms import is_norm, norm_style
-from scale_surgery.deriving.part import Change, Part, features
-from scale_surgery.deriving.watch import Attention, Call, depends
+from scale_surgery.deriving.part import Change, LayerPart, features
+from scale_surgery.deriving.watch import Attention, ModuleCall, depends
 from scale_surgery.planning.architecture import Block, InnerNorm, Linear, Role
 
 # attributes of attention that hold a number of heads or of features of all heads, and those that do not
@@ -27,7 +27,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadCounts:
     """Numbers of heads and of their features."""
 
     query: int
@@ -48,7 +48,7 @@ class Heads:
         return (self.query if role == "q" else self.key_value) * self.size
 
 
-def split_attention(part: Part, block: Block) -> Block:
+def describe_attention(part: LayerPart, block: Block) -> Block:
     """Describe attention whose heads can be widened.
 
     Args:
@@ -63,13 +63,13 @@ def split_attention(part: Part, block: Block) -> Block:
     """
     attention, writer = _only_attention(part), part.writer
     assert writer is not None
-    if part.others:
+    if part.inner_linears:
         raise RefusedError(_between(part, attention))
     heads = _heads(attention, writer)
-    readers = tuple(_reader(part, own, attention, heads) for own in part.readers)
+    readers = tuple(_reader(part, call, attention, heads) for call in part.readers)
     _check_roles(readers)
     linears = (*readers, Linear(writer.name, ("o",), features(writer.module)[0], (part.hidden,)))
-    norms = tuple(_inner_norm(own, attention, heads) for own in part.leaves)
+    norms = tuple(_inner_norm(call, attention, heads) for call in part.leaves)
     if all(norm.head_axis is not None for norm in norms):
         _check_alike(part, readers, heads)
     return replace(
@@ -86,55 +86,55 @@ def split_attention(part: Part, block: Block) -> Block:
     )
 
 
-def _only_attention(part: Part) -> Attention:
+def _only_attention(part: LayerPart) -> Attention:
     if not part.attentions:
         raise RefusedError("it does not hand queries, keys and values to transformers' attention interface")
     if len(part.attentions) > 1:
         raise RefusedError(f"it runs attention {len(part.attentions)} times")
     attention = part.attentions[0]
-    if part.own_parameters:
-        raise RefusedError(f"it has parameters of its own: {', '.join(part.own_parameters)}")
+    if part.uncalled_parameters:
+        raise RefusedError(f"it has parameters of its own: {', '.join(part.uncalled_parameters)}")
     if attention.extras:
         raise RefusedError(f"its attention takes more than queries, keys and values: {', '.join(attention.extras)}")
-    if any(own.dim() != 4 for own in (attention.query, attention.key, attention.value)):
+    if any(states.dim() != 4 for states in (attention.query, attention.key, attention.value)):
         raise RefusedError("its queries are not (batch, heads, tokens, features)")
     return attention
 
 
-def _heads(attention: Attention, writer: Call) -> Heads:
-    query, key, value = (tuple(own.shape) for own in (attention.query, attention.key, attention.value))
+def _heads(attention: Attention, writer: ModuleCall) -> HeadCounts:
+    query, key, value = (tuple(states.shape) for states in (attention.query, attention.key, attention.value))
     if not query[-1] == key[-1] == value[-1]:
         raise RefusedError(f"heads of queries and of values differ in size: {query[-1]} and {value[-1]}")
     if key[1] != value[1] or query[1] % key[1]:
         raise RefusedError(f"{query[1]} query heads share {key[1]} heads of keys and {value[1]} of values")
     if features(writer.module)[0] != query[1] * query[-1]:
         raise RefusedError(f"{writer.name} reads another number of features than the heads give")
-    return Heads(query[1], key[1], query[-1])
+    return HeadCounts(query[1], key[1], query[-1])
 
 
-def _between(part: Part, attention: Attention) -> str:
+def _between(part: LayerPart, attention: Attention) -> str:
     """Say which linear stands between the readers and attention."""
-    names = [own.name for own in part.others]
-    for own in part.others:
-        assert own.gave is not None
+    names = [linear.name for linear in part.inner_linears]
+    for linear in part.inner_linears:
+        assert linear.gave is not None
         if any(
-            own.gave.requires_grad and depends(made, own.gave)[0] is not None
+            linear.gave.requires_grad and depends(made, linear.gave)[0] is not None
             for made in (attention.key, attention.value)
         ):
-            return f"keys and values are made from a latent: {own.name} reads what another linear wrote"
+            return f"keys and values are made from a latent: {linear.name} reads what another linear wrote"
     return f"between the linears that read and write the residual stream there are others: {', '.join(names)}"
 
 
-def _reader(part: Part, reader: Call, attention: Attention, heads: Heads) -> Linear:
+def _reader(part: LayerPart, reader: ModuleCall, attention: Attention, heads: HeadCounts) -> Linear:
     """A linear that reads the residual stream: its roles, and how they share its rows."""
     assert reader.gave is not None
     inputs, width = features(reader.module)
     made: Mapping[Role, Tensor] = {"q": attention.query, "k": attention.key, "v": attention.value}
-    found = {role: mask for role, own in made.items() if (mask := depends(own, reader.gave)[0]) is not None}
-    masks = list(found.values())
-    if any(bool((one & other).any()) for i, one in enumerate(masks) for other in masks[:i]):
-        raise RefusedError(f"{reader.name} makes {' and '.join(found)} from the same features")
-    roles = sorted(found, key=lambda role: int(found[role].nonzero()[0]))
+    mask_of = {role: mask for role, states in made.items() if (mask := depends(states, reader.gave)[0]) is not None}
+    masks = list(mask_of.values())
+    if any(bool((a & b).any()) for i, a in enumerate(masks) for b in masks[:i]):
+        raise RefusedError(f"{reader.name} makes {' and '.join(mask_of)} from the same features")
+    roles = sorted(mask_of, key=lambda role: int(mask_of[role].nonzero()[0]))
     fused: Literal["section", "head"] = "section" if all(map(_is_section, masks)) else "head"
     # the features left over open or close what attention gives
     roles += ["q"] * ((width - sum(map(heads.width, roles))) // heads.width("q"))
@@ -152,7 +152,7 @@ def _is_section(mask: Tensor) -> bool:
 
 
 def _check_roles(readers: tuple[Linear, ...]) -> None:
-    made = [role for own in readers for role in own.roles]
+    made = [role for linear in readers for role in linear.roles]
     for role, noun in NOUNS.items():
         if made.count(role) != 1:
             raise RefusedError(f"its {noun} do not come from one linear of this layer")
@@ -160,14 +160,14 @@ def _check_roles(readers: tuple[Linear, ...]) -> None:
         raise RefusedError("its queries do not come from a linear of this layer")
 
 
-def _inner_norm(leaf: Call, attention: Attention, heads: Heads) -> InnerNorm:
+def _inner_norm(leaf: ModuleCall, attention: Attention, heads: HeadCounts) -> InnerNorm:
     """A norm on queries, keys or what the heads give."""
     assert leaf.before is not None and leaf.gave is not None
     shape = tuple(leaf.before.shape)
     style = norm_style(leaf.module, shape[-1]) if is_norm(leaf.module) else None
     if style is None:
         raise RefusedError(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
-    reads_key = any(depends(own, leaf.gave)[0] is not None for own in (attention.key, attention.value))
+    reads_key = any(depends(states, leaf.gave)[0] is not None for states in (attention.key, attention.value))
     stream, count = ("key_value", heads.key_value) if reads_key else ("query", heads.query)
     if len(shape) == 4 and shape[-1] == heads.size and count in shape[1:3]:
         return InnerNorm(leaf.name, stream, -2 if shape[2] == count else 1, style)  # type: ignore[arg-type]
@@ -176,51 +176,51 @@ def _inner_norm(leaf: Call, attention: Attention, heads: Heads) -> InnerNorm:
     raise RefusedError(f"{leaf.name} normalises {shape[-1]} features, which are neither a head nor all heads")
 
 
-def _check_alike(part: Part, readers: tuple[Linear, ...], heads: Heads) -> None:
+def _check_alike(part: LayerPart, readers: tuple[Linear, ...], heads: HeadCounts) -> None:
     """Heads in another order give the same in that order; otherwise they are not alike, as with slopes or sinks."""
     if part.call is None or heads.key_value == 1:
         return
-    calls = {own.name: own.module for own in part.readers}
-    changes = {calls[own.name]: _rolled(own, heads) for own in readers}
-    found, stock = part.written(changes), part.writer
-    assert stock is not None and stock.before is not None and found is not None
-    if not torch.allclose(found, _roll(stock.before, heads), atol=1e-4, rtol=1e-4):
+    calls = {call.name: call.module for call in part.readers}
+    changes = {calls[linear.name]: _rolled(linear, heads) for linear in readers}
+    changed, stock = part.written(changes), part.writer
+    assert stock is not None and stock.before is not None and changed is not None
+    if not torch.allclose(changed, _roll(stock.before, heads), atol=1e-4, rtol=1e-4):
         raise RefusedError("its heads are not alike: in another order they give something else")
 
 
-def _rolled(linear: Linear, heads: Heads) -> Change:
+def _rolled(linear: Linear, heads: HeadCounts) -> Change:
     def change(result: Tensor) -> Tensor:
         if linear.fused_by == "head":
             return _roll(result, heads)
-        return torch.cat([_roll(own, heads) for own in torch.split(result, list(linear.outputs), -1)], -1)
+        return torch.cat([_roll(section, heads) for section in torch.split(result, list(linear.outputs), -1)], -1)
 
     return change
 
 
-def _roll(result: Tensor, heads: Heads) -> Tensor:
+def _roll(result: Tensor, heads: HeadCounts) -> Tensor:
     """The key/value heads, each with its queries, in another order."""
     groups = result.reshape(*result.shape[:-1], heads.key_value, -1)
     return groups.roll(1, -2).flatten(-2)
 
 
-def _attributes(module: nn.Module, heads: Heads) -> dict[str, str]:
+def _attributes(module: nn.Module, heads: HeadCounts) -> dict[str, str]:
     names = set(re.findall(r"self\.(\w+)\b(?!\()", _source(module)))
     values = {name: getattr(module, name, None) for name in sorted(names)}
     return {name: size for name, value in values.items() if (size := _size_named(name, value, heads))}
 
 
-def _config_keys(module: nn.Module, heads: Heads) -> dict[str, str]:
+def _config_keys(module: nn.Module, heads: HeadCounts) -> dict[str, str]:
     config = getattr(module, "config", None)
     names = set(re.findall(r"self\.config\.(num_\w*heads)\b", _source(module)))
     return {name: size for name in sorted(names) if (size := _size_named(name, getattr(config, name, None), heads))}
 
 
-def _size_named(name: str, value: object, heads: Heads) -> str | None:
+def _size_named(name: str, value: object, heads: HeadCounts) -> str | None:
     if type(value) is not int or not COUNTS.search(name) or NO_COUNTS.search(name):
         return None
-    found = [size for size, own in heads.named.items() if own == value]
-    preferred = [size for size in found if size == "key_value_heads" and re.search("key_value|kv", name)]
-    return next(iter(preferred + found), None)
+    names = [size for size, count in heads.named.items() if count == value]
+    preferred = [size for size in names if size == "key_value_heads" and re.search("key_value|kv", name)]
+    return next(iter(preferred + names), None)
 
 
 def _source(module: nn.Module) -> str:

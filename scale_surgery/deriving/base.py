@@ -46,12 +46,12 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
         UnsupportedFamilyError: If its architecture cannot be expanded; the message names what stands in the way.
         CheckpointError: If config.json is none of a language model, or promises more layers than there are.
     """
-    found = derive_config(
+    derived = derive_config(
         checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code_folder(checkpoint, run)
     )
-    architecture, in_memory = _with_names(found, checkpoint.tensors)
-    check_layers(architecture, found.sizes.layers, checkpoint.tensors)
-    return Base(checkpoint, Facts(architecture, found.sizes, found.proof, in_memory))
+    architecture, in_memory = _with_names(derived, checkpoint.tensors)
+    check_layers(architecture, derived.sizes.layers, checkpoint.tensors)
+    return Base(checkpoint, Facts(architecture, derived.sizes, derived.proof, in_memory))
 
 
 def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:
@@ -67,17 +67,17 @@ def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str],
         UnsupportedFamilyError: If the architecture cannot be expanded.
         CheckpointError: If transformers makes nothing of it.
     """
-    found = derive_config(config, place, len(names), code)
-    return replace(found, architecture=_with_names(found, names)[0])
+    derived = derive_config(config, place, len(names), code)
+    return replace(derived, architecture=_with_names(derived, names)[0])
 
 
-def _with_names(found: Derived, names: Collection[str]) -> tuple[Architecture, dict[str, str]]:
+def _with_names(derived: Derived, names: Collection[str]) -> tuple[Architecture, dict[str, str]]:
     """Facts with names on disk, and names in memory where they are others."""
     from scale_surgery.deriving.disk import with_stored_names
 
-    places = found.reading.places(names)
+    places = derived.reading.places(names)
     in_memory = {name: place.name for name, place in places.items() if place.name != name}
-    return with_stored_names(found.architecture, found.reading, places), in_memory
+    return with_stored_names(derived.architecture, derived.reading, places), in_memory
 
 
 def code_folder(checkpoint: Checkpoint, run: RunOptions) -> Path | None:
@@ -96,8 +96,8 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
         CheckpointError: If there are more of them than tensors.
     """
     nested = (value for value in config.values() if isinstance(value, Mapping))
-    for own in (config, *nested):
-        for key, value in own.items():
+    for section in (config, *nested):
+        for key, value in section.items():
             if COUNTED.search(str(key)) and isinstance(value, int) and value > max(tensors, MOST_HARMLESS):
                 raise CheckpointError(
                     f"config.json: {key} is {value}, found {tensors} tensors in all. Is config.json from this "
@@ -141,16 +141,16 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     if CONFIG_KEY not in config:
         return dict(config)
-    kept = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
+    plain = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
     # where the base has code of its own, the classes that it named stand in the record alone
-    if own := _recorded_code(checkpoint):
-        kept["auto_map"] = own
-    return kept | {"model_type": stock_type(config.get("model_type"))}
+    if auto_map := _recorded_code(checkpoint):
+        plain["auto_map"] = auto_map
+    return plain | {"model_type": stock_type(config.get("model_type"))}
 
 
 def _recorded_code(checkpoint: Checkpoint) -> Any:
     expansions: Any = (checkpoint.manifest or {}).get("expansions")
-    found = next(iter(expansions.values()), None) if isinstance(expansions, Mapping) else None
+    record = next(iter(expansions.values()), None) if isinstance(expansions, Mapping) else None
     for key in ("facts", "architecture", "own_code"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record

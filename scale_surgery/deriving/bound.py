@@ -1,4 +1,4 @@
-"""What binds a model to its form: logits changed after the head, layers that know their number, a batch that stays."""
+"""Checks of a model: whether logits change after the head, layers use their number, the batch size is fixed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from scale_surgery.deriving.watch import first_tensor, is_same
 
 @torch.no_grad()
 def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | None) -> bool:
-    """Find whether logits are others than the head gives, but for a cap.
+    """Find whether the model changes the logits of its head in another way than by a cap.
 
     Args:
         model: A twin.
         softcap: Key of the config that caps the logits, where there is one.
     """
     given: list[Tensor] = []
-    own: Any = copy.deepcopy(model)
+    twin: Any = copy.deepcopy(model)
     if softcap is not None:
-        setattr(own.config.get_text_config(decoder=True), softcap[0], None)
-    head = own.get_output_embeddings()
+        setattr(twin.config.get_text_config(decoder=True), softcap[0], None)
+    head = twin.get_output_embeddings()
     head.register_forward_hook(lambda module, inputs, output: given.append(output))
-    logits = own(input_ids=token_ids(own.config), use_cache=False).logits
+    logits = twin(input_ids=token_ids(twin.config), use_cache=False).logits
     return not torch.equal(given[-1], logits)
 
 
 @torch.no_grad()
 def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
-    """Find whether layers compute with their number: two of one kind with equal weights, given the same, differ.
+    """Find whether layers use their number: two of one kind with equal weights differ on the same input.
 
     Args:
         model: A twin.
@@ -43,11 +43,12 @@ def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
     Returns:
         Whether a pair differs; False where no two layers are of one kind.
     """
-    own: Any = copy.deepcopy(model)
-    place = find_place(own)
+    twin: Any = copy.deepcopy(model)
+    place = find_place(twin)
     assert place is not None
-    layers = own.get_submodule(place.path)
-    pairs = ((one, other) for other in range(place.count) for one in range(other) if kinds[one] == kinds[other])
+    layers = twin.get_submodule(place.path)
+    numbers = range(place.count)
+    pairs = ((a, b) for b in numbers for a in range(b) if kinds[a] == kinds[b])
     pair = next(pairs, None)
     if pair is None:
         return False
@@ -55,24 +56,24 @@ def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
     second.load_state_dict(first.state_dict())
     seen: list[tuple[Any, Any, Any]] = []
     first.register_forward_hook(lambda module, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
-    own(input_ids=token_ids(own.config), use_cache=False)
+    twin(input_ids=token_ids(twin.config), use_cache=False)
     args, kwargs, output = seen[0]
     return not is_same(first_tensor(second(*args, **kwargs)), first_tensor(output))
 
 
 @torch.no_grad()
 def keeps_batch(model: PreTrainedModel, final_norm: str) -> bool:
-    """Find whether what leaves the last norm has to be as many texts as were given: two paths leave it as two batches.
+    """Find whether the last norm must give as many texts as the model read; two paths give twice as many.
 
     Args:
         model: A twin.
         final_norm: Path of its last norm.
     """
-    own: Any = copy.deepcopy(model)
-    own.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: torch.cat((output, output)))
-    ids = token_ids(own.config)
+    twin: Any = copy.deepcopy(model)
+    twin.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: torch.cat((output, output)))
+    ids = token_ids(twin.config)
     try:
-        return len(own(input_ids=ids, use_cache=False).logits) != 2 * len(ids)
+        return len(twin(input_ids=ids, use_cache=False).logits) != 2 * len(ids)
     # a view of another shape, in most models
     except RuntimeError:
         return True

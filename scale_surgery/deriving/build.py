@@ -22,7 +22,7 @@ TOKENS = (2, 13)
 
 
 @dataclass(frozen=True)
-class Place:
+class LayersPlace:
     """Where the parts of a language model are.
 
     Attributes:
@@ -57,12 +57,13 @@ def stock_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     }
     if config.get_text_config(decoder=True) is not config:
         mappings["AutoModelForImageTextToText"] = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    found: dict[str, Any] = {name: mapping.get(type(config), default=None) for name, mapping in mappings.items()}
-    classes = {name: own[0] if isinstance(own, tuple) else own for name, own in found.items() if own is not None}
-    return {name: own for name, own in classes.items() if not is_part(own, type(config))}
+    mapped: dict[str, Any] = {name: mapping.get(type(config), default=None) for name, mapping in mappings.items()}
+    known = {name: stock for name, stock in mapped.items() if stock is not None}
+    classes = {name: stock[0] if isinstance(stock, tuple) else stock for name, stock in known.items()}
+    return {name: stock for name, stock in classes.items() if not is_part(stock, type(config))}
 
 
-def build(config: PreTrainedConfig) -> PreTrainedModel:
+def build_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the stock model with a head; on the meta device inside `torch.device("meta")`."""
     *_, widest = stock_classes(config).values()
     made: Any = widest
@@ -90,10 +91,10 @@ def build_twin(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a tiny model in which no parameter is a constant, so that nothing hides behind a zero or a one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = build(config)
+        model = build_model(config)
         with torch.no_grad():
-            for own in model.parameters():
-                own.add_(torch.randn_like(own) * (0.1 if own.dim() > 1 else 0.3))
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.3))
     return model
 
 
@@ -104,7 +105,7 @@ def token_ids(config: PreTrainedConfig) -> torch.Tensor:
     return torch.randint(vocabulary // 2, vocabulary, TOKENS, generator=generator)
 
 
-def find_place(model: PreTrainedModel) -> Place | None:
+def find_place(model: PreTrainedModel) -> LayersPlace | None:
     """Find the innermost module that holds the token embedding and a list of layers.
 
     Args:
@@ -113,23 +114,23 @@ def find_place(model: PreTrainedModel) -> Place | None:
     Returns:
         The place, or None where there is no such module.
     """
-    embedding, found = model.get_input_embeddings(), None
+    embedding, place = model.get_input_embeddings(), None
     for path, module in model.named_modules():
         inside = dict(module.named_modules())
-        lists = [(name, own) for name, own in inside.items() if _is_layer_list(own)]
-        if lists and any(own is embedding for own in inside.values()):
+        lists = [(name, child) for name, child in inside.items() if _is_layer_list(child)]
+        if lists and any(child is embedding for child in inside.values()):
             name, layers = min(lists, key=lambda pair: (pair[0].count("."), -_size(pair[1])))
-            found = Place(path, name, len(layers))
-    return found
+            place = LayersPlace(path, name, len(layers))
+    return place
 
 
 def _is_layer_list(module: nn.Module) -> bool:
     """A list of modules that have children of their own, all with parameters."""
-    return isinstance(module, nn.ModuleList) and len(module) > 0 and all(any(own.children()) for own in module)
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and all(any(child.children()) for child in module)
 
 
 def _size(module: nn.Module) -> int:
-    return sum(own.numel() for own in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def read(config: Any, key: str) -> Any:

@@ -45,10 +45,10 @@ def _config_class(config: Mapping[str, Any], code: Path | None) -> Any:
         return CONFIG_MAPPING[model_type]
     if code is not None and needs_own_code(config):
         return own_config_class(config, code)
-    own = " Its own code says what it is: read it, then give --trust-remote-code, which runs it. Or install" * (
+    advice = " Its own code says what it is: read it, then give --trust-remote-code, which runs it. Or install" * (
         needs_own_code(config)
     )
     raise UnsupportedFamilyError(
         f"config.json: model_type is {model_type!r}, expected one that the installed transformers knows."
-        f"{own or ' Install'} a release of transformers that has it."
+        f"{advice or ' Install'} a release of transformers that has it."
     )

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from scale_surgery.deriving.bound import alters_logits, is_numbered, keeps_batch
 from scale_surgery.deriving.build import (
-    build,
+    build_model,
     build_twin,
     find_place,
     stock_classes,
@@ -97,7 +97,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
     try:
         with quiet_transformers(), usual_torch():
             real, *twins = find_twins(read_real(config))
-            agreed = agree_twins(*(watch_twin(own, real.shown) for own in twins))
+            agreed = agree_twins(*(watch_twin(candidate, real.shown) for candidate in twins))
             twin = twin_of(twins[0], real.twin_kinds, agreed)
             refuse_without_states(twin)
             architecture, twin = prove(derive_architecture(real, agreed), twin)
@@ -167,7 +167,7 @@ def read_real(config: PreTrainedConfig) -> Real:
             f"config.json: model_type is {config.model_type!r}, for which transformers has no causal language model."
         )
     with torch.device("meta"):
-        model = build(config)
+        model = build_model(config)
     place = find_place(model)
     if place is None:
         raise UnsupportedFamilyError(

@@ -55,14 +55,14 @@ def with_stored_names(architecture: Architecture, reading: Reading, places: Mapp
     """
     layers = _in_layers(architecture, places)
     names = _Names(reading)
-    found = {layer: names.of(architecture.kind(layer).modules, own) for layer, own in sorted(layers.items())}
+    by_layer = {layer: names.of(architecture.kind(layer).modules, tensors) for layer, tensors in sorted(layers.items())}
     outside = names.of(architecture.modules, list(_around_layers(architecture, places, layers)))
-    return replace(_with_kinds(architecture, found), stored_as=_differing(outside))
+    return replace(_with_kinds(architecture, by_layer), stored_as=_differing(outside))
 
 
 def _in_layers(architecture: Architecture, places: Mapping[str, Place]) -> dict[int, list[_Tensor]]:
     """The tensors of each layer."""
-    found, path = defaultdict(list), f"{architecture.layers_path}."
+    layers, path = defaultdict(list), f"{architecture.layers_path}."
     for name, place in places.items():
         number = place.name.removeprefix(path).partition(".")[0]
         if not (place.name.startswith(path) and number.isdecimal() and int(number) < len(architecture.kind_of_layer)):
@@ -72,8 +72,8 @@ def _in_layers(architecture: Architecture, places: Mapping[str, Place]) -> dict[
         own_before, own_mark, own_inside = place.renamed.partition(layer)
         # some tensors of layers are stored together, elsewhere
         if mark and own_mark:
-            found[int(number)].append(_Tensor(before + layer, inside, own_before + layer, own_inside))
-    return dict(found)
+            layers[int(number)].append(_Tensor(before + layer, inside, own_before + layer, own_inside))
+    return dict(layers)
 
 
 def _around_layers(
@@ -82,8 +82,8 @@ def _around_layers(
     """The tensors of the base model that lie in no layer."""
     if not layers:
         return
-    number, own = next(iter(layers.items()))
-    prefix = own[0].around.removesuffix(f"{architecture.layers}.{number}.")
+    number, tensors = next(iter(layers.items()))
+    prefix = tensors[0].around.removesuffix(f"{architecture.layers}.{number}.")
     base = f"{architecture.base_model}." if architecture.base_model else ""
     for name, place in places.items():
         if place.name.startswith(base) and name.startswith(prefix):
@@ -101,13 +101,13 @@ class _Names:
 
     def of(self, modules: Iterable[str], tensors: list[_Tensor]) -> dict[str, str]:
         """Names on disk of modules that hold some of the tensors."""
-        found = {}
+        stored_names = {}
         for module in modules:
-            held = [own for own in tensors if own.own_inside.startswith(f"{module}.")]
-            stored = (self._name(module, own) for own in held)
-            if held:
-                found[module] = next((name for name in stored if name is not None), module)
-        return found
+            tensors_inside = [tensor for tensor in tensors if tensor.own_inside.startswith(f"{module}.")]
+            stored = (self._name(module, tensor) for tensor in tensors_inside)
+            if tensors_inside:
+                stored_names[module] = next((name for name in stored if name is not None), module)
+        return stored_names
 
     def _name(self, module: str, tensor: _Tensor) -> str | None:
         """Name on disk of a module by one of its tensors; None where it says nothing of the module itself."""
@@ -134,19 +134,19 @@ class _Names:
                 for block in modeling.block_names()
             }
             places = self.reading.places(names)
-            self.known[module, stored] = all(places[name].renamed == own for name, own in names.items())
+            self.known[module, stored] = all(places[name].renamed == renamed for name, renamed in names.items())
         return self.known[module, stored]
 
 
-def _with_kinds(architecture: Architecture, found: Mapping[int, Mapping[str, str]]) -> Architecture:
+def _with_kinds(architecture: Architecture, by_layer: Mapping[int, Mapping[str, str]]) -> Architecture:
     """Write names into the kinds of layers."""
     kinds, numbers = [], list[int]()
     for layer, number in enumerate(architecture.kind_of_layer):
-        same = [names for other, names in found.items() if architecture.kind_of_layer[other] == number]
+        same = [names for position, names in by_layer.items() if architecture.kind_of_layer[position] == number]
         # a layer that lacks a tensor has its name from the others
-        together = {name: own for names in same for name, own in names.items()}
-        is_agreed = all(together[name] == own for names in same for name, own in names.items())
-        stored = together if is_agreed else found.get(layer, {})
+        together = {name: stored_name for names in same for name, stored_name in names.items()}
+        is_agreed = all(together[name] == stored_name for names in same for name, stored_name in names.items())
+        stored = together if is_agreed else by_layer.get(layer, {})
         kind = replace(architecture.kinds[number], stored_as=_differing(stored))
         if kind not in kinds:
             kinds.append(kind)
@@ -169,5 +169,5 @@ def unread_names(model: PreTrainedModel) -> tuple[str, ...]:
     """
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), OLD_FREQUENCIES}
     patterns = sorted(rf"(^|\.)(?:{pattern})$" for pattern in ignored)
-    own = list(model.state_dict())
-    return tuple(pattern for pattern in patterns if not any(re.search(pattern, name) for name in own))
+    tensor_names = list(model.state_dict())
+    return tuple(pattern for pattern in patterns if not any(re.search(pattern, name) for name in tensor_names))

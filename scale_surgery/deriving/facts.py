@@ -8,10 +8,18 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from scale_surgery.deriving.build import Place, build_twin, find_place, read, stock_classes, text_config, token_ids
+from scale_surgery.deriving.build import (
+    LayersPlace,
+    build_twin,
+    find_place,
+    read,
+    stock_classes,
+    text_config,
+    token_ids,
+)
 from scale_surgery.deriving.disk import unread_names
-from scale_surgery.deriving.layer import Layer, derive_layer
-from scale_surgery.deriving.mute import find_mutes
+from scale_surgery.deriving.fallback import STRENGTH, weaker_block
+from scale_surgery.deriving.layer import TwinLayer, derive_layer
 from scale_surgery.deriving.norms import epsilon
 from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
@@ -19,14 +27,14 @@ from scale_surgery.deriving.own_code import own_code_of
 from scale_surgery.deriving.part import is_transposed
 from scale_surgery.deriving.shrink import Real
 from scale_surgery.deriving.watch import watch
-from scale_surgery.deriving.weaken import STRENGTH, weaker_block
+from scale_surgery.deriving.zero_output import find_mutes
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Kind, Sizes
 from scale_surgery.planning.base import sizes_of_blocks
 
 
 @dataclass(frozen=True)
-class Twin:
+class WatchedTwin:
     """A tiny model that was run once and watched.
 
     Attributes:
@@ -37,8 +45,8 @@ class Twin:
     """
 
     model: PreTrainedModel
-    place: Place
-    layers: dict[int, Layer]
+    place: LayersPlace
+    layers: dict[int, TwinLayer]
     outside: Outside
 
 
@@ -57,7 +65,7 @@ class Agreed:
     softcap: tuple[str, float | None] | None
 
 
-def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> Twin:
+def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> WatchedTwin:
     """Build a twin, run it, and derive what it is made of.
 
     Args:
@@ -75,10 +83,10 @@ def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> Twin:
         number: derive_layer(trace, path := f"{place.path}.{number}", model.get_submodule(path), f"{place.path}.{name}")
         for number, name in shown.items()
     }
-    return Twin(model, place, layers, derive_outside(trace, model, place))
+    return WatchedTwin(model, place, layers, derive_outside(trace, model, place))
 
 
-def agree_twins(first: Twin, second: Twin) -> Agreed:
+def agree_twins(first: WatchedTwin, second: WatchedTwin) -> Agreed:
     """Put together what holds in both twins.
 
     Args:
@@ -111,7 +119,7 @@ def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
     config, outside = text_config(real.config), agreed.outside
     kinds, kind_of_layer = _real_kinds(real, agreed.kinds)
     stock = stock_classes(real.config)
-    classes = {name: own.__name__ for name, own in stock.items()}
+    classes = {name: model.__name__ for name, model in stock.items()}
     enters = "embedding" if outside.is_plain and "AutoModelForImageTextToText" not in classes else "hook"
     return Architecture(
         model_type=real.config.model_type,
@@ -128,7 +136,7 @@ def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
         padded=outside.padded if enters == "embedding" else (),
         first_norms=outside.first_norms if enters == "embedding" else (),
         enters=enters,  # type: ignore[arg-type]
-        transposed=any(is_transposed(own) for own in real.model.modules()),
+        transposed=any(is_transposed(module) for module in real.model.modules()),
         softcap=agreed.softcap,
         keys={name: key for name, common in CONFIG_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
@@ -187,35 +195,35 @@ def _layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
     return tuple(types) if set(types) - {"full_attention"} else ()
 
 
-def _agree_outside(one: Outside, other: Outside) -> Outside:
-    if replace(one, is_plain=True, padded=(), first_norms=()) != replace(
-        other, is_plain=True, padded=(), first_norms=()
+def _agree_outside(first: Outside, second: Outside) -> Outside:
+    if replace(first, is_plain=True, padded=(), first_norms=()) != replace(
+        second, is_plain=True, padded=(), first_norms=()
     ):
-        raise UnsupportedFamilyError(f"two twins of other sizes differ around their layers: {one}, {other}.")
-    return one if one == other else replace(one, is_plain=False)
+        raise UnsupportedFamilyError(f"two twins of other sizes differ around their layers: {first}, {second}.")
+    return first if first == second else replace(first, is_plain=False)
 
 
-def _agreed_kinds(first: Twin, second: Twin) -> dict[int, Kind]:
+def _agreed_kinds(first: WatchedTwin, second: WatchedTwin) -> dict[int, Kind]:
     """The kinds of the first twin, where the second gives the same but for the numbers."""
     heads = read(text_config(second.model), "num_attention_heads") or 1
     mutes = find_mutes(first.model, first.place.path, first.layers)
-    found = {}
+    kinds = {}
     for number, layer in first.layers.items():
         module = second.model.get_submodule(f"{second.place.path}.{number}")
         expected = number_kind(layer.kind, module, heads)
         kind = agree(layer.kind, expected, second.layers[number].kind)
         blocks = tuple(replace(block, mute=ends) for block, ends in zip(kind.blocks, mutes[number], strict=True))
-        found[number] = replace(kind, blocks=blocks)
-    return found
+        kinds[number] = replace(kind, blocks=blocks)
+    return kinds
 
 
-def agree(kind: Kind, expected: Kind, found: Kind) -> Kind:
+def agree(kind: Kind, expected: Kind, second: Kind) -> Kind:
     """Keep what holds in both twins; a block about which they disagree is treated in a weaker way.
 
     Args:
         kind: A kind of the first twin.
         expected: The same with the numbers of the second.
-        found: What the second gives.
+        second: What the second gives.
 
     Returns:
         The kind.
@@ -223,18 +231,18 @@ def agree(kind: Kind, expected: Kind, found: Kind) -> Kind:
     Raises:
         UnsupportedFamilyError: If they have other blocks or norms.
     """
-    names = [[block.name for block in own.blocks] for own in (expected, found)]
-    if names[0] != names[1] or replace(expected, blocks=()) != replace(found, blocks=()):
-        raise UnsupportedFamilyError(f"two twins of other sizes have different blocks or norms: {expected}, {found}.")
-    return replace(kind, blocks=tuple(map(_agree_block, kind.blocks, expected.blocks, found.blocks)))
+    names = [[block.name for block in twin_kind.blocks] for twin_kind in (expected, second)]
+    if names[0] != names[1] or replace(expected, blocks=()) != replace(second, blocks=()):
+        raise UnsupportedFamilyError(f"two twins of other sizes have different blocks or norms: {expected}, {second}.")
+    return replace(kind, blocks=tuple(map(_agree_block, kind.blocks, expected.blocks, second.blocks)))
 
 
-def _agree_block(block: Block, expected: Block, found: Block) -> Block:
-    if replace(expected, reason="") == replace(found, reason=""):
+def _agree_block(block: Block, expected: Block, second: Block) -> Block:
+    if replace(expected, reason="") == replace(second, reason=""):
         return block
-    if STRENGTH.index(found.treatment) > STRENGTH.index(block.treatment):
-        return found
-    if STRENGTH.index(found.treatment) < STRENGTH.index(block.treatment):
+    if STRENGTH.index(second.treatment) > STRENGTH.index(block.treatment):
+        return second
+    if STRENGTH.index(second.treatment) < STRENGTH.index(block.treatment):
         return block
     weaker = weaker_block(replace(block, mute=("",)), "what is true of one twin is not true of one of other sizes")
     if weaker is None:
@@ -244,12 +252,12 @@ def _agree_block(block: Block, expected: Block, found: Block) -> Block:
 
 def _real_kinds(real: Real, kinds: dict[int, Kind]) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """The kinds of the real model's layers; those that are the same are one."""
-    found, numbers = list[Kind](), list[int]()
+    real_kinds, numbers = list[Kind](), list[int]()
     heads = read(text_config(real.config), "num_attention_heads") or 1
     layers = real.model.get_submodule(real.place.path)
     for first, layer in zip(real.kinds, layers.children(), strict=True):
         kind = number_kind(kinds[real.chosen.index(first)], layer, heads)
-        if kind not in found:
-            found.append(kind)
-        numbers.append(found.index(kind))
-    return tuple(found), tuple(numbers)
+        if kind not in real_kinds:
+            real_kinds.append(kind)
+        numbers.append(real_kinds.index(kind))
+    return tuple(real_kinds), tuple(numbers)

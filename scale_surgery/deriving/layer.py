@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.attention import RefusedError, split_attention
-from scale_surgery.deriving.mlp import plain, split_mlp
+from scale_surgery.deriving.attention import RefusedError, describe_attention
+from scale_surgery.deriving.mlp import describe_mlp, without_gate
 from scale_surgery.deriving.norms import is_norm, norm_style
-from scale_surgery.deriving.part import Part, features, is_linear
-from scale_surgery.deriving.watch import Call, Trace, is_combination, is_same
+from scale_surgery.deriving.part import LayerPart, features, is_linear
+from scale_surgery.deriving.watch import ModuleCall, Trace, is_combination, is_same
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Block, Kind, Linear, Norm
 
@@ -24,30 +24,30 @@ LEAST = 1e-3
 
 
 @dataclass
-class _Found:
+class _Contents:
     """What was found so far while going through the calls of a layer."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LayerPart] = field(default_factory=list)
     pre_norms: list[Norm] = field(default_factory=list)
     post_norms: list[Norm] = field(default_factory=list)
     # what is added to the residual stream, by parts or by the norms after them
     added: list[Tensor] = field(default_factory=list)
     norm_outputs: dict[str, Tensor] = field(default_factory=dict)
-    loose: list[Call] = field(default_factory=list)
+    loose: list[ModuleCall] = field(default_factory=list)
     # names of parts that add the residual stream themselves
     adding: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
-class Layer:
+class TwinLayer:
     """A layer of a twin: its kind, with the twin's numbers, its parts, and those that add the stream themselves."""
 
     kind: Kind
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
     adding: frozenset[str]
 
 
-def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> Layer:
+def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> TwinLayer:
     """Derive what a layer is made of.
 
     Args:
@@ -65,79 +65,82 @@ def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> Laye
     call = trace.of(path)
     if call is None or call.before is None or call.after is None:
         raise UnsupportedFamilyError(f"{called}: this layer is not run on the residual stream. {SUPPORTED}.")
-    found = _look_through(trace, path, layer, call.before, called)
-    _check_sum(called, call, found, trace.inside(path))
+    contents = _look_through(trace, path, layer, call.before, called)
+    _check_sum(called, call, contents, trace.inside(path))
     blocks = tuple(
-        replace(plain(derive_block(part, adds_itself=part.name in found.adding)), norm=_norm_before(part, found))
-        for part in found.parts
+        replace(
+            without_gate(derive_block(part, adds_itself=part.name in contents.adding)),
+            norm=_norm_before(part, contents),
+        )
+        for part in contents.parts
     )
-    kind = Kind(blocks, tuple(found.pre_norms), tuple(found.post_norms), _direct(found))
-    return Layer(kind, tuple(found.parts), frozenset(found.adding))
+    kind = Kind(blocks, tuple(contents.pre_norms), tuple(contents.post_norms), _direct(contents))
+    return TwinLayer(kind, tuple(contents.parts), frozenset(contents.adding))
 
 
-def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor, called: str) -> _Found:
-    found, inside, hidden = _Found(), trace.inside(path), stream.shape[-1]
+def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor, called: str) -> _Contents:
+    contents, inside, hidden = _Contents(), trace.inside(path), stream.shape[-1]
     for call in _outermost(inside):
         if call.before is None or call.after is None or isinstance(call.module, (nn.Dropout, nn.Identity)):
             continue
         if is_norm(call.module) and call.before.shape[-1] == hidden:
-            _add_norm(found, call)
+            _add_norm(contents, call)
         elif is_linear(call.module) or call.before.shape[-1] != hidden or not list(call.module.parameters()):
-            found.loose.append(call)
+            contents.loose.append(call)
             if is_linear(call.module) and features(call.module)[1] == hidden:
-                _close_loose(found, layer, stream)
+                _close_loose(contents, layer, stream)
         else:
-            _add_part(found, _part_of(trace, path, call, inside), stream)
-    if rest := [own.name for own in found.loose if is_linear(own.module)]:
+            _add_part(contents, _part_of(trace, path, call, inside), stream)
+    if rest := [call.name for call in contents.loose if is_linear(call.module)]:
         raise UnsupportedFamilyError(f"{called}: {', '.join(rest)} writes nothing to the residual stream. {SUPPORTED}.")
-    return found
+    return contents
 
 
-def _direct(found: _Found) -> tuple[str, ...]:
+def _direct(contents: _Contents) -> tuple[str, ...]:
     """Linears that read the residual stream as it is, in a layer in which others read what a norm gives."""
-    if not found.pre_norms:
+    if not contents.pre_norms:
         return ()
-    return tuple(own.name for part in found.parts for own in part.readers if not _norm_before(part, found))
+    return tuple(reader.name for part in contents.parts for reader in part.readers if not _norm_before(part, contents))
 
 
-def _norm_before(part: Part, found: _Found) -> str:
+def _norm_before(part: LayerPart, contents: _Contents) -> str:
     """The norm whose output a part reads; empty where it reads the residual stream as it is."""
-    same = {name: own for name, own in found.norm_outputs.items() if own.numel() == part.entry.numel()}
-    return next((name for name, own in same.items() if is_combination(part.entry, [own]) is not None), "")
+    same = {name: output for name, output in contents.norm_outputs.items() if output.numel() == part.entry.numel()}
+    return next((name for name, output in same.items() if is_combination(part.entry, [output]) is not None), "")
 
 
-def _outermost(calls: list[Call]) -> Iterator[Call]:
+def _outermost(calls: list[ModuleCall]) -> Iterator[ModuleCall]:
     """Calls of modules that lie in no other module that was called."""
-    names = {own.name for own in calls} - {own.name for own in calls if _is_container(own, calls)}
-    for call in (own for own in calls if own.name in names):
-        parents = itertools.accumulate(call.name.split(".")[:-1], lambda one, other: f"{one}.{other}")
+    names = {call.name for call in calls} - {call.name for call in calls if _is_container(call, calls)}
+    for call in (call for call in calls if call.name in names):
+        parents = itertools.accumulate(call.name.split(".")[:-1], lambda parent, child: f"{parent}.{child}")
         if not names & set(parents):
             yield call
 
 
-def _is_container(call: Call, calls: list[Call]) -> bool:
+def _is_container(call: ModuleCall, calls: list[ModuleCall]) -> bool:
     """A module that begins with a norm of what it reads holds a norm and a block, and is no block itself."""
-    inside = [own for own in calls if own.name.rpartition(".")[0] == call.name]
-    return any(is_norm(own.module) and is_same(own.before, call.before) for own in inside)
+    inside = [inner_call for inner_call in calls if inner_call.name.rpartition(".")[0] == call.name]
+    return any(is_norm(inner_call.module) and is_same(inner_call.before, call.before) for inner_call in inside)
 
 
-def _part_of(trace: Trace, path: str, call: Call, inside: list[Call]) -> Part:
-    own = tuple(other for other in inside if other.name.startswith(f"{call.name}."))
-    modules = {call.module, *(other.module for other in own)}
+def _part_of(trace: Trace, path: str, call: ModuleCall, inside: list[ModuleCall]) -> LayerPart:
+    inner_calls = tuple(inner_call for inner_call in inside if inner_call.name.startswith(f"{call.name}."))
+    modules = {call.module, *(inner_call.module for inner_call in inner_calls)}
     attentions = tuple(attention for attention in trace.attentions if attention.module in modules)
     assert call.before is not None
-    return Part(call.name, call.module, call, own, call.before, attentions)
+    return LayerPart(call.name, call.module, call, inner_calls, call.before, attentions)
 
 
-def _close_loose(found: _Found, layer: nn.Module, stream: Tensor) -> None:
+def _close_loose(contents: _Contents, layer: nn.Module, stream: Tensor) -> None:
     """Linears that lie in the layer itself are a part once one of them writes to the residual stream."""
-    calls, found.loose = found.loose, []
-    entry = next(own for own in calls if is_linear(own.module)).before
+    calls, contents.loose = contents.loose, []
+    entry = next(call for call in calls if is_linear(call.module)).before
     assert entry is not None
-    _add_part(found, Part("", layer, None, tuple(calls), entry, ()), stream)
+    _add_part(contents, LayerPart("", layer, None, tuple(calls), entry, ()), stream)
 
 
-def _add_part(found: _Found, part: Part, stream: Tensor) -> None:
+def _add_part(contents: _Contents, part: LayerPart, stream: Tensor) -> None:
     """A part adds what it gives, or what its writer gives where it adds the residual stream itself."""
     written = None if part.writer is None else part.writer.after
     gave = written if part.call is None else part.call.after
@@ -151,15 +154,15 @@ def _add_part(found: _Found, part: Part, stream: Tensor) -> None:
         and written.numel() == gave.numel() == stream.numel()
         and is_combination(gave, [written]) is None
     ):
-        before = [own for own in found.added if own.numel() == stream.numel()]
+        before = [tensor for tensor in contents.added if tensor.numel() == stream.numel()]
         if is_combination(gave, [written, stream, *before]) is not None:
-            found.adding.add(part.name)
+            contents.adding.add(part.name)
             gave = written
-    found.parts.append(part)
-    found.added.append(gave)
+    contents.parts.append(part)
+    contents.added.append(gave)
 
 
-def _add_norm(found: _Found, call: Call) -> None:
+def _add_norm(contents: _Contents, call: ModuleCall) -> None:
     """A norm is a post norm where it reads what parts gave, and a pre norm where it reads the residual stream."""
     assert call.before is not None and call.after is not None
     style = norm_style(call.module, call.before.shape[-1])
@@ -168,55 +171,56 @@ def _add_norm(found: _Found, call: Call) -> None:
             f"{call.name} ({type(call.module).__name__}): this norm follows no known formula. Supported are RMSNorm "
             "and LayerNorm, with a gain of w or 1 + w."
         )
-    found.norm_outputs[call.name] = call.after
-    for count in range(1, len(found.added) + 1):
-        same = [own.reshape(call.before.shape) for own in found.added[-count:] if own.numel() == call.before.numel()]
+    contents.norm_outputs[call.name] = call.after
+    for count in range(1, len(contents.added) + 1):
+        last = [tensor for tensor in contents.added[-count:] if tensor.numel() == call.before.numel()]
+        same = [tensor.reshape(call.before.shape) for tensor in last]
         if same and is_combination(call.before, same) is not None:
-            found.post_norms.append(Norm(call.name, style))
-            found.added[-count:] = [call.after]
+            contents.post_norms.append(Norm(call.name, style))
+            contents.added[-count:] = [call.after]
             return
-    found.pre_norms.append(Norm(call.name, style))
+    contents.pre_norms.append(Norm(call.name, style))
 
 
-def _check_sum(called: str, call: Call, found: _Found, inside: list[Call]) -> None:
+def _check_sum(called: str, call: ModuleCall, contents: _Contents, inside: list[ModuleCall]) -> None:
     """Check that the layer adds what its parts give to what it reads."""
-    problem = _why_no_sum(call, found, inside)
+    problem = _why_no_sum(call, contents, inside)
     if problem is not None:
         raise UnsupportedFamilyError(f"{called} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
 
 
-def _why_no_sum(call: Call, found: _Found, inside: list[Call]) -> str | None:
+def _why_no_sum(call: ModuleCall, contents: _Contents, inside: list[ModuleCall]) -> str | None:
     assert call.before is not None and call.after is not None
-    added = [own for own in found.added if own.numel() == call.after.numel()]
-    is_one_stream = call.before.numel() == call.after.numel() and len(added) == len(found.added)
+    added = [tensor for tensor in contents.added if tensor.numel() == call.after.numel()]
+    is_one_stream = call.before.numel() == call.after.numel() and len(added) == len(contents.added)
     numbers = is_combination(call.after, [call.before, *added]) if is_one_stream else None
     if numbers is None:
-        return _who_changes_the_stream(call, found, inside, added, is_one_stream=is_one_stream)
-    unused = [part.name for part, number in zip(found.parts, numbers[1:], strict=False) if abs(number) < LEAST]
+        return _who_changes_the_stream(call, contents, inside, added, is_one_stream=is_one_stream)
+    unused = [part.name for part, number in zip(contents.parts, numbers[1:], strict=False) if abs(number) < LEAST]
     if unused:
         return f"what {', '.join(unused)} gives is not added, but read by another part"
     return None if abs(numbers[0] - 1) < LEAST else f"the residual stream is multiplied by {numbers[0]:.3g}, expected 1"
 
 
 def _who_changes_the_stream(
-    call: Call, found: _Found, inside: list[Call], added: list[Tensor], *, is_one_stream: bool
+    call: ModuleCall, contents: _Contents, inside: list[ModuleCall], added: list[Tensor], *, is_one_stream: bool
 ) -> str:
     assert call.after is not None
-    own = [name for name, value in call.module.named_parameters(recurse=False) if value.numel() > 1]
-    for other in inside:
-        if is_norm(other.module) and is_same(other.after, call.after):
-            return f"the residual stream is what a norm gives: {other.name}"
-    for name, output in found.norm_outputs.items():
+    parameters = [name for name, value in call.module.named_parameters(recurse=False) if value.numel() > 1]
+    for inner_call in inside:
+        if is_norm(inner_call.module) and is_same(inner_call.after, call.after):
+            return f"the residual stream is what a norm gives: {inner_call.name}"
+    for name, output in contents.norm_outputs.items():
         if output.numel() == call.after.numel() and is_combination(call.after, [output, *added]) is not None:
             return f"the residual is what the norm {name} gives, expected what the layer reads"
     if not is_one_stream:
         return "it has another shape than what its parts give, as of several residual streams"
-    if own:
-        return f"its own parameters scale the residual stream: {', '.join(own)}"
+    if parameters:
+        return f"its own parameters scale the residual stream: {', '.join(parameters)}"
     return "what it gives is not what it reads plus what its parts give"
 
 
-def derive_block(part: Part, *, adds_itself: bool = False) -> Block:
+def derive_block(part: LayerPart, *, adds_itself: bool = False) -> Block:
     """Derive how a part of a layer is expanded.
 
     Args:
@@ -239,9 +243,9 @@ def derive_block(part: Part, *, adds_itself: bool = False) -> Block:
     return replace(block, reason=reason)
 
 
-def _why_block(part: Part, adds_itself: bool) -> str | None:
+def _why_block(part: LayerPart, adds_itself: bool) -> str | None:
     """Why all of a part has to stay as it is; None where its linears can be expanded."""
-    names = [own.name for own in part.linears]
+    names = [call.name for call in part.linears]
     if any(re.search("expert", name) for name, _ in part.module.named_modules()) and part.name:
         return "a mixture of experts"
     if not part.readers or part.writer is None:
@@ -255,21 +259,21 @@ def _why_block(part: Part, adds_itself: bool) -> str | None:
     return None
 
 
-def _edges(part: Part) -> tuple[Linear, ...]:
+def _edges(part: LayerPart) -> tuple[Linear, ...]:
     writer = part.writer
     assert writer is not None
-    reading = tuple(Linear(own.name, ("read",), *_shape(own)) for own in part.readers)
+    reading = tuple(Linear(reader.name, ("read",), *_shape(reader)) for reader in part.readers)
     return (*reading, Linear(writer.name, ("write",), *_shape(writer)))
 
 
-def _shape(call: Call) -> tuple[int, tuple[int, ...]]:
+def _shape(call: ModuleCall) -> tuple[int, tuple[int, ...]]:
     inputs, outputs = features(call.module)
     return inputs, (outputs,)
 
 
-def _split(part: Part, block: Block) -> Block:
+def _split(part: LayerPart, block: Block) -> Block:
     try:
         with torch.random.fork_rng(devices=[]):
-            return split_attention(part, block) if block.group == "attn" else split_mlp(part, block)
+            return describe_attention(part, block) if block.group == "attn" else describe_mlp(part, block)
     except RefusedError as reason:
         return replace(block, reason=str(reason))

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from scale_surgery.deriving.attention import RefusedError
-from scale_surgery.deriving.part import Change, Part, features
-from scale_surgery.deriving.watch import Call, depends, is_same
+from scale_surgery.deriving.part import Change, LayerPart, features
+from scale_surgery.deriving.watch import ModuleCall, depends, is_same
 from scale_surgery.planning.architecture import Block, Linear, Role
 
 
-def split_mlp(part: Part, block: Block) -> Block:
+def describe_mlp(part: LayerPart, block: Block) -> Block:
     """Describe an MLP whose inner features can be widened.
 
     Args:
@@ -29,12 +29,12 @@ def split_mlp(part: Part, block: Block) -> Block:
     writer = part.writer
     assert writer is not None
     inner = features(writer.module)[0]
-    if part.own_parameters:
-        raise RefusedError(f"it has parameters of its own: {', '.join(part.own_parameters)}")
-    if part.others:
-        raise RefusedError(f"there are other linears inside: {', '.join(own.name for own in part.others)}")
+    if part.uncalled_parameters:
+        raise RefusedError(f"it has parameters of its own: {', '.join(part.uncalled_parameters)}")
+    if part.inner_linears:
+        raise RefusedError(f"there are other linears inside: {', '.join(call.name for call in part.inner_linears)}")
     activation = _activation(part, inner)
-    linears = tuple(_reader(own, activation, inner) for own in part.readers)
+    linears = tuple(_reader(call, activation, inner) for call in part.readers)
     _check_roles(linears)
     _check_alike(part, linears)
     down = Linear(writer.name, ("down",), inner, (part.hidden,))
@@ -43,19 +43,19 @@ def split_mlp(part: Part, block: Block) -> Block:
     )
 
 
-def _activation(part: Part, inner: int) -> Call:
+def _activation(part: LayerPart, inner: int) -> ModuleCall:
     """The one module between the linears; it has no parameters but single numbers."""
-    found = part.leaves
-    for own in found:
-        assert own.before is not None
-        if own.before.shape[-1] != inner or any(p.numel() != 1 for p in own.module.parameters()):
-            raise RefusedError(f"{own.name} ({type(own.module).__name__}) lies between its linears")
-    if len(found) != 1:
-        raise RefusedError("its activation is a function and no module" if not found else "it has several activations")
-    return found[0]
+    leaves = part.leaves
+    for leaf in leaves:
+        assert leaf.before is not None
+        if leaf.before.shape[-1] != inner or any(p.numel() != 1 for p in leaf.module.parameters()):
+            raise RefusedError(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
+    if len(leaves) != 1:
+        raise RefusedError("its activation is a function and no module" if not leaves else "it has several activations")
+    return leaves[0]
 
 
-def _reader(reader: Call, activation: Call, inner: int) -> Linear:
+def _reader(reader: ModuleCall, activation: ModuleCall, inner: int) -> Linear:
     assert reader.gave is not None and activation.gave is not None
     inputs, width = features(reader.module)
     mask = depends(activation.gave, reader.gave)[0]
@@ -74,32 +74,32 @@ def _reader(reader: Call, activation: Call, inner: int) -> Linear:
 
 
 def _check_roles(linears: tuple[Linear, ...]) -> None:
-    roles = sorted(role for own in linears for role in own.roles)
+    roles = sorted(role for linear in linears for role in linear.roles)
     if roles not in (["gate"], ["gate", "up_proj"]):
         raise RefusedError("its linears are no gate and up projection")
 
 
-def plain(block: Block) -> Block:
+def without_gate(block: Block) -> Block:
     """Without a gate, the linear before the activation is an up projection."""
-    if any("up_proj" in own.roles for own in block.linears) or block.group == "attn":
+    if any("up_proj" in linear.roles for linear in block.linears) or block.group == "attn":
         return block
-    linears = tuple(replace(own, roles=("up_proj",)) if own.roles == ("gate",) else own for own in block.linears)
-    return replace(block, linears=linears)
+    linears = (replace(linear, roles=("up_proj",)) if linear.roles == ("gate",) else linear for linear in block.linears)
+    return replace(block, linears=tuple(linears))
 
 
-def _check_alike(part: Part, linears: tuple[Linear, ...]) -> None:
+def _check_alike(part: LayerPart, linears: tuple[Linear, ...]) -> None:
     """Features in another order give the same in that order; otherwise something between mixes them."""
     if part.call is None:
         return _check_nothing_between(part)
-    calls = {own.name: own.module for own in part.readers}
-    found = part.written({calls[own.name]: _rolled(own) for own in linears})
+    calls = {call.name: call.module for call in part.readers}
+    changed = part.written({calls[linear.name]: _rolled(linear) for linear in linears})
     writer = part.writer
-    assert writer is not None and writer.before is not None and found is not None
-    if not torch.allclose(found, writer.before.roll(1, -1), atol=1e-5, rtol=1e-4):
+    assert writer is not None and writer.before is not None and changed is not None
+    if not torch.allclose(changed, writer.before.roll(1, -1), atol=1e-5, rtol=1e-4):
         raise RefusedError("its inner features are not alike: in another order they give something else")
 
 
-def _check_nothing_between(part: Part) -> None:
+def _check_nothing_between(part: LayerPart) -> None:
     """Linears that lie in the layer itself cannot be run alone: what the activation gives is what the writer reads."""
     (activation,), writer = part.leaves, part.writer
     assert writer is not None
@@ -109,6 +109,6 @@ def _check_nothing_between(part: Part) -> None:
 
 def _rolled(linear: Linear) -> Change:
     def change(result: Tensor) -> Tensor:
-        return torch.cat([own.roll(1, -1) for own in torch.split(result, list(linear.outputs), -1)], -1)
+        return torch.cat([section.roll(1, -1) for section in torch.split(result, list(linear.outputs), -1)], -1)
 
     return change

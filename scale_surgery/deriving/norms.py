@@ -13,14 +13,14 @@ TOLERANCE = 1e-3
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module may be a norm: it has no parts, and at most a gain and a bias."""
-    own = dict(module.named_parameters())
-    return "norm" in type(module).__name__.lower() and not list(module.children()) and set(own) <= {"weight", "bias"}
+    names = {name for name, _ in module.named_parameters()}
+    return "norm" in type(module).__name__.lower() and not list(module.children()) and names <= {"weight", "bias"}
 
 
 def epsilon(module: nn.Module) -> float:
     """What a norm adds to the variance."""
-    found = (getattr(module, name, None) for name in EPSILON_NAMES)
-    return float(next((own for own in found if isinstance(own, float)), 1e-6))
+    values = (getattr(module, name, None) for name in EPSILON_NAMES)
+    return float(next((value for value in values if isinstance(value, float)), 1e-6))
 
 
 def norm_style(module: nn.Module, features: int) -> NormStyle | None:
@@ -33,14 +33,14 @@ def norm_style(module: nn.Module, features: int) -> NormStyle | None:
     Returns:
         The formula, or None where it is another one.
     """
-    if any(own.shape != (features,) for own in module.parameters()):
+    if any(parameter.shape != (features,) for parameter in module.parameters()):
         return None
     x = torch.randn(3, features, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        found = module(x)
-    if not isinstance(found, Tensor) or found.shape != x.shape:
+        output = module(x)
+    if not isinstance(output, Tensor) or output.shape != x.shape:
         return None
-    errors = {style: float((found - own).abs().max()) for style, own in _candidates(module, x).items()}
+    errors = {style: float((output - candidate).abs().max()) for style, candidate in _candidates(module, x).items()}
     best = min(errors, key=lambda style: errors[style])
     return best if errors[best] < TOLERANCE else None
 

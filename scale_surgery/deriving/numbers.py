@@ -29,10 +29,10 @@ def number_kind(kind: Kind, layer: nn.Module, heads: int) -> Kind:
 
 def _number_block(block: Block, layer: nn.Module, heads: int) -> Block:
     if block.treatment != "split":
-        return replace(block, linears=tuple(_plain(own, layer) for own in block.linears))
+        return replace(block, linears=tuple(_plain(linear, layer) for linear in block.linears))
     if block.group == "attn":
         return _number_attention(block, layer, heads)
-    linears = tuple(_equal_shares(own, layer) for own in block.linears)
+    linears = tuple(_equal_shares(linear, layer) for linear in block.linears)
     return replace(block, linears=linears, inner=linears[-1].inputs)
 
 
@@ -51,11 +51,11 @@ def _number_attention(block: Block, layer: nn.Module, heads: int) -> Block:
     query_width = features(layer.get_submodule(writer.name))[0]
     size = head_size(layer.get_submodule(block.name), query_width) or query_width // max(1, heads)
     width = next(
-        (features(layer.get_submodule(own.name))[1] - query_width * own.roles.count("q")) // _shared(own)
-        for own in readers
-        if _shared(own)
+        (features(layer.get_submodule(reader.name))[1] - query_width * reader.roles.count("q")) // _shared(reader)
+        for reader in readers
+        if _shared(reader)
     )
-    linears = tuple(_by_role(own, layer, query_width, width) for own in readers)
+    linears = tuple(_by_role(reader, layer, query_width, width) for reader in readers)
     return replace(
         block,
         linears=(*linears, _plain(writer, layer)),
@@ -76,5 +76,5 @@ def _by_role(linear: Linear, layer: nn.Module, query: int, key_value: int) -> Li
 
 def head_size(module: nn.Module, width: int) -> int | None:
     """What an attention module says of the size of its heads; None where it says nothing that divides its width."""
-    found = (value for name, value in vars(module).items() if HEAD_SIZE.search(name) and type(value) is int)
-    return next((value for value in found if value > 0 and width % value == 0), None)
+    sizes = (value for name, value in vars(module).items() if HEAD_SIZE.search(name) and type(value) is int)
+    return next((value for value in sizes if value > 0 and width % value == 0), None)

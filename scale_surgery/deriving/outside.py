@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from scale_surgery.deriving.build import Place, read, text_config, token_ids
+from scale_surgery.deriving.build import LayersPlace, read, text_config, token_ids
 from scale_surgery.deriving.norms import is_norm, norm_style
 from scale_surgery.deriving.part import is_linear
-from scale_surgery.deriving.watch import Call, Trace, is_combination, is_same
+from scale_surgery.deriving.watch import ModuleCall, Trace, is_combination, is_same
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Norm
 
@@ -41,7 +41,7 @@ class Outside:
     head: str
 
 
-def derive_outside(trace: Trace, model: PreTrainedModel, place: Place) -> Outside:
+def derive_outside(trace: Trace, model: PreTrainedModel, place: LayersPlace) -> Outside:
     """Derive what happens around the layers of a twin.
 
     Args:
@@ -55,8 +55,8 @@ def derive_outside(trace: Trace, model: PreTrainedModel, place: Place) -> Outsid
     Raises:
         UnsupportedFamilyError: If there is no norm after the last layer, or something between it and the head.
     """
-    layers = [own for own in trace.calls if own.name.rpartition(".")[0] == place.path]
-    start = trace.calls.index(next(own for own in trace.calls if own.name.startswith(f"{place.path}.")))
+    layers = [call for call in trace.calls if call.name.rpartition(".")[0] == place.path]
+    start = trace.calls.index(next(call for call in trace.calls if call.name.startswith(f"{place.path}.")))
     before, after = trace.calls[:start], trace.calls[trace.calls.index(layers[-1]) + 1 :]
     names = {module: name for name, module in model.named_modules()}
     embedding = names[model.get_input_embeddings()]
@@ -71,12 +71,12 @@ def derive_outside(trace: Trace, model: PreTrainedModel, place: Place) -> Outsid
     return Outside(_inside(embedding, place), padded, norms, is_plain, Norm(_inside(final.name, place), style), head)
 
 
-def _inside(name: str, place: Place) -> str:
+def _inside(name: str, place: LayersPlace) -> str:
     return name.removeprefix(f"{place.base}.") if place.base else name
 
 
 def _begin(
-    calls: tuple[Call, ...], first: Call, embedding: str, place: Place
+    calls: tuple[ModuleCall, ...], first: ModuleCall, embedding: str, place: LayersPlace
 ) -> tuple[tuple[str, ...], tuple[Norm, ...], bool]:
     """Follow the embeddings to the first layer; say whether nothing but additions and norms was on the way."""
     assert first.before is not None
@@ -111,36 +111,36 @@ def _is_sum(target: Tensor | None, parts: list[Tensor]) -> bool:
     if target is None or not parts or target.numel() != parts[0].numel():
         return False
     numbers = is_combination(target, parts)
-    return numbers is not None and all(abs(own) > SMALL_CAP for own in numbers)
+    return numbers is not None and all(abs(number) > SMALL_CAP for number in numbers)
 
 
-def _reads_stream(call: Call, hidden: int) -> bool:
+def _reads_stream(call: ModuleCall, hidden: int) -> bool:
     """Whether a module with parameters reads the embeddings beside the layers, as for inputs of single layers."""
     reads = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
     return reads and not list(call.module.children()) and any(True for _ in call.module.parameters())
 
 
-def _adds_positions(call: Call, hidden: int) -> bool:
+def _adds_positions(call: ModuleCall, hidden: int) -> bool:
     """An embedding of something else than tokens does not read the stream."""
     reads_stream = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
     return "embed" in f"{type(call.module).__name__} {call.name}".lower() and not reads_stream
 
 
-def _final_norm(calls: tuple[Call, ...], last: Call, place: Place) -> Call:
-    found = [own for own in calls if is_norm(own.module) and is_same(own.before, last.after)]
-    if not found or not found[0].name.startswith(f"{place.base}." if place.base else ""):
-        others = ", ".join(own.name for own in calls if own.name)
+def _final_norm(calls: tuple[ModuleCall, ...], last: ModuleCall, place: LayersPlace) -> ModuleCall:
+    norms = [call for call in calls if is_norm(call.module) and is_same(call.before, last.after)]
+    if not norms or not norms[0].name.startswith(f"{place.base}." if place.base else ""):
+        names = ", ".join(call.name for call in calls if call.name)
         raise UnsupportedFamilyError(
-            f"{last.name}: no norm reads what the last layer gives, found: {others or 'nothing'}. "
+            f"{last.name}: no norm reads what the last layer gives, found: {names or 'nothing'}. "
             "Supported are models with a norm between the last layer and the head."
         )
-    return found[0]
+    return norms[0]
 
 
-def _head(calls: tuple[Call, ...], final: Call, model: PreTrainedModel, names: dict[nn.Module, str]) -> str:
+def _head(calls: tuple[ModuleCall, ...], final: ModuleCall, model: PreTrainedModel, names: dict[nn.Module, str]) -> str:
     whole: Any = model
     module = whole.get_output_embeddings()
-    call = next((own for own in calls if own.module is module), None)
+    call = next((inner_call for inner_call in calls if inner_call.module is module), None)
     if module is None or call is None or not is_linear(module):
         raise UnsupportedFamilyError(
             f"{type(model).__name__}: its head is {type(module).__name__}, expected one linear "
@@ -165,7 +165,7 @@ def find_softcap(model: PreTrainedModel) -> tuple[str, float | None] | None:
         The key, and what counts where config.json holds none; None where there is no such key.
     """
     config = text_config(model)
-    for key in [own for own in config.to_dict() if "softcap" in own and "attn" not in own]:
+    for key in [name for name in config.to_dict() if "softcap" in name and "attn" not in name]:
         before = read(config, key)
         setattr(config, key, SMALL_CAP)
         with torch.no_grad():

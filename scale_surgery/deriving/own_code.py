@@ -39,10 +39,10 @@ def own_config_class(config: Mapping[str, Any], folder: Path) -> Any:
     stock = classes[GENERATES]
     if problems := _class_problems(stock, names[GENERATES]):
         raise UnsupportedFamilyError.from_problems(problems)
-    for auto, own in classes.items():
+    for auto, stock_class in classes.items():
         # one file imported by itself and by another are two modules to transformers, and so are their classes
-        if getattr(own, "config_class", None) is stock.config_class:
-            getattr(transformers, auto).register(stock.config_class, own, exist_ok=True)
+        if getattr(stock_class, "config_class", None) is stock.config_class:
+            getattr(transformers, auto).register(stock.config_class, stock_class, exist_ok=True)
     return stock.config_class
 
 
@@ -74,13 +74,13 @@ def _name_problems(names: Mapping[str, str], folder: Path) -> list[str]:
     if GENERATES not in names:
         problems.append(f"config.json: auto_map has no {GENERATES}, expected the class of a language model.")
     for auto, name in names.items():
-        module, _, own = name.partition(".")
+        module, _, class_name = name.partition(".")
         if "--" in name:
             problems.append(
                 f"config.json: auto_map.{auto} is {name!r}, code of another repository. Put its files into {folder}, "
                 f"and write {name.partition('--')[2]!r}."
             )
-        elif not all(part.isidentifier() and not keyword.iskeyword(part) for part in (module, own)):
+        elif not all(part.isidentifier() and not keyword.iskeyword(part) for part in (module, class_name)):
             problems.append(f"config.json: auto_map.{auto} is {name!r}, expected module.Class.")
         elif not (folder / f"{module}.py").is_file():
             problems.append(f"config.json: auto_map.{auto} is {name!r}, found no {module}.py in {folder}.")

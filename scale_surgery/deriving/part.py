@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.watch import Attention, Call, depends, is_combination, is_same
+from scale_surgery.deriving.watch import Attention, ModuleCall, depends, is_combination, is_same
 
 Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A part of a layer that reads the residual stream.
 
     Attributes:
@@ -29,8 +29,8 @@ class Part:
 
     name: str
     module: nn.Module
-    call: Call | None
-    inside: tuple[Call, ...]
+    call: ModuleCall | None
+    inside: tuple[ModuleCall, ...]
     entry: Tensor
     attentions: tuple[Attention, ...]
 
@@ -40,60 +40,60 @@ class Part:
         return self.entry.shape[-1]
 
     @property
-    def linears(self) -> list[Call]:
+    def linears(self) -> list[ModuleCall]:
         """Calls of linears."""
-        return [own for own in self.inside if is_linear(own.module)]
+        return [call for call in self.inside if is_linear(call.module)]
 
     @property
-    def readers(self) -> list[Call]:
+    def readers(self) -> list[ModuleCall]:
         """Linears that read the residual stream."""
-        return [
-            own for own in self.linears if features(own.module)[0] == self.hidden and is_same(own.before, self.entry)
-        ]
+        wide = [call for call in self.linears if features(call.module)[0] == self.hidden]
+        return [call for call in wide if is_same(call.before, self.entry)]
 
     @property
-    def others(self) -> list[Call]:
+    def inner_linears(self) -> list[ModuleCall]:
         """Linears that neither read nor write it."""
-        readers, writer = {own.name for own in self.readers}, self.writer
-        return [own for own in self.linears if own.name not in readers and own is not writer]
+        readers, writer = {reader.name for reader in self.readers}, self.writer
+        return [call for call in self.linears if call.name not in readers and call is not writer]
 
     @property
-    def writer(self) -> Call | None:
+    def writer(self) -> ModuleCall | None:
         """The linear that writes to the residual stream: the last one, if it gives as many features."""
-        readers = {own.name for own in self.readers}
-        rest = [own for own in self.linears if own.name not in readers]
+        readers = {reader.name for reader in self.readers}
+        rest = [call for call in self.linears if call.name not in readers]
         return rest[-1] if rest and features(rest[-1].module)[1] == self.hidden else None
 
     @property
-    def leaves(self) -> list[Call]:
+    def leaves(self) -> list[ModuleCall]:
         """Calls of modules without parts that do something, and are no linears."""
         return [
-            own
-            for own in self.inside
-            if not list(own.module.children())
-            and not is_linear(own.module)
-            and not isinstance(own.module, (nn.Dropout, nn.Identity))
-            and own.before is not None
-            and own.before.is_floating_point()
-            and not _gives_angles(own)
+            call
+            for call in self.inside
+            if not list(call.module.children())
+            and not is_linear(call.module)
+            and not isinstance(call.module, (nn.Dropout, nn.Identity))
+            and call.before is not None
+            and call.before.is_floating_point()
+            and not _gives_angles(call)
         ]
 
     @property
-    def own_parameters(self) -> list[str]:
+    def uncalled_parameters(self) -> list[str]:
         """Parameters that are of no linear and no module that was called, with names inside the part."""
-        called = {
-            id(own) for call in self.inside if not list(call.module.children()) for own in call.module.parameters()
-        }
-        return [name for name, own in self.module.named_parameters() if id(own) not in called] if self.name else []
+        if not self.name:
+            return []
+        leaves = [call.module for call in self.inside if not list(call.module.children())]
+        called = {id(parameter) for module in leaves for parameter in module.parameters()}
+        return [name for name, parameter in self.module.named_parameters() if id(parameter) not in called]
 
     def mixes_tokens(self) -> bool:
         """Whether what it gives for the last token depends on what it read of the others."""
         if self.call is None or self.entry.dim() != 3 or self.call.after is None or self.call.after.dim() != 3:
             return False
-        other = self.entry.clone()
-        other[:, :-1] += torch.randn(other[:, :-1].shape, generator=torch.Generator().manual_seed(3))
+        entry = self.entry.clone()
+        entry[:, :-1] += torch.randn(entry[:, :-1].shape, generator=torch.Generator().manual_seed(3))
         with torch.no_grad():
-            gave = self.call.again(other)
+            gave = self.call.rerun(entry)
         return gave is not None and not torch.allclose(gave[:, -1], self.call.after[:, -1], atol=1e-5, rtol=1e-4)
 
     def writer_is_output(self) -> bool:
@@ -106,13 +106,13 @@ class Part:
         """Whether only the readers see the stream: with their results held fast, another stream changes nothing."""
         if self.call is None or self.writer is None:
             return self.writer is not None
-        fixed = {own.module: _constant(own.after) for own in self.readers if own.after is not None}
-        other = self.entry + torch.randn(self.entry.shape, generator=torch.Generator().manual_seed(4))
-        found, before = self.written(fixed, other), self.writer.before
-        if found is None or before is None or found.shape != before.shape:
+        fixed = {reader.module: _constant(reader.after) for reader in self.readers if reader.after is not None}
+        entry = self.entry + torch.randn(self.entry.shape, generator=torch.Generator().manual_seed(4))
+        changed, before = self.written(fixed, entry), self.writer.before
+        if changed is None or before is None or changed.shape != before.shape:
             return False
         # what is computed again may be rounded otherwise
-        return torch.allclose(found, before, atol=1e-5, rtol=1e-4)
+        return torch.allclose(changed, before, atol=1e-5, rtol=1e-4)
 
     def written(self, changes: Mapping[nn.Module, Change], entry: Tensor | None = None) -> Tensor | None:
         """What the writer reads when the results of other linears are changed."""
@@ -124,7 +124,7 @@ class Part:
             hook = self.writer.module.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
             stack.callback(hook.remove)
             shape = self.entry.shape if self.call.read is None else self.call.read.shape
-            self.call.again((self.entry if entry is None else entry).reshape(shape))
+            self.call.rerun((self.entry if entry is None else entry).reshape(shape))
         return seen[0] if seen else None
 
 
@@ -132,13 +132,13 @@ def _constant(value: Tensor) -> Change:
     return lambda _: value
 
 
-def _scales(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.numel() != other.numel():
+def _scales(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a.numel() != b.numel():
         return False
-    return is_combination(one, [other]) is not None
+    return is_combination(a, [b]) is not None
 
 
-def _gives_angles(call: Call) -> bool:
+def _gives_angles(call: ModuleCall) -> bool:
     """A rotary embedding reads the stream for its device alone."""
     return "rotary" in type(call.module).__name__.lower() or "rotary" in call.name
 
@@ -185,7 +185,7 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
 
 
-def layout(target: Tensor, reader: Call) -> Tensor | None:
+def layout(target: Tensor, reader: ModuleCall) -> Tensor | None:
     """Mask of the features of a linear on which a tensor depends."""
     assert reader.gave is not None
     return depends(target, reader.gave)[0]

@@ -81,8 +81,8 @@ def given_by(stock: PreTrainedModel) -> dict[torch.dtype, Given]:
     models: list[Any] = [copy.deepcopy(stock) for _ in DTYPES]
     ids = token_ids(stock.config)
     with quiet_transformers():
-        own = [model.to(dtype=dtype) for model, dtype in zip(models, DTYPES, strict=True)]
-        return {model.dtype: Given(_both_logits(model, ids), _generated(model, ids)) for model in own}
+        copies = [model.to(dtype=dtype) for model, dtype in zip(models, DTYPES, strict=True)]
+        return {model.dtype: Given(_both_logits(model, ids), _generated(model, ids)) for model in copies}
 
 
 def failure_of(twin: Twin) -> str | None:
@@ -102,7 +102,7 @@ def failure_of(twin: Twin) -> str | None:
 
 def checks_of(twin: Twin) -> list[str]:
     """What was checked of a twin, in words."""
-    generates = all(own.tokens is not None for own in twin.given.values())
+    generates = all(given.tokens is not None for given in twin.given.values())
     return [*CHECKS, *([GENERATION] * generates), *([] if twin.architecture.is_uniform else [FORMS])]
 
 
@@ -128,8 +128,8 @@ def expansions(twin: Twin) -> Iterator[Spec]:
     if twin.architecture.is_uniform:
         return
     yield _expansion(twin, layers, Collaboration())
-    others = _other_layers(twin, layers)
-    yield _expansion(twin, others, Collaboration(others[len(others) // 2 :], ("attn",)))
+    other_layers = _other_layers(twin, layers)
+    yield _expansion(twin, other_layers, Collaboration(other_layers[len(other_layers) // 2 :], ("attn",)))
 
 
 def _expanded_layers(twin: Twin) -> tuple[int, ...]:
@@ -164,11 +164,11 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
     plain.pop("model_type", None)
     model = widest._from_config(classes["AutoConfig"].from_dict(plain), dtype=torch.float32).eval()
     missing, unexpected = model.load_state_dict(twin.stock.state_dict(), strict=False)
-    if unexpected or not set(missing) <= set(expansion_of(model)):
+    if unexpected or not set(missing) <= set(expansion_tensors(model)):
         raise UnsupportedFamilyError(f"its expanded form has other base tensors: {[*unexpected, *missing][:3]}.")
     torch.manual_seed(SEED)
     with torch.no_grad():
-        for name, parameter in expansion_of(model).items():
+        for name, parameter in expansion_tensors(model).items():
             parameter.copy_(torch.randn_like(parameter) * SPREAD + (parameter.dim() == 1))
             if name.endswith((".w12", ".up_bias")):
                 parameter.zero_()
@@ -177,29 +177,29 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
     return model
 
 
-def expansion_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def expansion_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """The new tensors of an expanded model."""
-    return {name: own for name, own in model.named_parameters() if INFIX in name}
+    return {name: tensor for name, tensor in model.named_parameters() if INFIX in name}
 
 
 def head_part(model: Any) -> nn.Parameter | None:
     """The up part of its head."""
     expansions: Any = getattr(model.get_output_embeddings(), "expansions", {})
-    found: nn.Parameter | None = expansions[DEFAULT_NAME].up_weight if DEFAULT_NAME in expansions else None
-    return found
+    up_weight: nn.Parameter | None = expansions[DEFAULT_NAME].up_weight if DEFAULT_NAME in expansions else None
+    return up_weight
 
 
 def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[str]:
     """What does not hold of one expansion; in short without what another has shown of all."""
     ids, expanded = token_ids(twin.stock.config), expanded_twin(twin, specs)
     for dtype in DTYPES:
-        own = expanded if dtype == torch.float32 else expanded_twin(twin, specs).to(dtype)
+        model = expanded if dtype == torch.float32 else expanded_twin(twin, specs).to(dtype)
         given = twin.given[dtype]
         if in_short and dtype != torch.float32:
             given = replace(given, tokens=None)
-        yield from _differences(given, own, ids, str(dtype).removeprefix("torch."))
-    expected = set(expansion_of(expanded))
-    if {name for name, own in expanded.named_parameters() if own.requires_grad} != expected:
+        yield from _differences(given, model, ids, str(dtype).removeprefix("torch."))
+    expected = set(expansion_tensors(expanded))
+    if {name for name, tensor in expanded.named_parameters() if tensor.requires_grad} != expected:
         yield "other tensors than the new ones train"
     if not in_short:
         yield from _dead_parts(expanded, ids)
@@ -207,9 +207,9 @@ def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[str]:
 
 
 def _differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterator[str]:
-    for base, found in zip(given.logits, _both_logits(expanded, ids), strict=True):
-        if not torch.equal(base, found):
-            yield f"logits of {len(base)} rows in {dtype} differ by {float((base - found).abs().max()):.1e}"
+    for base, logits in zip(given.logits, _both_logits(expanded, ids), strict=True):
+        if not torch.equal(base, logits):
+            yield f"logits of {len(base)} rows in {dtype} differ by {float((base - logits).abs().max()):.1e}"
     if given.tokens is not None and not torch.equal(given.tokens, expanded.generate(ids, **GENERATE)):
         yield f"cached generation in {dtype} gives other tokens"
 
@@ -221,17 +221,17 @@ def _both_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    found: Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 def _generated(model: Any, ids: Tensor) -> Tensor | None:
     """What a stock model generates; None where it cannot, and then no expanded one has to."""
     try:
-        found: Tensor = model.generate(ids, **GENERATE)
+        generated: Tensor = model.generate(ids, **GENERATE)
     except Exception:
         return None
-    return found
+    return generated
 
 
 def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:
@@ -239,8 +239,8 @@ def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:
     for title, parameters in _zeros(model).items():
         before = _logits(model, ids)
         with torch.no_grad():
-            for own in parameters:
-                own.normal_(0, SPREAD / 4)
+            for tensor in parameters:
+                tensor.normal_(0, SPREAD / 4)
         if torch.equal(_logits(model, ids), before):
             yield f"{title}: changes nothing"
 
@@ -248,21 +248,22 @@ def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:
 def _zeros(model: Any) -> dict[str, list[nn.Parameter]]:
     """Parts that begin as zeros."""
     head = head_part(model)
-    w12 = [own for name, own in expansion_of(model).items() if name.endswith(".w12")]
+    w12 = [tensor for name, tensor in expansion_tensors(model).items() if name.endswith(".w12")]
     return {"W12": w12, "the head": [] if head is None else [head]}
 
 
 def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[str]:
     """New tensors that get none when nothing is zero, but where an up stream of zeros enters; frozen ones that do."""
     with torch.no_grad():
-        for own in (own for parameters in _zeros(model).values() for own in parameters):
-            own.normal_(0, SPREAD / 4)
+        for tensor in (tensor for parameters in _zeros(model).values() for tensor in parameters):
+            tensor.normal_(0, SPREAD / 4)
     model(input_ids=ids, use_cache=False).logits.float().pow(2).mean().backward()
     is_entered = any(spec["kind"] == "embedding" for spec in specs["model"].values())
     idle = "" if is_entered else f".{specs['layers']}.{specs['expanded_layers'][0]}."
-    for name, own in expansion_of(model).items():
+    for name, tensor in expansion_tensors(model).items():
         is_idle = bool(idle) and idle in f".{name}"
-        if not is_idle and (own.grad is None or not own.grad.any()):
+        if not is_idle and (tensor.grad is None or not tensor.grad.any()):
             yield f"{name}: gets no gradient"
-    if frozen := [name for name, own in model.named_parameters() if own.grad is not None and not own.requires_grad]:
+    with_gradient = [(name, tensor) for name, tensor in model.named_parameters() if tensor.grad is not None]
+    if frozen := [name for name, tensor in with_gradient if not tensor.requires_grad]:
         yield f"{frozen[0]}: is frozen, and has a gradient"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from scale_surgery.deriving.fallback import hooked, weaker
 from scale_surgery.deriving.prove import Twin, failure_of
-from scale_surgery.deriving.weaken import hooked, weaker
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
 
@@ -46,12 +46,12 @@ def prove(architecture: Architecture, twin: Twin) -> tuple[Architecture, Twin]:
     while waiting and len(seen) < MOST_TRIES:
         attempt = waiting.pop(0)
         seen.append(attempt)
-        own = replace(twin, architecture=attempt.twin)
-        failure = failure_of(own)
+        candidate = replace(twin, architecture=attempt.twin)
+        failure = failure_of(candidate)
         if failure is None:
-            return attempt.real, own
+            return attempt.real, candidate
         first = first or failure
-        waiting += [one for one in attempt.weakened() if one not in seen and one not in waiting]
+        waiting += [weakened for weakened in attempt.weakened() if weakened not in seen and weakened not in waiting]
     raise UnsupportedFamilyError(
         f"{architecture.config_class}: an expansion of a tiny twin of this model does not keep its promises: {first}. "
         f"{len(seen)} ways to expand it were tried. Supported are decoders whose layers add blocks to a stream."

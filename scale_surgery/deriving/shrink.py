@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from scale_surgery.deriving.build import Place, build, build_twin, find_place, read, text_config, token_ids
+from scale_surgery.deriving.build import LayersPlace, build_model, build_twin, find_place, read, text_config, token_ids
 from scale_surgery.deriving.small_values import Values, Way, is_per_layer, shrink_values, ways
 from scale_surgery.errors import UnsupportedFamilyError
 
@@ -52,7 +52,7 @@ class Real:
 
     config: PreTrainedConfig
     model: PreTrainedModel
-    place: Place
+    place: LayersPlace
     forms: Sequence[Form]
     kinds: tuple[int, ...]
     chosen: tuple[int, ...]
@@ -76,10 +76,10 @@ class Real:
     @property
     def dimensions(self) -> set[int]:
         """All sizes of parameters."""
-        return {size for own in self.model.parameters() for size in own.shape}
+        return {size for parameter in self.model.parameters() for size in parameter.shape}
 
 
-def resemblance(config: PreTrainedConfig, model: PreTrainedModel, place: Place) -> Real:
+def resemblance(config: PreTrainedConfig, model: PreTrainedModel, place: LayersPlace) -> Real:
     """Say what the twins of a model are to resemble: its first layers, so many that every kind of layer is shown.
 
     One kind is shown twice where that is possible: what passes by a layer can be proved beside what goes through it.
@@ -91,8 +91,8 @@ def resemblance(config: PreTrainedConfig, model: PreTrainedModel, place: Place) 
     """
     forms, values = layer_forms(model, place), text_config(config).to_dict()
     lists = [value for key, value in values.items() if is_per_layer(key, value, place.count)]
-    found = [(form, [_sort(own[layer]) for own in lists]) for layer, form in enumerate(forms)]
-    kinds = tuple(map(found.index, found))
+    sorts = [(form, [_sort(values_of_layers[layer]) for values_of_layers in lists]) for layer, form in enumerate(forms)]
+    kinds = tuple(map(sorts.index, sorts))
     depth = max(LEAST_LAYERS, max(kinds) + 1)
     depth += len(set(kinds[:depth])) == depth
     return Real(config, model, place, forms, kinds, tuple(range(min(place.count, depth))))
@@ -108,7 +108,7 @@ def selected(real: Real) -> Real | None:
     return replace(real, chosen=tuple(sorted([*first, *more[:missing]])))
 
 
-def layer_forms(model: PreTrainedModel, place: Place) -> list[Form]:
+def layer_forms(model: PreTrainedModel, place: LayersPlace) -> list[Form]:
     """Say of each layer what it is made of, and what its modules are told.
 
     Args:
@@ -125,13 +125,13 @@ def layer_forms(model: PreTrainedModel, place: Place) -> list[Form]:
 
 def _made_of(layer: nn.Module, layer_type: str | None) -> tuple[Any, ...]:
     """Its modules, their classes and parameters, and its type in the config."""
-    modules = ((name, type(own).__name__) for name, own in layer.named_modules() if not _is_numbered(name))
+    modules = ((name, type(module).__name__) for name, module in layer.named_modules() if not _is_numbered(name))
     return layer_type, *modules, *(name for name, _ in layer.named_parameters() if not _is_numbered(name))
 
 
 def _settings(layer: nn.Module) -> tuple[tuple[str, str, Any], ...]:
     """What its modules keep in plain attributes, such as whether positions turn queries; no numbers."""
-    modules = ((name, own) for name, own in layer.named_modules() if not _is_numbered(name))
+    modules = ((name, module) for name, module in layer.named_modules() if not _is_numbered(name))
     return tuple(
         (name, key, _sort(value))
         for name, module in modules
@@ -204,9 +204,9 @@ def _attempt(real: Real, values: Values) -> tuple[PreTrainedConfig | None, str]:
 
 def _problem(real: Real, config: PreTrainedConfig) -> str | None:
     with torch.device("meta"):
-        model = build(config)
+        model = build_model(config)
     place = find_place(model)
-    if sum(own.numel() for own in (*model.parameters(), *model.buffers())) > MOST_PARAMETERS:
+    if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) > MOST_PARAMETERS:
         return f"it would be large: layer {max(real.kinds)} is the first of its kind, and it has {real.depth} layers"
     if (layer := _other_layer(real, model, place)) is not None:
         return f"it has none that is made as layer {layer}"
@@ -220,14 +220,14 @@ def _problem(real: Real, config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _other_layer(real: Real, model: PreTrainedModel, place: Place | None) -> int | None:
+def _other_layer(real: Real, model: PreTrainedModel, place: LayersPlace | None) -> int | None:
     """The first layer that a twin has in another form, or like one of another kind; None where it has all."""
     if place is None or place.count != real.depth:
         return real.chosen[-1]
     made, wanted = layer_forms(model, place), [real.forms[layer] for layer in real.chosen]
-    alike = [wanted[made.index(own)] for own in made]
+    alike = [wanted[made.index(form)] for form in made]
     places = zip(real.chosen, made, alike, wanted, strict=True)
-    return next((layer for layer, own, like, form in places if own.made_of != form.made_of or like != form), None)
+    return next((layer for layer, got, like, form in places if got.made_of != form.made_of or like != form), None)
 
 
 def _repair(real: Real, way: Way) -> PreTrainedConfig | None:

@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Scale:
+class SmallSizes:
     """Sizes of a twin, where the config leaves them free.
 
     Attributes:
@@ -41,13 +41,13 @@ class Scale:
 
 
 SCALES = (
-    Scale(48, 16, 2, 4, 4, 131, (52, 36, 28, 44, 76, 92, 20, 116, 124, 148, 164, 172)),
-    Scale(72, 24, 3, 6, 6, 149, (68, 60, 84, 100, 108, 132, 140, 156, 180, 188, 196, 204)),
+    SmallSizes(48, 16, 2, 4, 4, 131, (52, 36, 28, 44, 76, 92, 20, 116, 124, 148, 164, 172)),
+    SmallSizes(72, 24, 3, 6, 6, 149, (68, 60, 84, 100, 108, 132, 140, 156, 180, 188, 196, 204)),
 )
 # the same with sizes that kernels and groups divide
 ROUND_SCALES = (
-    Scale(64, 16, 2, 4, 8, 131, (32, 96, 160, 192, 224, 288, 320, 352, 416)),
-    Scale(96, 32, 4, 8, 16, 149, (128, 64, 224, 256, 352, 320, 416, 480, 544)),
+    SmallSizes(64, 16, 2, 4, 8, 131, (32, 96, 160, 192, 224, 288, 320, 352, 416)),
+    SmallSizes(96, 32, 4, 8, 16, 149, (128, 64, 224, 256, 352, 320, 416, 480, 544)),
 )
 HEADS = re.compile(r"heads|n_head|query_groups")
 HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|dim_head|kv_channels|rotary_dim")
@@ -80,7 +80,7 @@ class Way:
     keeps_share: bool = False
 
     @property
-    def sizes(self) -> Scale:
+    def sizes(self) -> SmallSizes:
         """Sizes that the twin gets."""
         return (ROUND_SCALES if self.is_round else SCALES)[self.scale]
 
@@ -141,7 +141,7 @@ class _Shrinking:
         self.old = {name: self._old(name) for name in common}
         self.others, self.given = iter(way.sizes.others), dict[Any, int]()
         self.dimensions, self.layers = real.dimensions, real.place.count
-        self.shown = tuple(own for own in shown if own < self.layers)
+        self.shown = tuple(layer for layer in shown if layer < self.layers)
         self.heads, self.groups = self._new_heads()
         self.hidden = way.sizes.hidden if self._is_hidden_free() else self.heads * self._head_size()
 
@@ -191,21 +191,22 @@ class _Shrinking:
 
     def _small_dict(self, value: Values) -> Values:
         """What is said of single layers is said of those that are shown."""
-        there = {own: other for own, other in value.items() if not str(own).isdigit() or int(own) in self.shown}
+        there = {key: entry for key, entry in value.items() if not str(key).isdigit() or int(key) in self.shown}
         return {
-            type(own)(self.shown.index(int(own))) if str(own).isdigit() else own: self._small(str(own), other)
-            for own, other in there.items()
+            type(key)(self.shown.index(int(key))) if str(key).isdigit() else key: self._small(str(key), entry)
+            for key, entry in there.items()
         }
 
     def _small_list(self, key: str, value: list[Any]) -> list[Any]:
         """A list of one entry a layer has those of the layers that are shown; a list of layers names these."""
         if TOKEN.search(key):
-            return [min(2, own) if isinstance(own, int) else own for own in value]
+            return [min(2, entry) if isinstance(entry, int) else entry for entry in value]
         if is_per_layer(key, value, self.layers):
             shown = [value[layer] for layer in self.shown]
-            return [self._small(key, own) if self._is_size(key, own) else own for own in shown]
+            return [self._small(key, entry) if self._is_size(key, entry) else entry for entry in shown]
         if re.search("layer|idx|ids", key):
-            return [self._renumbered(own) for own in value if type(own) is not int or own < 0 or own in self.shown]
+            shown = [entry for entry in value if type(entry) is not int or entry < 0 or entry in self.shown]
+            return [self._renumbered(entry) for entry in shown]
         return value
 
     def _renumbered(self, layer: Any) -> Any:
@@ -219,9 +220,9 @@ class _Shrinking:
 
     def _number(self, key: str, value: int) -> int:
         for rule in (self._token, self._layer, self._depth, self._stream, self._expert, self._head, self._limit):
-            found = rule(key, value)
-            if found is not None:
-                return found
+            small = rule(key, value)
+            if small is not None:
+                return small
         return self._other(key, value)
 
     def _token(self, key: str, value: int) -> int | None:
@@ -308,7 +309,7 @@ class _Shrinking:
         counts = [key for key in stated if HEADS.search(key) and not HEAD_SIZE.search(key)]
         sizes = [key for key in stated if HEAD_SIZE.search(key)]
         # heads of attention and of a mixer of states have sizes of their own; the last word has the mixer
-        pairs = [(one, other) for one in counts for other in sizes if ("mamba" in one) == ("mamba" in other)]
+        pairs = [(a, b) for a in counts for b in sizes if ("mamba" in a) == ("mamba" in b)]
         for count, size in sorted(pairs, key=lambda pair: "mamba" in pair[0]):
             for expand in expands:
                 if stated[count] * stated[size] == expand * (self.old["hidden_size"] or 0):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from scale_surgery.deriving.build import build
+from scale_surgery.deriving.build import build_model
 from scale_surgery.deriving.part import features
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Sizes
 
@@ -38,8 +38,8 @@ def stock_heads(real: PreTrainedModel, architecture: Architecture, sizes: Sizes)
         return TOGETHER, False
     more = range(block.key_value_heads + 1, sizes.hidden + 1)
     divides = [heads for heads in more if sizes.hidden % (heads * block.queries_per_key_value) == 0]
-    others = list(islice((heads for heads in count(block.key_value_heads + 1) if heads not in divides), 1))
-    problem = _problem(real, architecture, block, others[0])
+    undivided = list(islice((heads for heads in count(block.key_value_heads + 1) if heads not in divides), 1))
+    problem = _problem(real, architecture, block, undivided[0])
     if problem is None or not divides:
         return problem or "", False
     if (also := _problem(real, architecture, block, divides[0])) is None:
@@ -54,10 +54,10 @@ def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, he
         "key_value_heads": heads,
         "head_size": block.head_size,
     }
-    own = {architecture.keys.get(name, CONFIG_KEYS[name]): value for name, value in wanted.items()}
+    changes = {architecture.keys.get(name, CONFIG_KEYS[name]): value for name, value in wanted.items()}
     try:
         with torch.device("meta"):
-            model = build(type(real.config).from_dict(real.config.to_dict() | own))
+            model = build_model(type(real.config).from_dict(real.config.to_dict() | changes))
     # a config that checks itself, or a model that does, says best what it wants
     except Exception as error:
         return f"its config does not allow it: {' '.join(str(error).split())[:200]}"
@@ -66,10 +66,10 @@ def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, he
     if features(layer.get_submodule(writer.name))[0] != wanted["query_heads"] * block.head_size:
         return SHARED
     linears = {linear.name for linear in block.linears}
-    before = {name: own.shape for name, own in _first_layer(real, architecture).named_parameters()}
-    changed = [name for name, own in layer.named_parameters() if before.get(name) != own.shape]
-    others = [name for name in changed if name.rpartition(".")[0] not in linears]
-    return f"with more heads {', '.join(others)} would be of another size" if others else None
+    before = {name: tensor.shape for name, tensor in _first_layer(real, architecture).named_parameters()}
+    changed = [name for name, tensor in layer.named_parameters() if before.get(name) != tensor.shape]
+    outside = [name for name in changed if name.rpartition(".")[0] not in linears]
+    return f"with more heads {', '.join(outside)} would be of another size" if outside else None
 
 
 def inner_key(config: PreTrainedConfig, architecture: Architecture) -> str | None:
@@ -94,7 +94,7 @@ def _sets_inner(config: PreTrainedConfig, architecture: Architecture, block: Blo
     wider = block.inner + 8
     try:
         with torch.device("meta"):
-            model = build(type(config).from_dict(config.to_dict() | {key: wider}))
+            model = build_model(type(config).from_dict(config.to_dict() | {key: wider}))
     except Exception:
         return False
     return features(_first_layer(model, architecture).get_submodule(block.linears[-1].name))[0] == wider

@@ -21,7 +21,7 @@ STREAM_NAMES = ("hidden_states", "x", "inputs", "input", "hidden_state")
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One call of a module.
 
     Attributes:
@@ -44,7 +44,7 @@ class Call:
     before: Tensor | None
     after: Tensor | None
 
-    def again(self, read: Tensor) -> Tensor | None:
+    def rerun(self, read: Tensor) -> Tensor | None:
         """Call the module once more, in the same way but with another tensor in the place of the first."""
         args = tuple(read if value is self.read else value for value in self.args)
         kwargs = {key: read if value is self.read else value for key, value in self.kwargs.items()}
@@ -67,18 +67,18 @@ class Attention:
 class Trace:
     """What happened in one forward, in the order in which calls ended."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
     attentions: tuple[Attention, ...]
     logits: Tensor
 
-    def inside(self, path: str) -> list[Call]:
+    def inside(self, path: str) -> list[ModuleCall]:
         """Calls of what lies inside a module, with names inside it."""
         start = f"{path}."
-        return [replace(own, name=own.name.removeprefix(start)) for own in self.calls if own.name.startswith(start)]
+        return [replace(call, name=call.name.removeprefix(start)) for call in self.calls if call.name.startswith(start)]
 
-    def of(self, path: str) -> Call | None:
+    def of(self, path: str) -> ModuleCall | None:
         """First call of a module."""
-        return next((own for own in self.calls if own.name == path), None)
+        return next((call for call in self.calls if call.name == path), None)
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -90,7 +90,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 def _read_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     named = [kwargs[name] for name in STREAM_NAMES if name in kwargs]
-    return next((own for own in (*args[:1], *named, *args, *kwargs.values()) if isinstance(own, Tensor)), None)
+    return next((value for value in (*args[:1], *named, *args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
 def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
@@ -104,12 +104,12 @@ def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
     Returns:
         The trace; its tensors are part of a graph, so that it can be asked what depends on what.
     """
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     names = _names(model)
     with ExitStack() as stack:
         current = stack.enter_context(_current_layer(model, layers))
-        for module, own in names.items():
-            hook = _noting(calls, own, current)
+        for module, module_names in names.items():
+            hook = _noting(calls, module_names, current)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         attentions = stack.enter_context(attention_noted())
         logits = model(input_ids=ids, use_cache=False).logits
@@ -135,11 +135,11 @@ def _current_layer(model: nn.Module, layers: str) -> Iterator[list[str]]:
         yield current
 
 
-def _noting(calls: list[Call], names: list[str], current: list[str]) -> Any:
+def _noting(calls: list[ModuleCall], names: list[str], current: list[str]) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        name = next((own for own in names if own.startswith(current[-1])), names[0])
+        name = next((candidate for candidate in names if candidate.startswith(current[-1])), names[0])
         read, gave = _read_tensor(args, kwargs), first_tensor(result)
-        calls.append(Call(name, module, args, kwargs, read, gave, _copy(read), _copy(gave)))
+        calls.append(ModuleCall(name, module, args, kwargs, read, gave, _copy(read), _copy(gave)))
 
     return note
 
@@ -182,8 +182,8 @@ def attention_noted() -> Iterator[list[Attention]]:
 
 def _attention_of(module: nn.Module, name: str) -> Any:
     """The function that computes attention; each file of transformers has an eager one of its own."""
-    own = vars(import_module(type(module).__module__)).get("eager_attention_forward")
-    return sdpa_attention_forward if name == "sdpa" or own is None else own
+    eager = vars(import_module(type(module).__module__)).get("eager_attention_forward")
+    return sdpa_attention_forward if name == "sdpa" or eager is None else eager
 
 
 def depends(target: Tensor, *sources: Tensor) -> list[Tensor | None]:
@@ -197,16 +197,16 @@ def depends(target: Tensor, *sources: Tensor) -> list[Tensor | None]:
         For each source a mask of its features; None where nothing depends on it.
     """
     weights = torch.randn(target.shape, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad((target * weights).sum(), sources, retain_graph=True, allow_unused=True)
-    masks = [None if own is None else own.flatten(0, -2).abs().amax(0) > 0 for own in found]
-    return [own if own is not None and bool(own.any()) else None for own in masks]
+    gradients = torch.autograd.grad((target * weights).sum(), sources, retain_graph=True, allow_unused=True)
+    masks = [None if gradient is None else gradient.flatten(0, -2).abs().amax(0) > 0 for gradient in gradients]
+    return [mask if mask is not None and bool(mask.any()) else None for mask in masks]
 
 
-def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+def is_same(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two tensors hold the same values, in whatever shape."""
-    if one is None or other is None or one.numel() != other.numel():
+    if a is None or b is None or a.numel() != b.numel():
         return False
-    return torch.equal(one.reshape(-1), other.reshape(-1))
+    return torch.equal(a.reshape(-1), b.reshape(-1))
 
 
 def is_combination(target: Tensor, parts: list[Tensor]) -> list[float] | None:
@@ -219,8 +219,8 @@ def is_combination(target: Tensor, parts: list[Tensor]) -> list[float] | None:
     Returns:
         The numbers, or None where there are none.
     """
-    matrix = torch.stack([own.reshape(-1).double() for own in parts], 1)
+    matrix = torch.stack([tensor.reshape(-1).double() for tensor in parts], 1)
     wanted = target.reshape(-1, 1).double()
-    found = torch.linalg.lstsq(matrix, wanted).solution
-    error = (matrix @ found - wanted).abs().max()
-    return found.flatten().tolist() if bool(error <= 1e-4 * wanted.abs().max().clamp(min=1e-6)) else None
+    solution = torch.linalg.lstsq(matrix, wanted).solution
+    error = (matrix @ solution - wanted).abs().max()
+    return solution.flatten().tolist() if bool(error <= 1e-4 * wanted.abs().max().clamp(min=1e-6)) else None

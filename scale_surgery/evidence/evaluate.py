@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
-from scale_surgery.evidence.meter import Meter, Row, Score
+from scale_surgery.evidence.meter import MeasuredRow, Meter, Score
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
 from scale_surgery.progress import Track, no_track
@@ -126,7 +126,7 @@ def _read(files: Sequence[str | Path], side: str) -> list[Document]:
     return documents
 
 
-def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[Row]:
+def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[MeasuredRow]:
     # a base that several models share is measured with the first of them, or by itself where it is given
     first_with = {subject.base: subject for subject in reversed(subjects)}
     first_with |= {subject.base: subject for subject in subjects if subject.is_base}
@@ -135,7 +135,7 @@ def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Tr
     ]
     jobs = list(zip(subjects, meters, brings_base, strict=True))
     total = sum(meter.tokens(subject, with_base=with_base) for subject, meter, with_base in jobs)
-    rows: list[Row] = []
+    rows: list[MeasuredRow] = []
     with track("evaluate", total) as advance:
         for subject, meter, with_base in jobs:
             rows += [meter.measure_base(subject, advance)] if with_base else []
@@ -143,11 +143,11 @@ def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Tr
     return rows
 
 
-def _compare(row: Row, rows: Sequence[Row]) -> Score:
+def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:
     """Add forgetting and learning against the base, where there is one that reads the same tokens."""
     score = row.score
     name = _base_of(row, rows)
-    base = next((other for other in rows if other.score.name == name), None)
+    base = next((candidate for candidate in rows if candidate.score.name == name), None)
     if base is None or base.fingerprints != row.fingerprints:
         return replace(score, base=None)
     return replace(
@@ -158,8 +158,8 @@ def _compare(row: Row, rows: Sequence[Row]) -> Score:
     )
 
 
-def _base_of(row: Row, rows: Sequence[Row]) -> str | None:
-    bases = {other.score.base for other in rows} - {None}
+def _base_of(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> str | None:
+    bases = {candidate.score.base for candidate in rows} - {None}
     if row.score.kind == "other" and len(bases) == 1:
         return bases.pop()
     return row.score.base
@@ -169,7 +169,7 @@ def _difference(more: Measurement | None, less: Measurement | None) -> float | N
     return None if more is None or less is None else more.nats_per_token - less.nats_per_token
 
 
-def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
+def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator[str]:
     for subject in subjects:
         if subject.is_fused and len(subjects) == 1:
             yield (
@@ -182,22 +182,22 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[Row]) -> Iterator[str]:
                 "with itself, expansion disabled. Make an expanded folder of it: "
                 f"{adopt_line(subject.path, read_json(subject.path / CONFIG_FILE))}"
             )
-        if said := rehearsed_texts(subject.runs):
+        if texts := rehearsed_texts(subject.runs):
             yield (
-                f"{subject.name}: was asked to stay what its base is, on {said}. What that keeps is measured, on these "
-                "texts, and not proved."
+                f"{subject.name}: was asked to stay what its base is, on {texts}. What that keeps is measured, on "
+                "these texts, and not proved."
             )
-    first, *others = rows
-    for other in others:
-        if other.score.kind in ("expanded", "other") and other.fingerprints != first.fingerprints:
+    first, *rest = rows
+    for row in rest:
+        if row.score.kind in ("expanded", "other") and row.fingerprints != first.fingerprints:
             yield (
-                f"{other.score.name}: reads other tokens than {first.score.name}; their losses cannot be compared, "
+                f"{row.score.name}: reads other tokens than {first.score.name}; their losses cannot be compared, "
                 "accuracies can."
             )
 
 
-def _measurement_to_json(found: Measurement | None) -> dict[str, Any] | None:
-    if found is None:
+def _measurement_to_json(measurement: Measurement | None) -> dict[str, Any] | None:
+    if measurement is None:
         return None
-    derived = {"nats_per_token": found.nats_per_token, "perplexity": found.perplexity, "accuracy": found.accuracy}
-    return derived | asdict(found)
+    derived = {name: getattr(measurement, name) for name in ("nats_per_token", "perplexity", "accuracy")}
+    return derived | asdict(measurement)

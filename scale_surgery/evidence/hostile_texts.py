@@ -19,7 +19,7 @@ WRITTEN, BEGINNING, LENGTH = 2, 4, 24
 
 
 @dataclass(frozen=True)
-class Texts:
+class HostileTexts:
     """Token ids (texts, t), what each text is called, and 1 where a token is none of padding (texts, t)."""
 
     ids: Tensor
@@ -27,12 +27,12 @@ class Texts:
     mask: Tensor
 
 
-def prompt_texts(batch: Batch) -> Texts:
+def prompt_texts(batch: Batch) -> HostileTexts:
     """The prompts, in one left-padded batch: padding is no evidence."""
-    return Texts(batch.ids, tuple(f"prompt {number}" for number in range(1, len(batch.ids) + 1)), batch.mask)
+    return HostileTexts(batch.ids, tuple(f"prompt {number}" for number in range(1, len(batch.ids) + 1)), batch.mask)
 
 
-def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iterator[Texts]:
+def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iterator[HostileTexts]:
     """Texts that each path writes greedily, and halves of two of them joined: who has come to be trusted goes wrong.
 
     Args:
@@ -54,20 +54,20 @@ def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iter
             ids = _write(model, begun.to(device), length)
             written.append(_whole(ids, f"written by {name or BASE_NAME}"))
     yield from _numbered(written)
-    pairs = [own for one, other in pairwise(written) for own in ((one, other), (other, one))]
+    pairs = [pair for first, second in pairwise(written) for pair in ((first, second), (second, first))]
     half = length // 2
-    joined = [torch.cat((one.ids[:, :half], other.ids[:, half:]), 1) for one, other in pairs]
-    names = [f"{one.names[0]}, then {other.names[0]}" for one, other in pairs]
+    joined = [torch.cat((first.ids[:, :half], second.ids[:, half:]), 1) for first, second in pairs]
+    names = [f"{first.names[0]}, then {second.names[0]}" for first, second in pairs]
     yield from _numbered([_whole(ids, name) for ids, name in zip(joined, names, strict=True)])
 
 
-def _whole(ids: Tensor, name: str) -> Texts:
-    return Texts(ids, (name,) * len(ids), torch.ones_like(ids))
+def _whole(ids: Tensor, name: str) -> HostileTexts:
+    return HostileTexts(ids, (name,) * len(ids), torch.ones_like(ids))
 
 
-def _numbered(texts: Sequence[Texts]) -> Iterator[Texts]:
-    for own in texts:
-        yield replace(own, names=tuple(f"{name} ({number})" for number, name in enumerate(own.names, 1)))
+def _numbered(texts: Sequence[HostileTexts]) -> Iterator[HostileTexts]:
+    for batch in texts:
+        yield replace(batch, names=tuple(f"{name} ({number})" for number, name in enumerate(batch.names, 1)))
 
 
 def _beginnings(batch: Batch) -> Tensor:
@@ -82,16 +82,16 @@ def _write(model: Any, begun: Tensor, length: int) -> Tensor:
     """What a path writes greedily, to a length in tokens; never an end of text."""
     new = length - begun.shape[1]
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    found: Tensor = model.generate(begun, **options)
-    return found.cpu()
+    ids: Tensor = model.generate(begun, **options)
+    return ids.cpu()
 
 
 @torch.no_grad()
-def excess(model: Any, texts: Texts, device: str) -> Iterator[tuple[str, float]]:
+def excess(model: Any, texts: HostileTexts, device: str) -> Iterator[tuple[str, float]]:
     """What the mixture loses on each text above the base, of several expansions above the best path for it, in nats."""
     ids, mask = texts.ids.to(device), texts.mask.to(device)
     paths = model.path_logits(ids, attention_mask=mask)
-    best = torch.stack([_losses(own, ids, mask) for own in paths[: 1 if len(paths) == 2 else None]]).amin(0)
+    best = torch.stack([_losses(logits, ids, mask) for logits in paths[: 1 if len(paths) == 2 else None]]).amin(0)
     lost = _losses(model(ids, attention_mask=mask, use_cache=False).logits, ids, mask) - best
     yield from zip(texts.names, lost.tolist(), strict=True)
 

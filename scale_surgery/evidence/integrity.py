@@ -18,7 +18,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.tokenizer import ASKING_FILES
-from scale_surgery.surgery.intact import added_files, bytes_of_model, find_damage
+from scale_surgery.surgery.intact import added_files, bytes_of_model, check_integrity
 from scale_surgery.surgery.parts import described_parts, part_readers
 from scale_surgery.surgery.record import Manifest
 
@@ -73,15 +73,15 @@ def check_files(
         Every problem, each naming its tensor or file.
     """
     parts = described_parts(checkpoint, manifest)
-    damage = find_damage(checkpoint, manifest, advance)
+    damage = check_integrity(checkpoint, manifest, advance)
     expansion = damage.expansion
-    began = {name: digest for own in manifest.expansions.values() for name, digest in own.tensors.items()}
+    began = {name: digest for recorded in manifest.expansions.values() for name, digest in recorded.tensors.items()}
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
-    other = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
+    base_problems = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
-        base=(*damage.base, *other, *differing),
-        is_other_base=bool(other),
+        base=(*damage.base, *base_problems, *differing),
+        is_other_base=bool(base_problems),
         structure=damage.structure,
         config=(*damage.config, *other_keys),
         code=damage.code,
@@ -143,9 +143,9 @@ def other_base(checkpoint: Checkpoint, record: Manifest, base: Checkpoint, diffe
     if not differing:
         return ()
     count, all_of_them = len(differing), len({*record.base_tensors, *base.tensors})
-    others = f"{count} of {counted(all_of_them, 'tensor')} {'is another' if count == 1 else 'are others'}"
+    difference = f"{count} of {counted(all_of_them, 'tensor')} {'is another' if count == 1 else 'are others'}"
     return (
-        f"{base.path}: is not the base of {checkpoint.path}, {others}. Give the one that it was made on, "
+        f"{base.path}: is not the base of {checkpoint.path}, {difference}. Give the one that it was made on, "
         f"{record.base_name}, or leave --base out.",
     )
 
@@ -186,12 +186,13 @@ def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
 
 def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
     """Tensors that keep the output the base's as long as they are as they began, and are not, a line each."""
-    found = []
+    problems: list[str] = []
     for plan in manifest.plans.values():
         guards = plan.method.guards(plan)
         copies = [tensor for tensor in guards if tensor.init == "copy"]
-        found += [*_not_constant(checkpoint, manifest, plan, guards), *_not_copies(checkpoint, plan, copies, advance)]
-    return list(dict.fromkeys(found))
+        problems += _not_constant(checkpoint, manifest, plan, guards)
+        problems += _not_copies(checkpoint, plan, copies, advance)
+    return list(dict.fromkeys(problems))
 
 
 def _not_copies(checkpoint: Checkpoint, plan: Plan, copies: Sequence[TensorPlan], advance: Progress) -> Iterator[str]:
@@ -211,6 +212,6 @@ def _not_constant(
     wanted |= {name: 0 for name in readers if name.endswith(".w12") and name not in planned}
     for name, value in wanted.items():
         if name in readers:
-            found = readers[name]()
-            if count := int((found != value).count_nonzero()):
-                yield f"{name}: {count} of {found.numel()} entries are not {value or 'zero'}."
+            tensor = readers[name]()
+            if count := int((tensor != value).count_nonzero()):
+                yield f"{name}: {count} of {tensor.numel()} entries are not {value or 'zero'}."

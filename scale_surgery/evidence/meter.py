@@ -55,7 +55,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """A score, and what it was measured on: sha256 of token ids and windows, by side.
 
     Where those are equal, losses can be compared.
@@ -87,7 +87,7 @@ class Meter:
         parts = len(subject.expansions) or (subject.is_expanded and subject.is_routed)
         return sum(len(text.ids) for text in self.texts.values()) * (1 + subject.is_expanded + parts + with_base)
 
-    def measure_base(self, subject: Subject, advance: Progress) -> Row:
+    def measure_base(self, subject: Subject, advance: Progress) -> MeasuredRow:
         """Measure the base model inside an expanded one, by the stock class."""
         assert subject.base is not None and subject.manifest is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -95,12 +95,12 @@ class Meter:
             with loaded_whole(Path(folder), subject.base, self.run, renamed=renamed) as model:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
-    def measure_subject(self, subject: Subject, advance: Progress) -> list[Row]:
+    def measure_subject(self, subject: Subject, advance: Progress) -> list[MeasuredRow]:
         """Measure a model; of an expanded one also what each of its parts is alone, and last its base."""
         with loaded_whole(subject.path, subject.name, self.run) as model:
             if not subject.is_expanded:
-                own = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
-                return [self._measure(model, own, advance)]
+                score = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
+                return [self._measure(model, score, advance)]
             disabled = f"{subject.name}, expansion disabled"
             rows = [self._measure(model, Score(subject.name, "expanded", subject.base or disabled), advance)]
             for name, kind, base, chosen in _parts(subject, model, disabled):
@@ -108,10 +108,10 @@ class Meter:
                     rows.append(self._measure(model, Score(name, kind, base), advance))
             return rows
 
-    def _measure(self, model: Any, score: Score, advance: Progress) -> Row:
+    def _measure(self, model: Any, score: Score, advance: Progress) -> MeasuredRow:
         report = partial(advance, note=score.name)
-        found = {side: measure(model, text, self.run.windows(), report) for side, text in self.texts.items()}
-        return Row(replace(score, old=found.get("old"), new=found.get("new")), self.fingerprints)
+        measured = {side: measure(model, text, self.run.windows(), report) for side, text in self.texts.items()}
+        return MeasuredRow(replace(score, old=measured.get("old"), new=measured.get("new")), self.fingerprints)
 
 
 def _parts(

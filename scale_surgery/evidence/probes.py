@@ -73,7 +73,7 @@ class PathNumbers:
     def problems(self) -> tuple[str, ...]:
         """In what it is not that model, a line each."""
         of = "the base model" if self.name == BASE_NAME else f"the model that {self.name} is alone"
-        worst = max((self.drift, self.drift_beside), key=lambda own: math.inf if math.isnan(own) else own)
+        worst = max((self.drift, self.drift_beside), key=lambda number: math.inf if math.isnan(number) else number)
         drift = f"path {self.name}: logits drift {worst:.3g} from {of}, expected bit-equal."
         greedy = f"path {self.name}: its greedy continuation is not that of {of}, with or without KV cache."
         is_other = self.generation_equal is False or self.uncached_equal is False
@@ -196,11 +196,11 @@ def probe(
             del model
         advance(1)
         alone = [PathRun(stock.logits[real], stock.cached, stock.uncached)]
-        for found in run_alone(checkpoint, manifest, names, batch, probes.new_tokens, run, known):
-            alone.append(found)
+        for run_of_path in run_alone(checkpoint, manifest, names, batch, probes.new_tokens, run, known):
+            alone.append(run_of_path)
             advance(1)
         with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
-            own = run_model(model, batch, width, probes.new_tokens, run.device)
+            expanded = run_model(model, batch, width, probes.new_tokens, run.device)
             advance(1)
             paths, mixture = list[PathNumbers](), None
             if names:
@@ -215,18 +215,18 @@ def probe(
                 )
                 advance(1)
     return Numbers(
-        **vars(compare_logits(stock.logits, own.logits, batch, run.device)),
+        **vars(compare_logits(stock.logits, expanded.logits, batch, run.device)),
         longest=batch.ids.shape[1],
         is_text=encoded.tokenizer is not None,
         attention=stock.attention,
-        base_logits_bit_equal=torch.equal(stock.base_logits[real], own.base_logits[real]),
-        base_logits_drift=largest_difference(stock.base_logits[real], own.base_logits[real]),
+        base_logits_bit_equal=torch.equal(stock.base_logits[real], expanded.base_logits[real]),
+        base_logits_drift=largest_difference(stock.base_logits[real], expanded.base_logits[real]),
         layers=tuple(
             _compare_layer(layer - 1, before[real], after[real])
-            for layer, (before, after) in enumerate(zip(stock.hidden, own.hidden, strict=True))
+            for layer, (before, after) in enumerate(zip(stock.hidden, expanded.hidden, strict=True))
         ),
-        generation_equal=_same_tokens(stock.cached, own.cached),
-        uncached_equal=_same_tokens(stock.uncached, own.uncached),
+        generation_equal=_same_tokens(stock.cached, expanded.cached),
+        uncached_equal=_same_tokens(stock.uncached, expanded.uncached),
         new_tokens=probes.new_tokens,
         paths=tuple(paths),
         mixture=mixture,
@@ -280,7 +280,7 @@ def _continue(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[T
         return None, None
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     cached, uncached = (
-        model.generate(**_inputs(batch, device), **options, use_cache=own).cpu() for own in (True, False)
+        model.generate(**_inputs(batch, device), **options, use_cache=use_cache).cpu() for use_cache in (True, False)
     )
     return cached, uncached
 
@@ -289,16 +289,16 @@ def _base_logits(model: Any, base: Tensor) -> Tensor:
     """Logits of a base stream (b, t, d); where the model routes, of the one that its first path reads."""
     head = model.get_output_embeddings()
     if getattr(model, "is_fused", False):
-        found: Tensor = head.base_logits(base.contiguous(), base)
+        logits: Tensor = head.base_logits(base.contiguous(), base)
     elif hasattr(head, "capped"):
         # where a model is streamed, a module has its weights only while it runs
         with model.expansion_disabled():
-            found = head(base.contiguous())
+            logits = head(base.contiguous())
     else:
-        found = head(base.contiguous())
+        logits = head(base.contiguous())
     # some families cap logits after the head
     cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    return found if cap is None else torch.tanh(found / cap) * cap
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def run_alone(
@@ -332,15 +332,15 @@ def run_alone(
         with tempfile.TemporaryDirectory() as folder:
             link_alone(*only(checkpoint, manifest, name), Path(folder))
             # without code of the base's own none lies there, and this program's runs
-            own = run if has_own_code else replace(run, trust_remote_code=False)
-            with loaded(Path(folder), own, name=name) as (model, problems), translated(*RUNNING):
+            options = run if has_own_code else replace(run, trust_remote_code=False)
+            with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := [problem for problem in problems if problem not in known]:
                     advice = f"{name}: its tensors do not fit its class, so another model would be compared."
                     raise CheckpointError.from_problems([*shorten(unfit), advice])
-                found = run_path(model, batch, new_tokens, run.device)
+                path_run = run_path(model, batch, new_tokens, run.device)
                 # it is gone before the next one comes
                 del model
-        yield found
+        yield path_run
 
 
 def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
@@ -368,26 +368,26 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
 def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
     """Logits of each path beside all others, without padding."""
     inputs = _inputs(batch, device)
-    found = model.path_logits(inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    return [own.cpu()[batch.mask.bool()] for own in found]
+    logits = model.path_logits(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    return [path_logits.cpu()[batch.mask.bool()] for path_logits in logits]
 
 
-def compare_path(name: str, alone: PathRun, found: PathRun, beside: Tensor) -> PathNumbers:
+def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> PathNumbers:
     """Compare a path with the model that it is alone.
 
     Args:
         name: What the path is called.
         alone: What that model made of the prompts.
-        found: What the path made of them, chosen by name.
+        chosen: What the path made of them, chosen by name.
         beside: Its logits beside all other paths.
     """
     return PathNumbers(
         name=name,
-        is_bit_equal=torch.equal(alone.logits, found.logits) and torch.equal(alone.logits, beside),
-        drift=largest_difference(alone.logits, found.logits),
+        is_bit_equal=torch.equal(alone.logits, chosen.logits) and torch.equal(alone.logits, beside),
+        drift=largest_difference(alone.logits, chosen.logits),
         drift_beside=largest_difference(alone.logits, beside),
-        generation_equal=_same_tokens(alone.cached, found.cached),
-        uncached_equal=_same_tokens(alone.uncached, found.uncached),
+        generation_equal=_same_tokens(alone.cached, chosen.cached),
+        uncached_equal=_same_tokens(alone.uncached, chosen.uncached),
     )
 
 
@@ -419,6 +419,6 @@ def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:
     return Layer(layer, largest_difference(before, after), mean, torch.equal(before, after))
 
 
-def _same_tokens(one: Tensor | None, other: Tensor | None) -> bool | None:
+def _same_tokens(a: Tensor | None, b: Tensor | None) -> bool | None:
     """Whether two continuations are the same; None where one was not run."""
-    return None if one is None or other is None else torch.equal(one, other)
+    return None if a is None or b is None else torch.equal(a, b)

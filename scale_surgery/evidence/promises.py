@@ -72,11 +72,13 @@ def judge(
         _bounded_forgetting(manifest, numbers, problems),
     )
     # what a model of its kind never claims is not shown
-    shown = [own for own in promises if own.name in required or own.name in promises_of(manifest)]
+    shown = [promise for promise in promises if promise.name in required or promise.name in promises_of(manifest)]
     if manifest.fused is not None:
-        shown = [_fused(own, manifest.fused["drift"]) if own.name != "recoverable" else own for own in shown]
+        drift = manifest.fused["drift"]
+        shown = [promise if promise.name == "recoverable" else _fused(promise, drift) for promise in shown]
     if len(manifest.expansions) == 1 and manifest.forced_base is not None:
-        shown = [_forced(own, manifest.forced_base) if own.name != "recoverable" else own for own in shown]
+        base = manifest.forced_base
+        shown = [promise if promise.name == "recoverable" else _forced(promise, base) for promise in shown]
     return tuple(shown)
 
 
@@ -98,16 +100,16 @@ def _is_exact(manifest: Manifest) -> bool:
 
 def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
     """Of a fused model, whose sums run in another order, no promise about logits is made."""
-    found = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
-    return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {found}")
+    measured = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
+    return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {measured}")
 
 
 def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
     """Of an expansion that was put on another base by force, no promise about outputs is made."""
     count, expected = len(forced["differing"]), forced["expected_name"]
     differing = "1 tensor is not that" if count == 1 else f"{count} tensors are not those"
-    found = f"put by --force on a base of which {differing} of {expected}"
-    return replace(promise, claimed=False, evidence=f"{found}; {promise.evidence}")
+    reason = f"put by --force on a base of which {differing} of {expected}"
+    return replace(promise, claimed=False, evidence=f"{reason}; {promise.evidence}")
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:
@@ -120,30 +122,30 @@ def _recoverable_evidence(integrity: Integrity) -> str:
 def _output_at_init(
     manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
-    found, problems = [], []
+    findings, problems = [], []
     if numbers is not None:
-        found.append(f"logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}")
+        findings.append(f"logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}")
         if not numbers.is_bit_equal:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
         if numbers.generation_equal is False or numbers.uncached_equal is False:
             problems.append("greedy continuation differs, with or without KV cache.")
     claimed = _is_one_untrained(manifest, integrity) and _is_exact(manifest)
-    return _at_init("output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
+    return _at_init("output_at_init", integrity, manifest, findings, (*general, *problems), claimed=claimed)
 
 
 def _near_output_at_init(
     manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
     """Claimed where copies count other shares than a half, or in float16, whose small numbers cannot be halved."""
-    found, problems = [], []
+    findings, problems = [], []
     if numbers is not None:
         most = TOLERANCES[numbers.dtype] * numbers.largest_logit
         equality = _equality(numbers.is_bit_equal, numbers.drift, numbers)
-        found.append(f"logits {equality}, rounding explains {most:.3g}")
+        findings.append(f"logits {equality}, rounding explains {most:.3g}")
         if not numbers.drift <= most:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
     claimed = _is_one_untrained(manifest, integrity) and not _is_exact(manifest)
-    return _at_init("near_output_at_init", integrity, manifest, found, (*general, *problems), claimed=claimed)
+    return _at_init("near_output_at_init", integrity, manifest, findings, (*general, *problems), claimed=claimed)
 
 
 def _is_one_untrained(manifest: Manifest, integrity: Integrity) -> bool:
@@ -151,13 +153,19 @@ def _is_one_untrained(manifest: Manifest, integrity: Integrity) -> bool:
 
 
 def _at_init(
-    name: str, integrity: Integrity, manifest: Manifest, found: list[str], problems: tuple[str, ...], *, claimed: bool
+    name: str,
+    integrity: Integrity,
+    manifest: Manifest,
+    findings: list[str],
+    problems: tuple[str, ...],
+    *,
+    claimed: bool,
 ) -> Promise:
     """A promise about the start: what files say of it, and what was found where models were run."""
     start = manifest.first_plan.method.start(len(integrity.nonzero))
-    every = (*integrity.nonzero, *(problems if found else ()))
-    evidence = "; ".join([start, *(found or ["no model was run"])])
-    return Promise(name, claimed, (not every) if found or every else None, evidence, every)
+    every = (*integrity.nonzero, *(problems if findings else ()))
+    evidence = "; ".join([start, *(findings or ["no model was run"])])
+    return Promise(name, claimed, (not every) if findings or every else None, evidence, every)
 
 
 def _base_stream_always(
@@ -201,8 +209,8 @@ def _paths_as_alone(
     if numbers is None or not numbers.paths:
         return Promise(name, True, _holds(problems, None), f"{evidence}; no path was run", tuple(problems))
     problems += [*general, *(line for path in numbers.paths[1:] for line in path.problems)]
-    others = [path.name for path in numbers.paths[1:] if not path.is_bit_equal]
-    equality = f"differ on {', '.join(others)}" if others else "each bit-equal"
+    differing = [path.name for path in numbers.paths[1:] if not path.is_bit_equal]
+    equality = f"differ on {', '.join(differing)}" if differing else "each bit-equal"
     return Promise(name, True, not problems, f"{evidence}; logits {equality} {_on_tokens(numbers)}", tuple(problems))
 
 
@@ -219,21 +227,21 @@ def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tu
     if each:
         evidence = f"no bound for all lengths: {how} a text and {each:.2g} more a token, by switching"
         problems = [f"each further token adds {each:.2g} nats to the bound, expected none: switch rate 0."]
-    found = None if numbers is None else numbers.mixture
-    if numbers is not None and found is not None:
+    mixture = None if numbers is None else numbers.mixture
+    if numbers is not None and mixture is not None:
         problems += general
         best = "the base" if count == 1 else "its best path"
-        lose, bests = ("lose", best.replace("its", "their")) if found.texts > 1 else ("loses", best)
-        evidence += f"; {counted(found.texts, 'text')} {lose} at most {max(0.0, found.excess):.3g} against {bests}"
-        evidence += f", of which rounding explains {found.rounding:.2g}" if found.excess > bound else ""
-        most = bound + each * found.longest + found.rounding
-        if not found.excess <= most:
+        lose, bests = ("lose", best.replace("its", "their")) if mixture.texts > 1 else ("loses", best)
+        evidence += f"; {counted(mixture.texts, 'text')} {lose} at most {max(0.0, mixture.excess):.3g} against {bests}"
+        evidence += f", of which rounding explains {mixture.rounding:.2g}" if mixture.excess > bound else ""
+        most = bound + each * mixture.longest + mixture.rounding
+        if not mixture.excess <= most:
             problems.append(
-                f"a text ({found.worst}) loses {found.excess:.3g} nats against {best}, expected at most {most:.3g}."
+                f"a text ({mixture.worst}) loses {mixture.excess:.3g} nats against {best}, expected at most {most:.3g}."
             )
         problems += [line for path in numbers.paths for line in path.problems]
     # of a fused model no path can be run, so nothing is known of what its mixture loses
-    return Promise(name, not each, _holds(problems, found), evidence, tuple(problems))
+    return Promise(name, not each, _holds(problems, mixture), evidence, tuple(problems))
 
 
 def _holds(problems: list[str], numbers: object) -> bool | None:

@@ -39,21 +39,21 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = 
         A line for each fact that differs, or for what stands in the way of deriving them.
     """
     try:
-        found = _derived(checkpoint, manifest, run)
+        derived = _derived(checkpoint, manifest, run)
     except (CheckpointError, PlanError) as error:
         return tuple(f"{MANIFEST_FILE}: its facts of the base model cannot be checked: {line}" for line in error.lines)
     return tuple(
         f"{MANIFEST_FILE}: expansions.{name}.facts.{key} is not what the base's {CONFIG_FILE} gives. Restore it from "
         "where you got it."
         for name, plan in manifest.plans.items()
-        for key in _differing(plan, found)
+        for key in _differing(plan, derived)
     )
 
 
-def _differing(plan: Plan, found: Derived) -> Iterator[str]:
+def _differing(plan: Plan, facts: Derived) -> Iterator[str]:
     """Facts of a plan that differ from those that are derived again."""
-    sizes = differing_keys(plain_json(asdict(plan.sizes)), plain_json(asdict(found.sizes)))
-    recorded, derived = _facts(plan.architecture, found.architecture), _facts(found.architecture, plan.architecture)
+    sizes = differing_keys(plain_json(asdict(plan.sizes)), plain_json(asdict(facts.sizes)))
+    recorded, derived = _facts(plan.architecture, facts.architecture), _facts(facts.architecture, plan.architecture)
     yield from (f"sizes.{key}" for key in sizes)
     yield from (f"architecture.{key}" for key in differing_keys(recorded, derived))
 
@@ -63,10 +63,10 @@ def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Der
     return derive_stored(config, str(checkpoint.path), manifest.base_tensors, code_folder(checkpoint, run))
 
 
-def _facts(architecture: Architecture, other: Architecture) -> Mapping[str, Any]:
+def _facts(architecture: Architecture, second: Architecture) -> Mapping[str, Any]:
     """Facts that are one in every release; how a block is treated is what was proved there and then."""
     facts: dict[str, Any] = plain_json(asdict(architecture))
-    layers = range(min(len(architecture.kind_of_layer), len(other.kind_of_layer)))
-    pairs = [(architecture.kind(layer), other.kind(layer)) for layer in layers]
-    names = [{name: own.on_disk(name) for name in own.modules if name in its.modules} for own, its in pairs]
+    layers = range(min(len(architecture.kind_of_layer), len(second.kind_of_layer)))
+    pairs = [(architecture.kind(layer), second.kind(layer)) for layer in layers]
+    names = [{name: kind.on_disk(name) for name in kind.modules if name in its.modules} for kind, its in pairs]
     return {name: facts[name] for name in LASTING} | {"kinds": names}

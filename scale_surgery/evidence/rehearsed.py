@@ -24,4 +24,4 @@ def rehearsed_text(run: Mapping[str, Any]) -> str:
 
 def rehearsed_texts(runs: Iterable[Mapping[str, Any]]) -> str:
     """The same of several runs, each kind of text once."""
-    return " and ".join(dict.fromkeys(said for run in runs if (said := rehearsed_text(run))))
+    return " and ".join(dict.fromkeys(text for run in runs if (text := rehearsed_text(run))))

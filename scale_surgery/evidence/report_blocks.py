@@ -63,24 +63,24 @@ class Comparison:
             advance(tensor.bytes)
 
     def _compare(self, tensor: TensorPlan) -> Iterator[TensorChange]:
-        found = find_linear(self.plan, tensor)
-        linear = None if found is None else found[1]
+        located = find_linear(self.plan, tensor)
+        linear = None if located is None else located[1]
         stored = read_tensor(self.checkpoint, tensor.name)
         if not stored.isfinite().all():
             self.spoiled.append(tensor.name)
         is_trained = self._is_trained(tensor)
-        now = self._split(found, self._by_rows(tensor.block, stored))
+        now = self._split(located, self._by_rows(tensor.block, stored))
         start: Sequence[Tensor | None] = now
         if is_trained:
             made = self._start_of(tensor)
-            start = [None] * len(now) if made is None else self._split(found, self._by_rows(tensor.block, made))
+            start = [None] * len(now) if made is None else self._split(located, self._by_rows(tensor.block, made))
         roles = linear.roles if linear is not None else (_place_of(self.plan, tensor),)
-        base_norms = self._base_norms(found, tensor) or [None] * len(roles)
-        originals = self._originals(found, tensor) or [None] * len(roles)
-        for role, own, before, base_norm, original in zip(roles, now, start, base_norms, originals, strict=True):
-            group = role if found is None else found[0].group
-            change = _measure(tensor, role, group, own, before, base_norm, is_trained=is_trained)
-            yield change if original is None else replace(change, separation=_separation(own, original))
+        base_norms = self._base_norms(located, tensor) or [None] * len(roles)
+        originals = self._originals(located, tensor) or [None] * len(roles)
+        for role, value, before, base_norm, original in zip(roles, now, start, base_norms, originals, strict=True):
+            group = role if located is None else located[0].group
+            change = _measure(tensor, role, group, value, before, base_norm, is_trained=is_trained)
+            yield change if original is None else replace(change, separation=_separation(value, original))
 
     def _is_trained(self, tensor: TensorPlan) -> bool:
         digest = hash_tensor(self.checkpoint.path, self.checkpoint.tensors[tensor.name])
@@ -105,34 +105,34 @@ class Comparison:
             self.differing.append(tensor.name)
         return start
 
-    def _split(self, found: Found | None, value: Tensor) -> list[Tensor]:
+    def _split(self, located: Found | None, value: Tensor) -> list[Tensor]:
         """The rows of each role of a fused projection, as matrices; the whole where it is none."""
         from scale_surgery.surgery.initialise import split_roles
 
         rows = value[:, None].to(self.device) if value.dim() == 1 else value.to(self.device)
-        if found is None or len(found[1].roles) == 1:
+        if located is None or len(located[1].roles) == 1:
             return [rows]
-        widths = next(widths for widths in _role_widths(self.plan, *found) if sum(widths) == rows.shape[0])
-        return split_roles(rows, found[1], found[0].head_size, widths)
+        widths = next(widths for widths in _role_widths(self.plan, *located) if sum(widths) == rows.shape[0])
+        return split_roles(rows, located[1], located[0].head_size, widths)
 
-    def _base_norms(self, found: Found | None, tensor: TensorPlan) -> Sequence[float | None]:
+    def _base_norms(self, located: Found | None, tensor: TensorPlan) -> Sequence[float | None]:
         """Norm of the base weight beside a matrix, by role; empty where there is none."""
         if len(tensor.shape) < 2:
             return []
         name = self._base_name(tensor)
         if name not in self.base_norms and name in self.checkpoint.tensors:
-            parts = self._split(found, self._by_rows("weight", read_tensor(self.checkpoint, name)))
+            parts = self._split(located, self._by_rows("weight", read_tensor(self.checkpoint, name)))
             self.base_norms[name] = [norm_of(part) for part in parts]
         return self.base_norms.get(name, [])
 
-    def _originals(self, found: Found | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
+    def _originals(self, located: Found | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
         """What a W21 of copies is copies of, as it is now, by role; empty where it is no copy."""
         if tensor.block != "w21" or tensor.init != "copy":
             return []
         trained = f"{tensor.name.removesuffix('w21')}w11"
         if trained in self.checkpoint.tensors:
-            return self._split(found, read_tensor(self.checkpoint, trained))
-        return self._split(found, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
+            return self._split(located, read_tensor(self.checkpoint, trained))
+        return self._split(located, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
 
     def _base_name(self, tensor: TensorPlan) -> str:
         """Name of the base weight beside a tensor; a tied head has none of its own and is the embedding."""
@@ -162,7 +162,7 @@ def _role_widths(plan: Plan, block: Block, linear: Linear) -> Iterator[list[int]
     yield [base for base, _ in outputs]
     yield [up for _, up in outputs]
     specs = (specs_of_layer(plan.specs, layer).get("expanded", {}) for layer in plan.layers)
-    named = (own[linear.name] for own in specs if linear.name in own)
+    named = (modules[linear.name] for modules in specs if linear.name in modules)
     sections = next(named, dict[str, list[list[int]]]()).get("out_features", [])
     if len(sections) == len(linear.roles):
         yield [up for _, up in sections]

@@ -174,8 +174,8 @@ class Report:
 
     def find(self, block: str, group: str | None = None, role: str | None = None) -> list[TensorChange]:
         """Tensors of a block, of a group or a role alone where one is given."""
-        own = (tensor for tensor in self.tensors if tensor.block == block)
-        return [tensor for tensor in own if group in (None, tensor.group) and role in (None, tensor.role)]
+        tensors = (tensor for tensor in self.tensors if tensor.block == block)
+        return [tensor for tensor in tensors if group in (None, tensor.group) and role in (None, tensor.role)]
 
     @property
     def measured(self) -> dict[str, float]:
@@ -186,7 +186,8 @@ class Report:
         """The report as plain JSON values, with what follows from the norms."""
         content = asdict(self) | {"path": str(self.path)}
         for key in ("tensors", "layers"):
-            content[key] = [_flat(row, own.norms) for row, own in zip(content[key], getattr(self, key), strict=True)]
+            pairs = zip(content[key], getattr(self, key), strict=True)
+            content[key] = [_flat(row, record.norms) for row, record in pairs]
         # JSON has neither NaN nor infinity: they become texts
         plain: dict[str, Any] = plain_json(content)
         return plain
@@ -207,15 +208,15 @@ def add_norms(parts: Iterable[Norms]) -> Norms:
     """Norms of several tensors taken as one: roots of the sums of squares."""
     listed = list(parts)
     values = [[getattr(part, name) for part in listed] for name in ADDED]
-    norm, *others = (None if None in column else math.hypot(*column) for column in values)
+    norm, *rest = (None if None in column else math.hypot(*column) for column in values)
     assert norm is not None
-    return Norms(norm, *others)
+    return Norms(norm, *rest)
 
 
 def by_layer(tensors: Iterable[TensorChange]) -> tuple[LayerChange, ...]:
     """Take all tensors of a layer, a group and a block as one; what lies outside the layers is left out."""
-    found: dict[tuple[int, str, str], list[Norms]] = {}
+    norms: dict[tuple[int, str, str], list[Norms]] = {}
     for tensor in tensors:
         if tensor.layer is not None:
-            found.setdefault((tensor.layer, tensor.group, tensor.block), []).append(tensor.norms)
-    return tuple(LayerChange(*place, add_norms(parts)) for place, parts in sorted(found.items()))
+            norms.setdefault((tensor.layer, tensor.group, tensor.block), []).append(tensor.norms)
+    return tuple(LayerChange(*place, add_norms(parts)) for place, parts in sorted(norms.items()))

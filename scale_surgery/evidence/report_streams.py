@@ -83,7 +83,7 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
     from scale_surgery.running.prompts import Batch
     from scale_surgery.running.texts import collate
 
-    documents = [document for found in read_files(texts).values() for document in found]
+    documents = [document for file_documents in read_files(texts).values() for document in file_documents]
     (subject,) = open_subjects([path], run)
     length, _ = choose_lengths([subject], length, None)
     windows = read_texts(subject, {"probe": documents}, length, length)["probe"]
@@ -124,8 +124,8 @@ def _states(model: Any, name: str, batch: Batch, width: int) -> Iterator[tuple[T
     with adapt_path(model, name):
         after = base_states(model, _run(model, batch))
     real = batch.mask.bool().to(before[0].device)
-    for one, other in zip(before, after, strict=True):
-        yield one[real][:, :width], other[real][:, :width]
+    for first, second in zip(before, after, strict=True):
+        yield first[real][:, :width], second[real][:, :width]
 
 
 def adapt_path(model: Any, name: str) -> AbstractContextManager[None]:

@@ -110,17 +110,17 @@ def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
         if subject.manifest is not None:
             yield names[subject.name]
             continue
-        found = next((names[other.name] for other in subjects if _is_base(subject, other)), None)
+        base = next((names[candidate.name] for candidate in subjects if _is_base(subject, candidate)), None)
         # a second copy of a base is a model like any other
-        yield found if found not in given else None
-        given |= {found} if found is not None else set()
+        yield base if base not in given else None
+        given |= {base} if base is not None else set()
 
 
-def _is_base(subject: Subject, other: Subject) -> bool:
+def _is_base(subject: Subject, candidate: Subject) -> bool:
     """Whether a folder holds every file of the base of another, byte for byte."""
-    if other.manifest is None:
+    if candidate.manifest is None:
         return False
-    files = {subject.path / name: file for name, file in other.manifest.base_files.items()}
+    files = {subject.path / name: file for name, file in candidate.manifest.base_files.items()}
     if not all(path.is_file() and path.stat().st_size == file.bytes for path, file in files.items()):
         return False
     return all(hash_file(path) == file.sha256 for path, file in files.items())
@@ -144,7 +144,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
     specs = checkpoint.config.get(CONFIG_KEY, {})
-    is_fused = any(own.get("fused", False) for own in specs_of_expansions(specs))
+    is_fused = any(recorded.get("fused", False) for recorded in specs_of_expansions(specs))
     is_expanded = bool(specs) and not is_fused
     manifest = read_manifest(source.path) if is_expanded and (source.path / MANIFEST_FILE).is_file() else None
     if manifest is not None:

@@ -78,17 +78,18 @@ class Verification:
         return plain
 
 
-def says_more(recorded: Mapping[str, Any] | None, found: Verification) -> bool:
+def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
     """Whether a recorded verification ran a model with the same bytes, and another one ran none and found no fault.
 
     Args:
         recorded: The last verification in the folder's record.
-        found: The other.
+        verification: The other.
     """
     # of a folder that was given another base than its own nothing is said
-    if recorded is None or found.not_run is None or not (found.passed or found.not_run == OTHER_BASE):
+    is_whole = verification.passed or verification.not_run == OTHER_BASE
+    if recorded is None or verification.not_run is None or not is_whole:
         return False
-    return recorded.get("numbers") is not None and recorded.get("fingerprint") == found.fingerprint
+    return recorded.get("numbers") is not None and recorded.get("fingerprint") == verification.fingerprint
 
 
 def changed_since(

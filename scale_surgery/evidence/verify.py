@@ -91,15 +91,15 @@ def verify(
         integrity = check_files(checkpoint, manifest, given, advance)
     is_unknown = needs_own_code(parse_json(manifest.replaced[CONFIG_FILE])) and not run.trust_remote_code
     facts = () if is_unknown else fact_problems(checkpoint, manifest, run)
-    found: Numbers | None = None
+    numbers: Numbers | None = None
     reason = "files only" if probes is None else _why_not(integrity, run)
     if reason is None and is_unknown:
         reason = "the base has code of its own; --trust-remote-code runs it"
     if reason is None and manifest.fused is not None and given is None:
         reason = "a fused model holds no base shards to compare with; --base compares its logits"
     if reason is None and probes is not None:
-        found = _run_probes(checkpoint, manifest, given, probes, run, track)
-    result = replace(_judge(checkpoint, manifest, integrity, found, facts, required), not_run=reason)
+        numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
+    result = replace(_judge(checkpoint, manifest, integrity, numbers, facts, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
 
 
@@ -175,14 +175,14 @@ def _judge(
     checkpoint: Checkpoint,
     manifest: Manifest,
     integrity: Integrity,
-    found: Numbers | None,
+    numbers: Numbers | None,
     facts: tuple[str, ...],
     required: tuple[str, ...],
 ) -> Verification:
     problems = integrity.structure + integrity.config + integrity.code + facts
-    if found is not None:
-        problems += found.load_problems + found.token_problems
-    promises = judge(checkpoint, manifest, integrity, found, problems, required)
+    if numbers is not None:
+        problems += numbers.load_problems + numbers.token_problems
+    promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
     decisive, passed = decide(promises, required, problems)
     return Verification(
         path=checkpoint.path,
@@ -195,7 +195,7 @@ def _judge(
         required=decisive,
         problems=problems,
         warnings=(*_code_warnings(manifest, integrity), *asking_warnings(checkpoint, manifest)),
-        numbers=found,
+        numbers=numbers,
         passed=passed,
         fingerprint=integrity.fingerprint,
         **circumstances(),

@@ -18,7 +18,7 @@ AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoMode
 
 
 class Described(Protocol):
-    """What has to be known of an architecture: names of its stock classes.
+    """An architecture, by the names of its stock classes.
 
     Attributes:
         model_type: `model_type` of the base model's config.json.
@@ -54,8 +54,8 @@ def own_code_text(architecture: Described) -> str:
     """The code file that names the base's own classes: transformers takes along what a file imports."""
     config, classes = architecture.config_class, dict(architecture.own_code)
     widest = next(classes[name] for name in AUTO_CLASSES if name in classes).partition(".")[2]
-    imports = sorted({f"from .{own.replace('.', ' import ')}" for own in classes.values()})
-    names = sorted({own.partition(".")[2] for own in classes.values()})
+    imports = sorted({f"from .{path.replace('.', ' import ')}" for path in classes.values()})
+    names = sorted({path.partition(".")[2] for path in classes.values()})
     lines = [
         '"""The classes of the base\'s own code, expanded."""',
         "",
@@ -92,15 +92,15 @@ def is_ours(file: str, digest: str, architecture: Described | None = None) -> bo
 def block_names() -> tuple[str, ...]:
     """Last parts of the names of tensors that an expansion adds."""
     kinds: Any = import_module(f"{__name__}.expanded_modules").KINDS
-    return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.groups))
+    return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.group_of))
 
 
 def auto_map(architecture: Described) -> dict[str, str]:
     """The `auto_map` of an expanded model's config.json: local files only."""
     if architecture.own_code:
-        named = {auto_class: f"Scale{own.partition('.')[2]}" for auto_class, own in architecture.own_code.items()}
-        own = {"AutoConfig": f"Scale{architecture.config_class}", **named}
-        return {auto_class: f"{OWN_CODE_FILE.removesuffix('.py')}.{name}" for auto_class, name in own.items()}
+        named = {auto_class: f"Scale{path.partition('.')[2]}" for auto_class, path in architecture.own_code.items()}
+        classes = {"AutoConfig": f"Scale{architecture.config_class}", **named}
+        return {auto_class: f"{OWN_CODE_FILE.removesuffix('.py')}.{name}" for auto_class, name in classes.items()}
     stem = architecture.config_class.removesuffix("Config").removesuffix("Text")
     models = {
         auto_class: f"modeling_scale.Scale{stock}"
@@ -134,7 +134,10 @@ def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
         Auto class to class of the expanded model, AutoConfig included.
     """
     config_of, model_of = _makers()
-    return {"AutoConfig": config_of(config), **{auto_class: model_of(own, config) for auto_class, own in stock.items()}}
+    return {
+        "AutoConfig": config_of(config),
+        **{auto_class: model_of(model_class, config) for auto_class, model_class in stock.items()},
+    }
 
 
 def model_classes(architecture: Described) -> dict[str, Any]:
@@ -142,12 +145,12 @@ def model_classes(architecture: Described) -> dict[str, Any]:
 
     When a model is saved, they take their code along, as those of a model loaded as remote code do.
     """
-    found = {}
+    classes = {}
     for auto_class, name in auto_map(architecture).items():
-        module, _, own = name.partition(".")
-        found[auto_class] = getattr(import_module(f"{__name__}.{module}"), own)
-        found[auto_class].register_for_auto_class(auto_class)
-    return found
+        module, _, class_name = name.partition(".")
+        classes[auto_class] = getattr(import_module(f"{__name__}.{module}"), class_name)
+        classes[auto_class].register_for_auto_class(auto_class)
+    return classes
 
 
 class _ExpandedConfigs(dict[str, Any]):
@@ -192,7 +195,7 @@ def _register_type(base_type: str) -> Any:
 
 
 def _makers() -> tuple[Any, Any]:
-    """What makes configuration and model classes of stock ones."""
+    """The functions that make configuration and model classes of stock ones."""
     configuration: Any = import_module(f"{__name__}.configuration_scale")
     modeling: Any = import_module(f"{__name__}.modeling_scale")
     return configuration.config_of, modeling.model_of

@@ -32,7 +32,7 @@ from typing import Any
 import transformers
 
 
-def stock_class(name: str, kind: type, module: str) -> Any:
+def find_stock_class(name: str, kind: type, module: str) -> Any:
     """The class of transformers that an expanded class is made of.
 
     Args:
@@ -59,19 +59,19 @@ def config_of(stock: type, module: str = "") -> type:
         stock: Configuration class of the base model.
         module: Where the class is found if not here; a model that is saved takes the files of that module along.
     """
-    return _make(stock, module or __name__)
+    return _make_config(stock, module or __name__)
 
 
 @cache
-def _make(stock: type, module: str) -> type:
+def _make_config(stock: type, module: str) -> type:
     if [int(number) for number in transformers.__version__.split(".")[:2]] < [5, 5]:
         transformers.logging.get_logger("transformers").warning_once(
             "transformers before 5.5 can run code that a config.json names (CVE-2026-4372, CVE-2026-5241). Install "
             "a newer release, or load only files that you trust."
         )
-    own = {"model_type": f"scale_{stock.model_type}", "__module__": module, "__doc__": config_of.__doc__}
-    return type(f"Scale{stock.__name__}", (stock,), own)
+    attributes = {"model_type": f"scale_{stock.model_type}", "__module__": module, "__doc__": config_of.__doc__}
+    return type(f"Scale{stock.__name__}", (stock,), attributes)
 
 
 def __getattr__(name: str) -> Any:
-    return config_of(stock_class(name, transformers.PretrainedConfig, __name__))
+    return config_of(find_stock_class(name, transformers.PretrainedConfig, __name__))

@@ -66,7 +66,7 @@ class FusedLinear(FusedModule):
         widths = self.widths()
         rows = self.rows()[:, : x.shape[-1]].split(widths)[is_up::2]
         biases = [None] * len(rows) if self.bias is None else self.bias.split(widths)[is_up::2]
-        return joined([functional.linear(x, *own) for own in zip(rows, biases, strict=True)])
+        return concatenated([functional.linear(x, *pair) for pair in zip(rows, biases, strict=True)])
 
 
 class FusedBlocks(Blocks):
@@ -74,12 +74,12 @@ class FusedBlocks(Blocks):
 
     replaces_base = True
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         x = torch.cat((base, up), dim=-1)
-        if not writes:
+        if not has_w12:
             return y, self.stock.part(x, is_up=True) if any(self.up_sections) else None
         parts = self.stock.run_stock(x).split(self.stock.widths(), dim=-1)
-        return joined(parts[::2]), joined(parts[1::2]) if any(self.up_sections) else None
+        return concatenated(parts[::2]), concatenated(parts[1::2]) if any(self.up_sections) else None
 
 
 class FusedNorm(FusedModule):
@@ -88,11 +88,11 @@ class FusedNorm(FusedModule):
     def through(self, run: Callable[[Tensor], Tensor], x: Tensor, layout: Layout) -> Tensor:
         if len(layout.groups) > 1:
             return super().through(run, x, layout)
-        (base, up), (own,) = self.split(x, layout), layout.groups[0].blocks
+        (base, up), (blocks,) = self.split(x, layout), layout.groups[0].blocks
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         # a norm without a gain may have an epsilon that no config says
-        y = run(base) if weight is None else normalised(own, base, weight, bias)
-        return torch.cat((y, normalised(own, up, own.up_weight, own.up_bias)), dim=-1)
+        y = run(base) if weight is None else normalised(blocks, base, weight, bias)
+        return torch.cat((y, normalised(blocks, up, blocks.up_weight, blocks.up_bias)), dim=-1)
 
 
 class FusedHead(ExpandedHead):
@@ -101,7 +101,7 @@ class FusedHead(ExpandedHead):
     def make_layout(self, paths: Paths) -> Layout | None:
         return None
 
-    def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
+    def base_logits(self, base: Tensor, unsplit: Tensor) -> Tensor:
         return functional.linear(base, self.weight[:, : base.shape[-1]], self.bias)
 
 
@@ -110,11 +110,11 @@ class FusedHeadBlocks(HeadBlocks):
 
     up_weight = None
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         return y + functional.linear(up, self.stock.weight[:, -self.up_in :]), None
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Parts side by side; a single one as it lies."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

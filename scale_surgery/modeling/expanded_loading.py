@@ -1,4 +1,4 @@
-"""What an expanded model is beside its forward: loaded, initialised, saved, trained and counted."""
+"""Loading, initialising, saving, freezing and counting of an expanded model."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ class LoadedModel:
         unexpected = set(info["unexpected_keys"])
         if self.get_output_embeddings() is None and is_head(unexpected):
             unexpected = set()
-        found = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-        found += [f"{name} is unexpected" for name in sorted(unexpected)]
-        found += [f"{name[0]} is of another shape" for name in sorted(info["mismatched_keys"])]
-        if found:
-            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+        problems += [f"{name} is unexpected" for name in sorted(unexpected)]
+        problems += [f"{name[0]} is of another shape" for name in sorted(info["mismatched_keys"])]
+        if problems:
+            more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
             raise ValueError(
-                f"{type(self).__name__}: the files do not hold its tensors: {', '.join(found[:MOST_NAMED])}{more}. "
+                f"{type(self).__name__}: the files do not hold its tensors: {', '.join(problems[:MOST_NAMED])}{more}. "
                 "Nothing may be initialised anew. Restore the files from where you got them, or load them with the "
                 "release of transformers that wrote them; strict_loading=False loads what there is."
             )
 
     def expansion_blocks(self) -> list[Blocks]:
-        """What expansions add to modules."""
+        """The blocks of all expansions."""
         return [module for module in self.modules() if isinstance(module, Blocks)]
 
     def freeze_base(self) -> None:
@@ -96,7 +96,7 @@ class LoadedModel:
                 parameter.requires_grad_(not self.is_fused)
 
     def align(self) -> None:
-        """Let what copies the base's weights lie in memory as these do."""
+        """Align blocks in memory as the base's weights are."""
         for blocks in self.expansion_blocks():
             blocks.align()
 
@@ -105,7 +105,7 @@ class LoadedModel:
         for path, blocks in self.named_modules():
             if isinstance(blocks, Blocks):
                 for name, parameter in blocks.named_parameters():
-                    yield f"{path}.{name}", blocks.groups[name], parameter
+                    yield f"{path}.{name}", blocks.group_of[name], parameter
 
     def trainable_parameters(self) -> dict[str, dict[str, int]]:
         """Count what trains: for each expansion, parameters by group."""
@@ -130,8 +130,8 @@ class LoadedModel:
     def save_pretrained(self, *args, **options):
         """As transformers; on a quantised base the tensors of expansions alone: the base's are not its files'."""
         if self.is_base_quantised:
-            found = options.get("state_dict") or self.state_dict()
-            options["state_dict"] = {name: tensor for name, tensor in found.items() if ".expansions." in name}
+            tensors = options.get("state_dict") or self.state_dict()
+            options["state_dict"] = {name: tensor for name, tensor in tensors.items() if ".expansions." in name}
         super().save_pretrained(*args, **options)
 
     def resize_token_embeddings(self, *args, **kwargs):
@@ -153,7 +153,7 @@ class LoadedModel:
         It looks for a word in the source of a class's module, and ours is another: experts would be added up in another
         order than the base's, unless a stock model was made before.
         """
-        stock: Any = next(own for own in cls.__mro__ if not issubclass(own, LoadedModel))
+        stock: Any = next(parent for parent in cls.__mro__ if not issubclass(parent, LoadedModel))
         return stock._can_set_experts_implementation()
 
     @torch.no_grad()

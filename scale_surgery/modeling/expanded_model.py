@@ -23,7 +23,7 @@ from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, memo, par
 from .expanded_routers import Router, make_router
 from .expanded_routing import Features, TokenScores, route, score_tokens
 from .expanded_shapes import shapes_of
-from .expanded_state import Tokens
+from .expanded_state import RouterCall
 
 # what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
 ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
@@ -37,7 +37,7 @@ FUSED = (
 
 
 class Choice(NamedTuple):
-    """What the model is for now."""
+    """What was chosen to run."""
 
     names: tuple[str, ...] = ()  # expansions that take part; none for the base
     router: Router | None = None  # what weighs the base and these, or None
@@ -58,7 +58,7 @@ class Choice(NamedTuple):
 
 
 def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any]) -> int:
-    """Features of its up stream, or heads, that a module of an expansion reads.
+    """How wide the up stream is that a module reads, in features or heads.
 
     Args:
         plan: What config.json says of the expansion.
@@ -84,10 +84,10 @@ def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Heads:
     return Heads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
 
 
-def make_blocks(module: nn.Module, plan: dict[str, Any], spec: dict[str, Any], attention: dict, groups: list) -> Blocks:
-    """What an expansion adds to a module, as its plan says."""
+def make_blocks(module: nn.Module, plan: dict, spec: dict, attention: dict, w12_groups: list) -> Blocks:
+    """Make what an expansion adds to a module."""
     blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
-    has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in groups
+    has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in w12_groups
     rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
     blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12))
     return blocks
@@ -102,14 +102,14 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.begin()
+        self.let_paths_through()
         for plan in config.scale_surgery["expansions"]:
             self._add_blocks(plan["name"], plan)
         self.post_init()
         self.enable_expansion()
         self.freeze_base()
 
-    def begin(self) -> None:
+    def let_paths_through(self) -> None:
         """Let paths pass through the modules of a stock model; it has no expansion yet."""
         facts = self.config.scale_surgery["base"]
         self.facts, self.plans = facts, {}
@@ -174,20 +174,20 @@ class ExpandedPreTrainedModel(LoadedModel):
         base_model = find_base_model(self, self.facts["base_model"])
         layers = base_model.get_submodule(self.facts["layers"])
         last = self.facts["last"]
-        for path, spec in plan["model"].items():
-            self._add(base_model, path, name, plan, spec, {}, [], len(layers) if path == last else -1)
+        for module_name, spec in plan["model"].items():
+            self._add(base_model, module_name, name, plan, spec, {}, [], len(layers) if module_name == last else -1)
         head = self.get_output_embeddings()
         if head is not None and plan["head"]:
             head.expansions[name] = make_blocks(head, plan, plan["head"], {}, [])
         for index, layer in enumerate(layers):
             specs = specs_of(plan, index)
             is_expanded = index in plan["expanded_layers"]
-            groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
+            w12_groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
             attention = specs["attention"] if is_expanded else {}
-            for path, spec in specs["expanded" if is_expanded else "passing"].items():
-                self._add(layer, path, name, plan, spec, attention, groups, index)
-            for path, spec in attention.items():
-                layer.get_submodule(path).new_heads[name] = new_heads(plan, spec)
+            for module_name, spec in specs["expanded" if is_expanded else "passing"].items():
+                self._add(layer, module_name, name, plan, spec, attention, w12_groups, index)
+            for module_name, spec in attention.items():
+                layer.get_submodule(module_name).new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan
         if plan.get("fused"):
             fuse(self, name, has_fused_head=head is not None and plan["fused_head"])
@@ -196,15 +196,15 @@ class ExpandedPreTrainedModel(LoadedModel):
         if plan["dtype"] == "float32":
             # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
             # the stock class keeps
-            kept = self._keep_in_fp32_modules_strict or ()
-            self._keep_in_fp32_modules_strict = {*kept, f"expansions.{name}"}
+            in_float32 = self._keep_in_fp32_modules_strict or ()
+            self._keep_in_fp32_modules_strict = {*in_float32, f"expansions.{name}"}
 
-    def _add(self, parent, path, name, plan, spec, attention, groups, place) -> None:
-        module = self._expand(parent, path, spec, place)
-        module.expansions[name] = make_blocks(module, plan, spec, attention, groups)
+    def _add(self, parent, module_name, name, plan, spec, attention, w12_groups, place) -> None:
+        module = self._expand(parent, module_name, spec, place)
+        module.expansions[name] = make_blocks(module, plan, spec, attention, w12_groups)
 
     def _forget(self) -> None:
-        """Forget how streams lie: an expansion comes, or goes."""
+        """Clear what was stored of streams: an expansion comes, or goes."""
         self.known_paths.clear()
         self.known_partings.clear()
         for module in expanded_modules(self):
@@ -222,7 +222,7 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     @property
     def choice(self) -> Choice:
-        """What the model is now, in this thread."""
+        """What runs now, in this thread."""
         chosen: Choice = self.running.now().choice
         return chosen
 
@@ -242,12 +242,13 @@ class ExpandedPreTrainedModel(LoadedModel):
             raise ValueError(FUSED)
 
     def find_paths(self, paths: tuple[Path, ...]) -> Paths:
-        """How so many paths lie side by side."""
+        """The streams of these paths side by side."""
         if paths not in self.known_paths:
             if paths == (BASE,):
                 self._check_blocks()
-            forks = {name: min(plan["collaborative"]["layers"], default=None) for name, plan in self.plans.items()}
-            self.known_paths[paths] = Paths(paths, forks, self.layer_count)
+            w12_layers = {name: plan["collaborative"]["layers"] for name, plan in self.plans.items()}
+            first_w12_layers = {name: min(layers, default=None) for name, layers in w12_layers.items()}
+            self.known_paths[paths] = Paths(paths, first_w12_layers, self.layer_count)
         return self.known_paths[paths]
 
     def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
@@ -285,7 +286,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         return Choice(known, make_router(router, len(known)))
 
     def use_choice(self, choice: Choice) -> AbstractContextManager[None]:
-        """Let the model be something else in this thread inside a `with` block."""
+        """Run another choice in this thread inside a `with` block."""
         return self.running.within(self._call(choice))
 
     def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
@@ -297,7 +298,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.use_choice(Choice())
 
     def whole_choice(self) -> Choice:
-        """What the model is when it is loaded: its only expansion, or all that its router weighs.
+        """What runs when the model is loaded: its only expansion, or all that its router weighs.
 
         Without a head there is nothing to route: of several expansions it is the base, until one is chosen.
         """
@@ -360,22 +361,22 @@ class ExpandedPreTrainedModel(LoadedModel):
             if isinstance(module, ExpandedAttention):
                 module.new_heads.pop(name, None)
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
-        said = self.config.scale_surgery
-        said["expansions"] = [plan for plan in said["expansions"] if plan["name"] != name]
-        said.pop("router", None)
+        entry = self.config.scale_surgery
+        entry["expansions"] = [plan for plan in entry["expansions"] if plan["name"] != name]
+        entry.pop("router", None)
         self._forget()
         before: Choice = self.running.chosen.choice
         self._set_choice(Choice() if name in before.names else before)
 
     def _known(self, names: Sequence[str]) -> tuple[str, ...]:
         """Names of a request, refused where one is unknown or stands twice."""
-        found = tuple(names)
-        problems = [unknown_name(name, self.expansions) for name in found if name not in self.plans]
-        twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
-        problems += [f"{name}: is named {found.count(name)} times, expected once." for name in twice]
+        known = tuple(names)
+        problems = [unknown_name(name, self.expansions) for name in known if name not in self.plans]
+        twice = [name for name in dict.fromkeys(known) if known.count(name) > 1]
+        problems += [f"{name}: is named {known.count(name)} times, expected once." for name in twice]
         if problems:
             raise ValueError("\n".join(problems))
-        return found
+        return known
 
     def _check_beside(self, names: tuple[str, ...]) -> None:
         """Refuse what cannot run side by side."""
@@ -387,7 +388,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         if problems:
             raise ValueError("\n".join(problems))
 
-    def rows(self, names: Sequence[str | None]) -> Choice:
+    def choice_of_rows(self, names: Sequence[str | None]) -> Choice:
         """A choice for each row of a batch."""
         if isinstance(names, str):
             raise ValueError(f"expansion_names: is {names!r}, expected a list, a name or None for each row.")
@@ -405,7 +406,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         refuse_adapter_names(inputs, A_NAME_A_ROW)
         rows = inputs.pop("expansion_names", None)
         if rows is not None:
-            choice, read = self.rows(rows), inputs.get("input_ids", inputs.get("inputs_embeds"))
+            choice, read = self.choice_of_rows(rows), inputs.get("input_ids", inputs.get("inputs_embeds"))
             if read is not None and len(rows) != len(read):
                 raise number_of_names(len(rows), len(read))
             with self.use_choice(choice):
@@ -447,16 +448,17 @@ class ExpandedPreTrainedModel(LoadedModel):
     def _run_beside(self, inputs: dict[str, Any]) -> Any:
         """Run several paths side by side, and make one set of logits of them."""
         router, choice = self.choice.router, self.choice
-        tokens = Tokens.of(inputs, reads_tokens=router is not None and router.reads_tokens, is_training=self.training)
+        keep, reads_tokens = inputs.pop("logits_to_keep", 0), router is not None and router.reads_tokens
+        call = RouterCall.of(inputs, keep, reads_tokens=reads_tokens, is_training=self.training)
 
         def answer(features: Features) -> Tensor:
-            tokens.move(features.read.device)
-            return by_row(features.at(tokens.keep), choice) if router is None else route(router, features, tokens)
+            call.move(features.unsplit.device)
+            return logits_of_rows(features.at(call.keep), choice) if router is None else route(router, features, call)
 
         with self.answering(answer):
             output = self._run_stock(inputs)
         cache = inputs.get("past_key_values")
-        tokens.remember(cache_of(output) if cache is None else cache)
+        call.remember(cache_of(output) if cache is None else cache)
         return output
 
     @contextmanager
@@ -467,7 +469,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             answer: Makes what the head gives out, such as logits of one path.
             paths: Paths that run; by default those of the choice.
         """
-        # not the one that a forward put in place of the model's own gets
+        # the head itself, not the one matrix that this class gives to a replaced forward
         head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
@@ -488,17 +490,17 @@ class ExpandedPreTrainedModel(LoadedModel):
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        names, found = self.choice.names, list[Tensor]()
+        names, logits = self.choice.names, list[Tensor]()
         if names:
             self._check_beside(names)
 
         def answer(features: Features) -> Tensor:
-            found.extend(features.logits())
-            return found[0]
+            logits.extend(features.logits())
+            return logits[0]
 
         with self.answering(answer, (BASE, *map(Path, names))):
             self._run_stock({"input_ids": input_ids, "use_cache": False, **inputs})
-        return found
+        return logits
 
     @torch.no_grad()
     def score_tokens(self, input_ids: Tensor, **inputs: Any) -> TokenScores:
@@ -508,59 +510,60 @@ class ExpandedPreTrainedModel(LoadedModel):
             input_ids: Token ids (b, t).
             inputs: attention_mask and position_ids, where there are any.
         """
-        router, found = self._find_router(), []
-        tokens = Tokens.of({"input_ids": input_ids, **inputs}, reads_tokens=router.reads_tokens, is_training=False)
+        router, scores = self._find_router(), []
+        inputs = {"input_ids": input_ids, "use_cache": False, **inputs}
+        call = RouterCall.of(inputs, 0, reads_tokens=router.reads_tokens, is_training=False)
 
         def answer(features: Features) -> Tensor:
-            tokens.move(features.read.device)
-            found.append(score_tokens(router, features, tokens))
-            return found[0].routed
+            call.move(features.unsplit.device)
+            scores.append(score_tokens(router, features, call))
+            return scores[0].routed
 
         with self.answering(answer):
-            self._run_stock({"input_ids": input_ids, "use_cache": False, **inputs})
-        return found[0]
+            self._run_stock(inputs)
+        return scores[0]
 
     def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
         """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
         refuse_adapter_names(options, A_NAME_A_ROW)
         if expansion_names is None:
             return super().generate(*args, **options)
-        with self.use_choice(self.rows(expansion_names)):
+        with self.use_choice(self.choice_of_rows(expansion_names)):
             return super().generate(*args, **options)
 
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         """As transformers; what a backward pass computes again runs the paths that ran the first time."""
         checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
 
-        def kept(function: Any, *args: Any, **inputs: Any) -> Any:
-            return checkpoint(self.running.kept(function), *args, **inputs)
+        def checkpoint_in_call(function: Any, *args: Any, **inputs: Any) -> Any:
+            return checkpoint(self.running.bind(function), *args, **inputs)
 
-        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=kept, **options)
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=checkpoint_in_call, **options)
         if enable:
             self.enable_input_require_grads()
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Run the model; where others replaced its forward, note that it runs: see `get_output_embeddings`.
+        """Run the model, and mark this thread while a replaced forward runs: see `get_output_embeddings`.
 
         Hooks of accelerate replace it too, and call the model's own, which asks its class for the head.
         """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
-        own = self.running.own
-        before, own.is_replaced = own.is_replaced, True
+        thread = self.running.thread
+        before, thread.is_replaced = thread.is_replaced, True
         try:
             return super().__call__(*args, **inputs)
         finally:
-            own.is_replaced = before
+            thread.is_replaced = before
 
     def get_output_embeddings(self) -> Any:
-        """The head; to a forward that others put in place of the model's own, one matrix over both streams.
+        """The head; for a forward that replaces the model's, one matrix over both streams.
 
         Stock forwards do not ask for it. The trainers of TRL multiply what the base model gives by its weight, to have
         no logits of a whole batch in memory.
         """
         head = super().get_output_embeddings()
-        if not (hasattr(self, "running") and self.running.own.is_replaced):
+        if not (hasattr(self, "running") and self.running.thread.is_replaced):
             return head
         if self.choice.router is not None or self.choice.rows:
             raise ValueError(
@@ -575,7 +578,7 @@ class ExpandedPreTrainedModel(LoadedModel):
     # ---- hidden states
 
     def _make_partings(self, paths: Paths) -> list[Parting | None]:
-        """What changes of the hidden state before each layer."""
+        """How the hidden state changes before each layer."""
         return [
             parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
             for layer in range(self.layer_count)
@@ -624,17 +627,17 @@ class WholeHead(NamedTuple):
     bias: Tensor | None
 
 
-def by_row(features: Features, choice: Choice) -> Tensor:
-    """Logits of each row's own path; beams of one row lie one after the other."""
+def logits_of_rows(features: Features, choice: Choice) -> Tensor:
+    """Logits of the path that each row chose; beams of one row lie one after the other."""
     batch, rows = len(features.bases[0]), len(choice.rows)
     if batch % rows:
         raise number_of_names(rows, batch)
     numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
-    chosen = torch.tensor(numbers, device=features.read.device).repeat_interleave(batch // rows)[:, None, None]
-    found, *others = features.logits()
-    for number, logits in enumerate(others, 1):
-        found = torch.where(chosen == number, logits, found)
-    return found
+    chosen = torch.tensor(numbers, device=features.unsplit.device).repeat_interleave(batch // rows)[:, None, None]
+    selected, *rest = features.logits()
+    for number, logits in enumerate(rest, 1):
+        selected = torch.where(chosen == number, logits, selected)
+    return selected
 
 
 def check_cache(cache: Cache | None, choice: Choice) -> None:
@@ -652,29 +655,30 @@ def check_cache(cache: Cache | None, choice: Choice) -> None:
 
 
 def without(config: Any, key: str) -> View:
-    """A config in which a value of the language model's part is None."""
+    """A view of a config in which one value of the language model is None."""
     text = config.get_text_config(decoder=True)
     part = View(text, {key: None})
-    whole = part if text is config else View(config, {name: part for name, own in vars(config).items() if own is text})
+    replaced = {name: part for name, value in vars(config).items() if value is text}
+    whole = part if text is config else View(config, replaced)
     whole.get_text_config = lambda **_: part
     return whole
 
 
 def number_of_names(names: int, rows: int) -> ValueError:
-    """What is wrong with so many names for so many rows."""
+    """The error for names that are not as many as rows."""
     return ValueError(f"expansion_names: {names} names for {rows} rows, expected one for each, None for the base.")
 
 
 def unknown_name(name: str, known: list[str]) -> str:
-    """What is wrong with a name that no expansion has; the nearest ones, or all."""
+    """The problem of a name that no expansion has, with the nearest names or all."""
     near = get_close_matches(name, known, 3, 0.5) or known[:MOST_NAMED]
     return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
 
 
 def cache_of(output: Any) -> Cache | None:
     """The KV cache that a forward gave out."""
-    found = output.values() if hasattr(output, "values") else output
-    return next((value for value in found if isinstance(value, Cache)), None)
+    values = output.values() if hasattr(output, "values") else output
+    return next((value for value in values if isinstance(value, Cache)), None)
 
 
 def find_base_model(model: nn.Module, path: str) -> nn.Module:
@@ -708,12 +712,12 @@ def find_module(parent: nn.Module, name: str) -> nn.Module:
 
 
 def specs_of(plan: dict[str, Any], layer: int) -> dict[str, Any]:
-    """What the base or an expansion says of one layer; layers may be of several kinds."""
+    """The specs of one layer, of the base or an expansion; layers may be of several kinds."""
     return plan["kinds"][plan["kind_of_layer"][layer]] if "kinds" in plan else plan
 
 
 def separate(layers: nn.Module) -> None:
-    """Give every layer an activation of its own where one serves several: two paths may pass through some of them."""
+    """Copy activations that several layers share: paths may pass through one layer and not through another."""
     seen: set[nn.Module] = set()
     for name, module in list(layers.named_modules(remove_duplicate=False)):
         if module in seen and not (module._modules or module._parameters or module._buffers):

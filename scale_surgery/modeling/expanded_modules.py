@@ -25,10 +25,10 @@ from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
     add_product,
+    aligned_contiguous,
     dense,
     is_row,
     join_streams,
-    own_memory,
     product,
     row_up,
     streams_of,
@@ -39,10 +39,10 @@ CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "ca
 
 
 class View:
-    """An object seen with some values of its own; everything else is read live from the object."""
+    """An object with some values replaced; everything else is read live from the object."""
 
-    def __init__(self, viewed: Any, own: dict[str, Any]) -> None:
-        self.__dict__.update(own, viewed=viewed)
+    def __init__(self, viewed: Any, values: dict[str, Any]) -> None:
+        self.__dict__.update(values, viewed=viewed)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "viewed":
@@ -51,42 +51,42 @@ class View:
 
 
 def twin(module: Any, **values: Any) -> Any:
-    """A module with the tensors and modules of another, and some values of its own."""
-    found = object.__new__(type(module))
-    found.__dict__.update(vars(module), **values)
-    return found
+    """A copy of a module that shares its tensors and modules; `values` are replaced."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(vars(module), **values)
+    return copy
 
 
 class Blocks(nn.Module):
-    """What one expansion adds to a stock module: its tensors, and what becomes of its up stream there.
+    """What one expansion adds to a stock module: its tensors, and the computation of its up stream.
 
     Attributes:
-        groups: Group of each tensor, by which training is chosen and counted.
+        group_of: Group of each tensor, by which training is chosen and counted.
         up_in: Features, or heads, of the up stream that the module reads.
         up_sections: Widths of what it writes, for each section of a fused projection.
         replaces_base: Whether a copy of the base weight that trains takes the place of it where W12 exists.
     """
 
-    groups: dict[str, str] = {}
+    group_of: dict[str, str] = {}
     replaces_base = False
 
     def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
         super().__init__()
-        # no part of this module: it is the one that this stands in
+        # past nn.Module, which would list the stock module as a part of this one
         self.__dict__["stock"] = stock
         self.up_in, self.up_sections = up_in, []
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
-        """Both streams of a path.
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute both streams of a path.
 
         Args:
             base: Base stream that the module reads.
             up: Up stream that it reads.
             y: What the stock module gives for the base stream; None where a copy takes its place.
-            writes: Whether W12 exists for this path.
+            has_w12: Whether W12 exists for this path.
 
         Returns:
-            What it gives for the base stream, and up stream or None.
+            The output for the base stream, and the up stream or None.
         """
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class Blocks(nn.Module):
         """
         for block in self._parameters.values():
             if block is not None:
-                block.data = own_memory(block.data)
+                block.data = aligned_contiguous(block.data)
 
 
 class LinearBlocks(Blocks):
@@ -116,16 +116,16 @@ class LinearBlocks(Blocks):
     In a preservation layer W12 is exactly zero by not existing.
     """
 
-    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
+    group_of = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
         self.up_sections = [up for _, up in spec["out_features"]]
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         # each is looked up once: a token at a time, that costs as much as a small product
-        own = self._parameters
-        w12, w21, w22, bias = own["w12"], own["w21"], own["w22"], own["up_bias"]
+        tensors = self._parameters
+        w12, w21, w22, bias = tensors["w12"], tensors["w21"], tensors["w22"], tensors["up_bias"]
         if w21 is None:
             y_up = None
         elif w21.dtype == y.dtype and is_row(base, y):
@@ -134,7 +134,7 @@ class LinearBlocks(Blocks):
             y_up = product(base, w21, y)
             y_up = y_up if w22 is None else add_product(y_up, up, w22)
             y_up = y_up if bias is None else y_up + bias.to(y.dtype)
-        if writes and w12 is not None:
+        if has_w12 and w12 is not None:
             # in place where nothing remembers what it was
             y = (add_new_product if torch.is_grad_enabled() else add_product)(y, up, w12)
         return y, y_up
@@ -167,16 +167,16 @@ class GrownBlocks(LinearBlocks):
     halves are bit for bit those of the base, and halving and adding them rounds nothing.
     """
 
-    groups = LinearBlocks.groups | {"w11": "w11", "bias11": "biases"}
+    group_of = LinearBlocks.group_of | {"w11": "w11", "bias11": "biases"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
         self.share, self.replaces_base = spec.get("share", 1.0), spec.get("trains_base", False)
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if y is None:
             y = self.copied(base, self.w11, self.bias11, base)
-        if writes and self.w12 is not None:
+        if has_w12 and self.w12 is not None:
             bias = None if self.stock.bias is None else self.stock.bias * (1 - self.share)
             y = torch.add(self.copied(up, self.w12, bias, y), y, alpha=self.share)
         return y, None if self.w21 is None else self.copied(base, self.w21, self.up_bias, y)
@@ -206,13 +206,13 @@ class NormBlocks(Blocks):
     bias where the stock norm does. The stock norm may have no gain; that of the up stream has one.
     """
 
-    groups = {"up_weight": "norms", "up_bias": "norms"}
+    group_of = {"up_weight": "norms", "up_bias": "norms"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
         self.style, self.epsilon = spec["style"], spec["epsilon"]
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         bias = None if self.up_bias is None else self.up_bias.float()
         return y, self.normalise(up.float(), self.up_weight.float(), bias).to(y.dtype)
 
@@ -228,23 +228,23 @@ class NormBlocks(Blocks):
 class EmbeddingBlocks(Blocks):
     """Added columns of an embedding, which take the same scale as the stock ones where there is one."""
 
-    groups = {"up_weight": "embedding"}
+    group_of = {"up_weight": "embedding"}
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         # what it reads are token ids
-        found = functional.embedding(base, self.up_weight, self.stock.padding_idx).to(y.dtype)
+        y_up = functional.embedding(base, self.up_weight, self.stock.padding_idx).to(y.dtype)
         scale = getattr(self.stock, "embed_scale", None)
         if scale is None:
-            return y, found
-        return y, found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+            return y, y_up
+        return y, y_up * (scale.to(y_up.dtype) if isinstance(scale, Tensor) else scale)
 
 
 class HeadBlocks(Blocks):
     """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied."""
 
-    groups = {"up_weight": "head"}
+    group_of = {"up_weight": "head"}
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         # in the memory of the logits of the base stream, which are large
         return add_product(y, up, self.up_weight), None
 
@@ -255,7 +255,7 @@ class SameBlocks(Blocks):
     Each runs alone: vector and tail lanes of one kernel may round differently.
     """
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         return y, self.stock.run_stock(up)
 
 
@@ -269,7 +269,7 @@ class PassingBlocks(Blocks):
         super().__init__(stock, spec, up_in)
         self.up_out = spec["up"]
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
 
 
@@ -281,35 +281,35 @@ class DenseBlocks(Blocks):
     A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
     """
 
-    groups = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
+    group_of = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
-        self.base, self.up_out = spec["base"], spec["up"]
+        self.base_width, self.up_out = spec["base"], spec["up"]
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.w21 is None:
             return y, y.new_zeros(*y.shape[:-1], self.up_out)
         h = product(base, self.w21, y)
         h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
         y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
-        return add_new_product(y, h, self.w12) if writes and self.w12 is not None else y, y_up
+        return add_new_product(y, h, self.w12) if has_w12 and self.w12 is not None else y, y_up
 
 
-class Through(NamedTuple):
-    """A group of streams as it passes through a module."""
+class LayoutGroup(NamedTuple):
+    """A base stream and its up streams as a module reads them."""
 
-    writes: bool  # whether the base stream is an expansion's own, so that W12 exists there
-    # for each up stream what the expansion adds to the module, None where that is nothing
+    has_w12: bool  # whether the base stream is an expansion's own, so that W12 exists there
+    # blocks of each up stream, None where the expansion adds nothing to the module
     blocks: tuple[Blocks | None, ...]
 
 
 class Layout(NamedTuple):
     """How the streams of the chosen paths lie in what a module reads."""
 
-    groups: tuple[Through, ...]  # the groups of streams, in the order in which they lie
-    up_in: tuple[int | None, ...]  # widths of all streams, None for a base stream; all of these are equally wide
-    widths: dict[int, list[int]]  # the same once known, by their sum
+    groups: tuple[LayoutGroup, ...]  # the groups of streams, in the order in which they lie
+    up_in: tuple[int | None, ...]  # widths of all streams; None for base streams, which are equally wide
+    widths: dict[int, list[int]]  # widths of all streams by their sum, filled as sums are met
 
     def widths_of(self, width: int) -> list[int]:
         """Widths of all streams that the module reads, from their sum."""
@@ -323,7 +323,7 @@ class Layout(NamedTuple):
 
 
 class ExpandedModule:
-    """What comes before the stock class of a module through which all chosen paths pass.
+    """Mixin before the stock class of a module through which all chosen paths pass.
 
     Attributes:
         running: What the model runs.
@@ -335,24 +335,24 @@ class ExpandedModule:
 
     running: Running
     sections: tuple[int, ...] = ()
-    # what it reads, or gives out, lies in memory as in the base model
+    # its input and output lie in memory as in the base model
     keeps_strides = False
     head_axis: int | None = None
 
     def layout(self) -> Layout | None:
-        """How streams lie now in what the module reads."""
+        """The layout of the streams that the module reads now."""
         return memo(self.layouts, self.running.now().paths, self.make_layout)
 
     def make_layout(self, paths: Paths) -> Layout | None:
-        """How the streams of these paths lie in what the module reads."""
+        """The layout of the streams of these paths; None where the stock module runs alone."""
         if paths.is_base:
             return None
         groups, up_in = [], []
         for group in paths.groups(self.place):
             blocks = tuple(self.expansions._modules.get(name) for name in group.ups)
-            groups.append(Through(bool(group.writer), blocks))
-            up_in += [None, *(0 if own is None else own.up_in for own in blocks)]
-        is_stock = len(groups) == 1 and not any(own is not None for own in groups[0].blocks)
+            groups.append(LayoutGroup(bool(group.writer), blocks))
+            up_in += [None, *(0 if added is None else added.up_in for added in blocks)]
+        is_stock = len(groups) == 1 and all(added is None for added in groups[0].blocks)
         return None if is_stock else Layout(tuple(groups), tuple(up_in), {})
 
     def run_stock(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,102 +367,97 @@ class ExpandedModule:
         return self.through(super().forward, x, layout)
 
     def through(self, run: Callable[[Tensor], Tensor], x: Tensor, layout: Layout) -> Tensor:
-        """Every path by itself: no operation sees more of a base stream than in the base model."""
-        streams, found = iter(self.split(x, layout)), []
+        """Run each path by itself: no operation sees more of a base stream than in the base model."""
+        streams, outputs = iter(self.split(x, layout)), []
         for group in layout.groups:
             base = next(streams)
-            if not group.writes and base.requires_grad:
+            if not group.has_w12 and base.requires_grad:
                 # nothing that trains reaches the base's own stream, so no gradient has to pass through it
                 base = base.detach()
             blocks = group.blocks
-            is_copied = group.writes and blocks[0] is not None and blocks[0].replaces_base
+            is_copied = group.has_w12 and blocks[0] is not None and blocks[0].replaces_base
             y = None if is_copied else run(base)
             ups = []
-            # as many up streams as there are blocks; what is left belongs to the next group
-            for own, up in zip(blocks, streams, strict=False):
-                if own is None:
+            # blocks come first: zip stops after the last without taking a stream of the next group
+            for added, up in zip(blocks, streams, strict=False):
+                if added is None:
                     ups.append(None)
                 else:
-                    y, y_up = own(base, up, y, group.writes)
+                    y, y_up = added(base, up, y, group.has_w12)
                     ups.append(y_up)
-            found.append([y, *ups])
-        return self.join(found, layout)
+            outputs.append([y, *ups])
+        return self.join(outputs, layout)
 
     def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
-        """Take streams apart, each with memory of its own: kernels choose their way by the strides of an operand."""
+        """Split streams, each into its own memory: kernels choose their path by the strides of an operand."""
         widths = layout.widths_of(x.shape[-1])
         if known := streams_of(x, widths):
             return known
         parts = x.split_with_sizes(widths, dim=-1)
         # a chunk of a fused projection is strided in the base model too, and must stay so here
-        return parts if self.keeps_strides and not x.is_contiguous() else [own_memory(part) for part in parts]
+        return parts if self.keeps_strides and not x.is_contiguous() else [aligned_contiguous(part) for part in parts]
 
-    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
+    def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
         """Put the results of all paths side by side."""
         if self.sections:
-            return self.join_sections(found, layout)
-        return join_streams(*(own for group in found for own in group if own is not None))
+            return self.join_sections(outputs, layout)
+        return join_streams(*(stream for group in outputs for stream in group if stream is not None))
 
-    def join_sections(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
-        """A fused projection is joined section by section: q, q_up, k, k_up, ..."""
+    def join_sections(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        """Join a fused projection section by section: q, q_up, k, k_up, ..."""
         columns = []
-        for (base, *ups), group in zip(found, layout.groups, strict=True):
+        for (base, *ups), group in zip(outputs, layout.groups, strict=True):
             columns.append(base.split(self.sections, dim=-1))
-            columns += [
-                up.split(own.up_sections, dim=-1) for up, own in zip(ups, group.blocks, strict=True) if up is not None
-            ]
+            pairs = zip(ups, group.blocks, strict=True)
+            columns += [up.split(blocks.up_sections, dim=-1) for up, blocks in pairs if up is not None]
         return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
 
 
 class ExpandedLast(ExpandedModule):
-    """The last norm: what each group gives leaves it one after the other along the batch, each equally wide.
+    """The last norm: it puts its groups one after the other along the batch, padded to the same width.
 
-    Stock code may have noted the width of all streams before the first layer, and expects it there again.
-
-    Attributes:
-        stream_widths: Width of the up stream of each expansion, and of the base stream by the empty name.
+    That is the width before the first layer: stock code may have stored it there and expects it here again.
+    `stream_widths` has the width of each up stream by its expansion, and of the base stream by the empty name.
     """
 
-    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
-        if len(found) == 1:
-            return super().join(found, layout)
+    def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        if len(outputs) == 1:
+            return super().join(outputs, layout)
         names = {path.expansion for path in self.running.now().paths.paths}
         width = sum(self.stream_widths[name] for name in names | {""})
-        joined = [torch.cat([own for own in group if own is not None], dim=-1) for group in found]
-        return torch.cat([functional.pad(own, (0, width - own.shape[-1])) for own in joined])
+        joined = [torch.cat([stream for stream in group if stream is not None], dim=-1) for group in outputs]
+        return torch.cat([functional.pad(streams, (0, width - streams.shape[-1])) for streams in joined])
 
 
 class ExpandedActivation(ExpandedModule):
-    """An activation; what it reads may be strided in the base model too."""
+    """An activation; its input may be strided in the base model too."""
 
     keeps_strides = True
 
 
 class ExpandedHeadNorm(ExpandedModule):
-    """A norm inside each head, shared by all heads.
+    """A norm inside each head, shared by all heads, which lie along `head_axis`.
 
-    Attributes:
-        head_axis: The axis of the heads.
-        base_heads: Heads of the base; of keys, where queries pass through it too.
+    The base has `base_heads` of them: heads of keys, where queries pass through it too.
     """
 
-    # its result lies in memory as its input does, and attention chooses its path by that
+    # its output lies in memory as its input does, and attention chooses its path by that
     keeps_strides = True
 
     def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
         # clone() keeps the order of strides, so the base's heads lie in memory as they do in the base model
-        heads = [self.base_heads if own is None else own for own in layout.up_in]
+        heads = [self.base_heads if width is None else width for width in layout.up_in]
         # of queries there are more by one factor, in every stream
         factor = x.shape[self.head_axis] // sum(heads)
-        return [part.clone() for part in x.split([factor * own for own in heads], self.head_axis)]
+        return [part.clone() for part in x.split([factor * count for count in heads], self.head_axis)]
 
-    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
-        parts = [own.movedim(self.head_axis, -2) for group in found for own in group if own is not None]
+    def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        parts = [heads.movedim(self.head_axis, -2) for group in outputs for heads in group if heads is not None]
         return torch.cat(parts, dim=-2).movedim(-2, self.head_axis)
 
 
 class ExpandedEmbedding(ExpandedModule):
-    """A module that reads no hidden state, such as an embedding; up streams stand beside what it gives."""
+    """A module that reads no hidden state, such as an embedding; up streams stand beside its output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         y, layout = self.run_stock(*args, **kwargs), self.layout()
@@ -477,42 +472,43 @@ class ExpandedBlock(ExpandedModule):
     """A whole block of a layer, run as it is on each base stream."""
 
     def make_layout(self, paths: Paths) -> Layout | None:
-        held = CACHES.intersection(signature(stock_class(self).forward).parameters)
-        if held and len(paths.groups(self.place)) > 1:
+        caches = CACHES.intersection(signature(stock_class(self).forward).parameters)
+        if caches and len(paths.groups(self.place)) > 1:
             raise ValueError(
-                f"{type(self).__name__}: keeps a cache ({', '.join(sorted(held))}) and runs as a whole, so two base "
+                f"{type(self).__name__}: keeps a cache ({', '.join(sorted(caches))}) and runs as a whole, so two base "
                 "streams cannot pass through it. Run one expansion at a time, or expand another part of these layers."
             )
         layout = super().make_layout(paths)
-        bases = (
-            [] if layout is None else [own.base for group in layout.groups for own in group.blocks if own is not None]
-        )
-        if bases:
-            # in a layer that was not chosen, a norm before the block takes the up stream off
+        if layout is None:
+            return None
+        all_blocks = [blocks for group in layout.groups for blocks in group.blocks if blocks is not None]
+        if all_blocks:
+            # in a layer that was not chosen, a norm before the block removes the up streams, so fewer streams arrive
             widths = []
             for group in layout.groups:
-                widths += [bases[0], *(0 if own is None or own.w21 is None else own.up_in for own in group.blocks)]
+                ups = (0 if blocks is None or blocks.w21 is None else blocks.up_in for blocks in group.blocks)
+                widths += [all_blocks[0].base_width, *ups]
             layout.widths[sum(widths)] = widths
         return layout
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layout, found = self.layout(), []
+        layout, outputs = self.layout(), []
 
         def run(base: Tensor) -> Tensor:
             inputs = kwargs if args else kwargs | {"hidden_states": base}
-            found.append(self.run_stock(*((base, *args[1:]) if args else ()), **inputs))
-            y = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+            outputs.append(self.run_stock(*((base, *args[1:]) if args else ()), **inputs))
+            y = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
             # some blocks lay all tokens in a row
             return y if layout is None else y.view(*base.shape[:-1], -1)
 
         hidden = args[0] if args else kwargs["hidden_states"]
         y = run(dense(hidden)) if layout is None else self.through(run, hidden, layout)
-        # what else it gives, such as the scores of a mixture's router, is that of the path that runs last
-        return (y, *found[-1][1:]) if isinstance(found[-1], tuple) else y
+        # further outputs, such as the scores of a mixture's router, are those of the path that runs last
+        return (y, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else y
 
 
 class ExpandedHead(ExpandedModule):
-    """The head: it gives the logits of the only path, or what the call asks for from the features of all of them.
+    """The head: it gives the logits of the only path, or what `Call.answer` makes of the features of all paths.
 
     `softcap` caps logits as the stock model does after the head, where that is too late: see `_run_stock`.
     """
@@ -528,15 +524,15 @@ class ExpandedHead(ExpandedModule):
             return self.base_logits(x.contiguous(), x)
         return self.through(lambda base: self.base_logits(base, x), x, layout)
 
-    def join(self, found: list[list[Tensor | None]], layout: Layout) -> Tensor:
-        return found[0][0]
+    def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
+        return outputs[0][0]
 
-    def base_logits(self, base: Tensor, read: Tensor) -> Tensor:
-        """Logits of the base stream, which is contiguous; `read` lies in memory as the base model's features do.
+    def base_logits(self, base: Tensor, unsplit: Tensor) -> Tensor:
+        """Logits of the base stream, which is contiguous; `unsplit` lies in memory as the base model's features do.
 
         Features of last tokens alone are strided, and to their product torch adds a bias in a step of its own.
         """
-        if self.bias is None or read.is_contiguous():
+        if self.bias is None or unsplit.is_contiguous():
             return self.run_stock(base)
         return functional.linear(base, self.weight) + self.bias
 
@@ -545,7 +541,7 @@ class ExpandedHead(ExpandedModule):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def capped_in_place(self, logits: Tensor) -> Tensor:
-        """The same in the memory of the logits, which are large; where they have a gradient, in memory of their own."""
+        """Cap logits in their own memory, or in new memory where they have a gradient."""
         if self.softcap is None or logits.requires_grad:
             return self.capped(logits)
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -9,7 +9,7 @@ router needs, `(base, medicine, law)` many expansions at once. Side by side, the
     [x | up of medicine | up of law | x' of grown, up of grown]
 
 A path shares the base stream x as long as nothing of it was written there: an expansion without W12 for good, any
-other below its fork, the first layer with W12. From there on it has a base stream of its own, x'. So one stock forward
+other below its first layer with W12. From there on it has a base stream of its own, x'. So one stock forward
 carries all paths, and what is the base's is computed once.
 """
 
@@ -28,31 +28,29 @@ class Path(NamedTuple):
     """One way through the model."""
 
     expansion: str = ""  # name of the expansion; empty for the base
-    # whether its W12 exists; without it the base stream stays the base's, and the up stream has its own
-    writes: bool = True
+    # whether it has W12, which writes into a base stream of its own; without it the base stream stays that of the base
+    has_w12: bool = True
 
 
-BASE = Path()
+BASE = Path(has_w12=False)
 
 
 class Group(NamedTuple):
     """A base stream, and the up streams beside it."""
 
-    writer: str  # the expansion that wrote into the base stream; empty for the base's own
+    writer: str  # the expansion whose W12 writes into the base stream; empty where none does
     ups: tuple[str, ...]  # expansions whose up streams read it
 
 
 class Paths:
-    """Paths that run side by side; equal ones are one object, since modules keep by it how their streams lie.
+    """Paths that run side by side, in the order in which a router weighs them.
 
-    Attributes:
-        paths: In the order in which a router weighs them.
-        layers: How many layers the model has.
+    Equal ones are one object, since modules store their layout of streams under it.
     """
 
-    def __init__(self, paths: tuple[Path, ...], forks: dict[str, int | None], layers: int) -> None:
+    def __init__(self, paths: tuple[Path, ...], first_w12_layers: dict[str, int | None], layers: int) -> None:
         self.paths, self.layers = paths, layers
-        self._groups = [self._at(layer, forks) for layer in range(-1, layers)]
+        self._groups = [self._at(layer, first_w12_layers) for layer in range(-1, layers)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Paths:
         return self
@@ -63,31 +61,31 @@ class Paths:
         return self.paths == (BASE,)
 
     def groups(self, layer: int) -> tuple[Group, ...]:
-        """The streams of a layer; -1 is what comes before the first one; after the last they are those of the last."""
+        """The streams that a layer reads: -1 is before the first; after the last they are those of the last."""
         return self._groups[min(layer, self.layers - 1) + 1]
 
-    def _at(self, layer: int, forks: dict[str, int | None]) -> tuple[Group, ...]:
+    def _at(self, layer: int, first_w12_layers: dict[str, int | None]) -> tuple[Group, ...]:
         # without W12 so far, a path that is going to write and one that never does are the same
         shared: dict[str, None] = {}
         apart = []
         for path in self.paths:
-            fork = forks.get(path.expansion) if path.writes else None
-            if fork is not None and fork <= layer:
+            first_w12_layer = first_w12_layers.get(path.expansion) if path.has_w12 else None
+            if first_w12_layer is not None and first_w12_layer <= layer:
                 apart.append(Group(path.expansion, (path.expansion,)))
             elif path.expansion:
                 shared[path.expansion] = None
         return (*([Group("", tuple(shared))] if shared or BASE in self.paths else []), *apart)
 
     def place_of(self, path: Path, layer: int) -> tuple[int, int | None]:
-        """Where the streams of a path lie: number of its group, and of its up stream in that, None for the base."""
+        """Number of the group of a path, and of its up stream in that group; None for the base."""
         groups = self.groups(layer)
-        apart = [number for number, group in enumerate(groups) if path.writes and group.writer == path.expansion != ""]
+        apart = [number for number, group in enumerate(groups) if path.has_w12 and group.writer == path.expansion != ""]
         number = apart[0] if apart else 0
         return number, groups[number].ups.index(path.expansion) if path.expansion else None
 
 
 class Parting(NamedTuple):
-    """How the hidden state changes before a layer: up streams enter as zeros, base streams part."""
+    """How the hidden state changes before a layer: up streams enter as zeros, base streams are copied."""
 
     before: list[int]  # widths of the streams that arrive
     # for each stream that the layer reads, the number of the one it begins as, None for zeros, and its width
@@ -137,18 +135,11 @@ class Call(NamedTuple):
 
 
 class ThisThread(local):
-    """What one thread runs instead of what was chosen for the model; each thread sees values of its own.
-
-    A compiled graph sees those of the thread that runs it, too.
-
-    Attributes:
-        call: What is running.
-        is_replaced: Whether a forward runs that others put in place of the model's own.
-    """
+    """What one thread runs instead of what was chosen for the model; a compiled graph sees its thread's values, too."""
 
     def __init__(self) -> None:
         self.call: Call | None = None
-        self.is_replaced = False
+        self.is_replaced = False  # whether a forward runs that others put in place of the model's
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThisThread:
         return ThisThread()
@@ -158,32 +149,27 @@ class ThisThread(local):
 
 
 class Running:
-    """What a model runs: what was chosen for it, unless a thread is in a call for which something else was.
-
-    Attributes:
-        chosen: What was chosen for the model.
-        own: What this thread runs instead.
-    """
+    """What a model runs: `chosen`, which holds for all threads, or what `thread` runs instead."""
 
     def __init__(self, chosen: Call) -> None:
-        self.chosen, self.own = chosen, ThisThread()
+        self.chosen, self.thread = chosen, ThisThread()
 
     def now(self) -> Call:
         """What this thread runs."""
-        call = self.own.call
+        call = self.thread.call
         return self.chosen if call is None else call
 
     @contextmanager
     def within(self, call: Call) -> Iterator[None]:
         """Let this thread run something inside a `with` block."""
-        before, self.own.call = self.own.call, call
+        before, self.thread.call = self.thread.call, call
         try:
             yield
         finally:
-            self.own.call = before
+            self.thread.call = before
 
-    def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, as it runs now, in whatever thread it is called: a backward pass may compute it again."""
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function bound to what this thread runs now; a backward pass may call it again in another thread."""
         call = self.now()
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +180,7 @@ class Running:
 
 
 def memo(known: dict[Any, Any], key: Any, make: Callable[[Any], Any]) -> Any:
-    """What is made of a key, once; a compiled graph makes its own, and changes nothing for other graphs."""
+    """The value made of a key, made once; a compiled graph makes it again and stores nothing."""
     if key in known:
         return known[key]
     made = make(key)

@@ -1,4 +1,4 @@
-"""Routers: what weighs the paths of a model, token by token.
+"""Routers weigh the paths of a model, token by token.
 
     posterior   log Σ_k w_k p_k, where w_k is the posterior probability that path k explains the tokens read so far:
 
@@ -10,8 +10,8 @@
                 if cos(Z_p, Z_a) > threshold: (Z_p + Z_a) / 2 + Z_up_p, else Z_a + Z_up_a (SCALE, arXiv 2511.03270, eq.
                 5); strict: Z_p alone instead of the first
 
-A router is its numbers, and what `weights` makes of what is known of each token; ROUTERS is all that knows which there
-are. It is read without torch, for the numbers alone.
+A router is its numbers and a method `weights`; ROUTERS lists all of them. This file is read without torch, for the
+numbers alone.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .expanded_paths import Path
-    from .expanded_routing import Evidence, Features, Side
+    from .expanded_routing import Evidence, Features, WeighedPath
 
 
 class Router:
-    """What makes one set of logits of several paths.
+    """Base class of routers: a router makes one set of logits of several paths.
 
     Attributes:
-        router: What it is called.
+        router: Its name.
         reads_tokens: Whether it weighs paths by how they predicted the tokens read; it then has a state in the cache.
         is_hard: Whether it gives all weight to one path, whose logits then come out as they are.
         bound: Nats that a text may lose, whatever it says: against the base, or of many paths against the best for it;
@@ -45,12 +45,12 @@ class Router:
     bound: float | None = None
     bound_per_token: float | None = None
 
-    def of(self, expansions: int) -> Router:
-        """The same for so many expansions, with the numbers that were not said."""
+    def for_expansions(self, expansions: int) -> Router:
+        """This router for so many expansions, its missing numbers filled in."""
         return self
 
-    def alike(self) -> Router:
-        """The same without what it says of single paths."""
+    def without_prior(self) -> Router:
+        """This router without numbers of single paths."""
         return self
 
     def problems(self, expansions: int) -> list[str]:
@@ -63,12 +63,12 @@ class Router:
 
         return (BASE, *(Path(name) for name in expansions))
 
-    def sides(self, features: Features) -> tuple[list[Side], Tensor | None]:
-        """What is weighed, and what is read in logits to weigh it (b, t), or None."""
+    def sides(self, features: Features) -> tuple[list[WeighedPath], Tensor | None]:
+        """The weighed paths, and what the router reads in their logits (b, t), or None."""
         return features.sides(), None
 
-    def read(self, features: Features) -> tuple[list[Tensor], Tensor | None]:
-        """The same, with logits of each path (b, t, v)."""
+    def read_logits(self, features: Features) -> tuple[list[Tensor], Tensor | None]:
+        """Logits of each weighed path (b, t, v), and what the router reads in them (b, t), or None."""
         sides, observed = self.sides(features)
         return [features.whole(side) for side in sides], observed
 
@@ -79,7 +79,7 @@ class Router:
     @property
     def settings(self) -> dict[str, Any]:
         """Its name and its numbers, as config.json keeps them."""
-        return {key: list(own) if isinstance(own, tuple) else own for key, own in asdict(self).items()}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,26 @@ class PosteriorRouter(Router):
     prior: tuple[float, ...] | float | None = None
     switch_rate: float = 0.01  # share of its weight that each path gives to the others at every token
 
-    def of(self, expansions: int) -> PosteriorRouter:
+    def for_expansions(self, expansions: int) -> PosteriorRouter:
         if self.prior is None:
             return replace(self, prior=(1 / (1 + expansions),) * (1 + expansions))
         if isinstance(self.prior, tuple):
             return self
         return replace(self, prior=(self.prior, *((1 - self.prior) / expansions,) * expansions))
 
-    def alike(self) -> PosteriorRouter:
+    def without_prior(self) -> PosteriorRouter:
         return replace(self, prior=None)
 
     def problems(self, expansions: int) -> list[str]:
-        found = []
+        problems = []
         is_whole = len(self.prior) == 1 + expansions and abs(sum(self.prior) - 1) < 1e-6
-        if not is_whole or not all(own > 0 for own in self.prior):
-            found.append(
+        if not is_whole or not all(weight > 0 for weight in self.prior):
+            problems.append(
                 f"prior: is {list(self.prior)}, expected {1 + expansions} positive weights of sum 1, the base's first."
             )
         if not 0 <= self.switch_rate < 1:
-            found.append(f"switch_rate: is {self.switch_rate!r}, expected a share of at least 0 and less than 1.")
-        return found
+            problems.append(f"switch_rate: is {self.switch_rate!r}, expected a share of at least 0 and less than 1.")
+        return problems
 
     @property
     def bound(self) -> float | None:
@@ -126,8 +126,8 @@ class PosteriorRouter(Router):
     def weights(self, evidence: Evidence) -> Tensor:
         from .expanded_mixture import posterior_weights
 
-        known = evidence.likelihoods
-        return posterior_weights(evidence.before, known, evidence.restarts, self.prior, self.switch_rate)
+        log_likelihoods = evidence.log_likelihoods
+        return posterior_weights(evidence.before, log_likelihoods, evidence.restarts, self.prior, self.switch_rate)
 
 
 @dataclass(frozen=True)
@@ -143,22 +143,22 @@ class CosineRouter(Router):
     def paths(self, expansions: tuple[str, ...]) -> tuple[Path, ...]:
         from .expanded_paths import BASE, Path
 
-        return tuple(own for name in expansions for own in (BASE if self.strict else Path(name, False), Path(name)))
+        return tuple(path for name in expansions for path in (BASE if self.strict else Path(name, False), Path(name)))
 
     def problems(self, expansions: int) -> list[str]:
-        found = [] if expansions == 1 else [f"cosine: decides between the base and one expansion, not {expansions}."]
+        problems = [] if expansions == 1 else [f"cosine: decides between the base and one expansion, not {expansions}."]
         if not -1 <= self.threshold <= 1:
-            found.append(f"threshold: is {self.threshold!r}, expected a cosine, from -1 to 1.")
+            problems.append(f"threshold: is {self.threshold!r}, expected a cosine, from -1 to 1.")
         if not isinstance(self.strict, bool):
-            found.append(f"strict: is {self.strict!r}, expected True or False.")
-        return found
+            problems.append(f"strict: is {self.strict!r}, expected True or False.")
+        return problems
 
-    def sides(self, features: Features) -> tuple[list[Side], Tensor | None]:
-        from .expanded_mixture import cosines
+    def sides(self, features: Features) -> tuple[list[WeighedPath], Tensor | None]:
+        from .expanded_mixture import row_cosines
 
         bases = features.base_logits()
         z_p, z_a = bases[0], bases[-1]
-        observed = cosines(z_p.detach(), z_a.detach())
+        observed = row_cosines(z_p.detach(), z_a.detach())
         if not self.strict and z_p is not z_a:
             # logits are large: where nothing trains, the mean is made in place
             bases = [(z_p + z_a) / 2, z_a.clone()] if z_a.requires_grad else [z_p.add_(z_a).div_(2), z_a]
@@ -186,8 +186,8 @@ def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> 
         ValueError: If there is no such router, or one of its numbers is out of range.
     """
     try:
-        numbers = {key: tuple(own) if isinstance(own, list) else own for key, own in settings.items()}
-        router = ROUTERS[numbers.pop("router", "posterior")](**numbers).of(expansions)
+        numbers = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        router = ROUTERS[numbers.pop("router", "posterior")](**numbers).for_expansions(expansions)
         problems = router.problems(expansions)
     except (KeyError, TypeError, ArithmeticError) as error:
         advice = "Was it made by another release, or by hand?" if source else "Leave out what it does not have."

@@ -6,7 +6,7 @@
     embedding, head     up_weight (rows, up)
     block               w12 (out, inner)   w21 (inner, in)   w22 (inner, up)   up_weight (up, inner)
 
-What is planned and what is loaded is the same list. It is read without torch, to plan an expansion.
+Planning and loading use the same list. This file is read without torch, to plan an expansion.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def shapes_of(
         return {**blocks, "up_bias": (up_out * has_bias,), **copies}
     if kind == "block":
         base, up, inner = spec["base"], spec["up"], spec.get("inner", 0)
-        found = {"w12": (base, inner if has_w12 else 0), "w21": (inner, base), "w22": (inner, up)}
-        return found | {"up_weight": (up, inner)}
+        blocks = {"w12": (base, inner if has_w12 else 0), "w21": (inner, base), "w22": (inner, up)}
+        return blocks | {"up_weight": (up, inner)}
     if kind == "norm":
         return {"up_weight": (spec["up"],), "up_bias": (spec["up"] if has_bias else 0,)}
     return {"up_weight": (rows, spec["up"])} if kind in ("embedding", "head") else {}

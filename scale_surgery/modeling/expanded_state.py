@@ -1,4 +1,4 @@
-"""What a router that reads tokens remembers between calls, and what it must know of a call."""
+"""State of a router that reads tokens, and what it needs to know of a call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 class RouterState(DynamicLayer):
-    """What a router remembers, as one more layer of the KV cache, which reorders and crops it.
+    """State of a router, as one more layer of the KV cache, which reorders and crops it.
 
     `keys` are the log-probabilities of every possible next token on each path at the last positions (b, k, positions,
-    v), `values` the log weights there (b, k, positions, 1). Without a position it knows nothing.
+    v), `values` the log weights there (b, k, positions, 1). Without positions the state is empty.
     """
 
     def __init__(self, first: DynamicLayer) -> None:
@@ -28,18 +28,18 @@ class RouterState(DynamicLayer):
         """An offloaded cache fetches the layer after the last of the model, and means the first."""
         self.first.prefetch()
 
-    def set(self, evidence: Tensor, weights: Tensor, tokens: int) -> None:
-        """Remember the state after so many more tokens; evidence (b, positions, k, v), weights (b, positions, k, 1)."""
-        self.keys, self.values = evidence.transpose(1, 2), weights.transpose(1, 2)
-        self.dtype, self.device, self.is_initialized = evidence.dtype, evidence.device, True
+    def set(self, next_log_probs: Tensor, weights: Tensor, tokens: int) -> None:
+        """Store the state after `tokens` more: next_log_probs (b, positions, k, v), weights (b, positions, k, 1)."""
+        self.keys, self.values = next_log_probs.transpose(1, 2), weights.transpose(1, 2)
+        self.dtype, self.device, self.is_initialized = next_log_probs.dtype, next_log_probs.device, True
         self.seen += tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; before transformers 5 the argument is a positive number of tokens to keep."""
+        """Forget -`tokens_to_remove` tokens; a positive number, before transformers 5, is how many to keep."""
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
         if removed and self.is_initialized:
-            kept = max(0, self.keys.shape[-2] - removed)
-            self.keys, self.values = self.keys[..., :kept, :], self.values[..., :kept, :]
+            remaining = max(0, self.keys.shape[-2] - removed)
+            self.keys, self.values = self.keys[..., :remaining, :], self.values[..., :remaining, :]
             self.seen -= removed
 
     def reset(self) -> None:
@@ -55,8 +55,8 @@ def state_of(cache: Cache | None) -> RouterState | None:
 
 
 @dataclass
-class Tokens:
-    """What a router must know of a call beside the features."""
+class RouterCall:
+    """What a router knows of a call beside the features."""
 
     ids: Tensor | None  # token ids (b, t), or None
     restarts: Tensor  # where a sequence begins and where padding stands (b, t)
@@ -66,18 +66,19 @@ class Tokens:
     result: tuple[Tensor, Tensor] | None = None  # state after the last token, made by a router that reads tokens
 
     @classmethod
-    def of(cls, inputs: dict[str, Any], *, reads_tokens: bool, is_training: bool) -> Tokens:
-        """What is known of a call; every position is handed to the head, because a router reads all of them.
+    def of(cls, inputs: dict[str, Any], keep: int | Tensor, *, reads_tokens: bool, is_training: bool) -> RouterCall:
+        """Take what a router needs from the arguments of a forward.
 
         Args:
-            inputs: Arguments of the forward; `logits_to_keep` is taken out.
+            inputs: Arguments of the forward without `logits_to_keep`: the router reads every position.
+            keep: `logits_to_keep`.
             reads_tokens: Whether the router weighs paths by the tokens.
             is_training: Whether the model trains.
 
         Raises:
             ValueError: If there are no ids to read, or the cache holds tokens that this router has not read.
         """
-        keep, ids, cache = inputs.pop("logits_to_keep", 0), inputs.get("input_ids"), inputs.get("past_key_values")
+        ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
         if ids is None and reads_tokens:
             raise ValueError("inputs_embeds: the router scores tokens, expected input_ids.")
         past = 0 if cache is None else int(cache.get_seq_length())
@@ -89,12 +90,12 @@ class Tokens:
             )
         like = inputs["inputs_embeds"] if ids is None else ids
         restarts = find_restarts(inputs.get("attention_mask"), inputs.get("position_ids"), past, like)
-        kept = slice(-keep or None, None) if isinstance(keep, int) else keep
+        positions = slice(-keep or None, None) if isinstance(keep, int) else keep
         is_cached = cache is not None or not (is_training or inputs.get("use_cache") is False)
-        return cls(ids, restarts, state, kept, is_cached)
+        return cls(ids, restarts, state, positions, is_cached)
 
     def move(self, device: torch.device) -> None:
-        """Bring what is read to the head's device: a model may lie on several."""
+        """Move ids and restarts to the head's device: a model may lie on several."""
         self.ids = None if self.ids is None else self.ids.to(device)
         self.restarts = self.restarts.to(device)
 

@@ -1,4 +1,4 @@
-"""Streams of the hidden state: products with expansion blocks, joining streams and paths, and knowing them again."""
+"""Streams of the hidden state: products with expansion blocks, alignment in memory, and joining."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.clone()
 
 
-def own_memory(x: Tensor) -> Tensor:
-    """x, dense and aligned as memory of its own is.
+def aligned_contiguous(x: Tensor) -> Tensor:
+    """x, dense and aligned as new memory is.
 
     A slice of a single row is contiguous where it lies, and on a CPU the product of a matrix and one row may round by
     where that begins.
@@ -92,7 +92,7 @@ def own_memory(x: Tensor) -> Tensor:
 
 
 def join_streams(*streams: Tensor) -> Tensor:
-    """Join streams; what is joined remembers them, so that the next module need not copy them out of it."""
+    """Join streams; the result refers to them, so that the next module need not copy them out of it."""
     if len(streams) == 1:
         return streams[0]
     joined = torch.cat(streams, dim=-1)
@@ -105,8 +105,8 @@ def join_streams(*streams: Tensor) -> Tensor:
 def streams_of(x: Any, widths: list[int]) -> list[Tensor] | None:
     """The streams of these widths that a tensor was joined from; None where it was not, or was changed since."""
     streams, version = getattr(x, "streams", ((), None))
-    found = streams and version == x._version and [stream.shape[-1] for stream in streams]
-    if not found or found != [width for width in widths if width]:
+    stream_widths = streams and version == x._version and [stream.shape[-1] for stream in streams]
+    if not stream_widths or stream_widths != [width for width in widths if width]:
         return None
     rest = iter(streams)
     return [next(rest) if width else x[..., :0] for width in widths]

@@ -46,7 +46,7 @@ from typing import Any
 
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
-from .configuration_scale import config_of, stock_class
+from .configuration_scale import config_of, find_stock_class
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
@@ -74,11 +74,11 @@ def model_of(stock: type, stock_config: type, module: str = "") -> type:
     Returns:
         The class. One without a head gives hidden states, [base stream, up stream].
     """
-    return _make(stock, stock_config, config_of(stock_config, module), module or __name__)
+    return _make_model(stock, stock_config, config_of(stock_config, module), module or __name__)
 
 
 @cache
-def _make(stock: Any, stock_config: type, config: type, module: str) -> type:
+def _make_model(stock: Any, stock_config: type, config: type, module: str) -> type:
     suffix = "" if stock_config is stock.config_class else f"_of_{stock_config.__name__}"
     names = list(signature(stock.forward).parameters)[1:]
 
@@ -87,11 +87,12 @@ def _make(stock: Any, stock_config: type, config: type, module: str) -> type:
     def forward(self, *args, **inputs):
         return self.run(**dict(zip(names[: len(args)], args, strict=True)), **inputs)
 
-    own = {"config_class": config, "forward": forward, "__module__": module, "__doc__": ExpandedPreTrainedModel.__doc__}
-    own |= {name: refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
+    attributes = {"config_class": config, "forward": forward, "__module__": module}
+    attributes["__doc__"] = ExpandedPreTrainedModel.__doc__
+    attributes |= {name: refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
     # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates
     generates = (GenerationMixin,) if issubclass(stock, GenerationMixin) else ()
-    made = type(f"Scale{stock.__name__}{suffix}", (ExpandedPreTrainedModel, stock, *generates), own)
+    made = type(f"Scale{stock.__name__}{suffix}", (ExpandedPreTrainedModel, stock, *generates), attributes)
     convert_as(made, stock, stock_config)
     return made
 
@@ -109,15 +110,16 @@ def convert_as(expanded: type, stock: type, stock_config: type) -> None:
         )
     except ImportError:
         return
-    for own, base in {
+    for expanded_name, base in {
         expanded.__name__: stock.__name__,
         expanded.config_class.model_type: stock_config.model_type,
     }.items():
         if (known := get_checkpoint_conversion_mapping(base)) is not None:
-            register_checkpoint_conversion_mapping(own, known, overwrite=True)
+            register_checkpoint_conversion_mapping(expanded_name, known, overwrite=True)
 
 
 def __getattr__(name: str) -> Any:
-    own, _, config = name.partition("_of_")
-    stock = stock_class(own, PreTrainedModel, __name__)
-    return model_of(stock, stock_class(f"Scale{config}", PretrainedConfig, __name__) if config else stock.config_class)
+    class_name, _, config = name.partition("_of_")
+    stock = find_stock_class(class_name, PreTrainedModel, __name__)
+    config_class = find_stock_class(f"Scale{config}", PretrainedConfig, __name__) if config else stock.config_class
+    return model_of(stock, config_class)

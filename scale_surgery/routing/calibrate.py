@@ -24,15 +24,15 @@ from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
     CalibrationSettings,
-    Choice,
     Limits,
+    RouterChoice,
     ask_for,
     choose,
     given_options,
     read_limits,
 )
 from scale_surgery.routing.outcome import Outcome
-from scale_surgery.routing.sweep import Texts, sweep_model
+from scale_surgery.routing.sweep import SweepTexts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.sources import NO_OLD_TEXT
 from scale_surgery.surgery.record import read_manifest
@@ -117,7 +117,7 @@ class Calibration:
         """The result as plain JSON values."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         outcomes = {"outcomes": [outcome.to_json() for outcome in self.outcomes]}
-        single = {name: found.to_json() for name, found in content.items() if isinstance(found, Outcome)}
+        single = {name: outcome.to_json() for name, outcome in content.items() if isinstance(outcome, Outcome)}
         content |= {"limits": asdict(self.limits), "ask": self.ask}
         # JSON has no infinity: it becomes a text
         plain: dict[str, Any] = plain_json(content | single | outcomes)
@@ -172,8 +172,8 @@ def route_calibrate(
     (subject,) = open_subjects([folder], run)
     length, step = choose_lengths([subject], sequence_length, step)
     windows = _read_windows(subject, documents, length, step)
-    found = sweep_model(subject, windows, present, run, track, has_several=len(paths) > 2)
-    choice = choose(found.outcomes, limits, found.adapt)
+    swept = sweep_model(subject, windows, present, run, track, has_several=len(paths) > 2)
+    choice = choose(swept.outcomes, limits, swept.adapt)
     best = choice.proposed
     if settings.write and best.forgetting > limits.forgetting:
         raise PlanError(_say_too_much(folder, choice, limits))
@@ -181,16 +181,16 @@ def route_calibrate(
         path=folder,
         name=subject.name,
         paths=paths,
-        base=found.base,
-        adapt=found.adapt,
-        present=found.outcomes[0],
+        base=swept.base,
+        adapt=swept.adapt,
+        present=swept.outcomes[0],
         proposed=best,
         best=choice.best,
         loosest=choice.loosest,
         limits=limits,
         needed_gain=choice.needed,
         is_within=best.forgetting <= limits.forgetting,
-        outcomes=tuple(sorted(found.outcomes, key=_numbers)),
+        outcomes=tuple(sorted(swept.outcomes, key=_numbers)),
         most_forgetting=limits.forgetting,
         old=tuple(map(str, files["old"])),
         new=tuple(map(str, files["new"])),
@@ -204,7 +204,7 @@ def route_calibrate(
     return result
 
 
-def _say_too_much(folder: Path, choice: Choice, limits: Limits) -> str:
+def _say_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> str:
     least, looser = choice.proposed, choice.loosest
     options = "Raise --most-forgetting, or leave --write out to see every setting."
     if looser.forgetting <= limits.forgetting:
@@ -265,7 +265,7 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
     return documents
 
 
-def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> Texts:
+def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> SweepTexts:
     """Windows of both sides, and the beginnings of old texts."""
     from scale_surgery.routing.short_prompts import beginnings
     from scale_surgery.running.texts import number_windows, stride
@@ -273,7 +273,7 @@ def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]],
     # no document is as long as this, so each is one sequence
     whole = read_texts(subject, documents, sys.maxsize, 1)
     old, new = (stride(whole[side], length, step) for side in SIDES)
-    return Texts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)))
+    return SweepTexts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)))
 
 
 def _numbers(outcome: Outcome) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ class Limits:
     def keeps_bound(self, outcome: Outcome) -> bool:
         """Whether a text may lose no more with a setting than is allowed."""
         pairs = ((outcome.bound, self.bound), (outcome.bound_per_token, self.bound_per_token))
-        return all(own is None or most is None or own <= most + ROUNDING for own, most in pairs)
+        return all(value is None or most is None or value <= most + ROUNDING for value, most in pairs)
 
     def keeps_short(self, outcome: Outcome) -> bool:
         """Whether short prompts lose no more with a setting than is allowed."""
@@ -90,7 +90,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RouterChoice:
     """What was chosen.
 
     Attributes:
@@ -129,13 +129,13 @@ def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
     if problems:
         raise PlanError.from_problems(problems)
     pairs = ((settings.bound, present.bound), (settings.bound_per_token, present.bound_per_token))
-    bound, per_token = (own if own is not None else now for own, now in pairs)
-    is_looser = any(own is not None and now is not None and own > now + ROUNDING for own, now in pairs)
+    bound, per_token = (limit if limit is not None else now for limit, now in pairs)
+    is_looser = any(limit is not None and now is not None and limit > now + ROUNDING for limit, now in pairs)
     short = math.inf if is_looser and settings.most_short_forgetting is None else settings.most_short_forgetting
     return Limits(settings.most_forgetting, bound, per_token, short, settings.least_gain)
 
 
-def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Choice:
+def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> RouterChoice:
     """Choose the best setting, and whether it is worth a change.
 
     Args:
@@ -153,7 +153,7 @@ def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Choic
     reachable = max(0.0, adapt.learning, *(outcome.learning for outcome in outcomes))
     needed = max(best.gain.noise, limits.gain * reachable) if limits.gain else 0.0
     stays = limits.allows(present) and present.forgetting <= limits.forgetting and not best.gain.value > needed
-    return Choice(present if stays else best, best, loosest, needed)
+    return RouterChoice(present if stays else best, best, loosest, needed)
 
 
 def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
@@ -234,8 +234,8 @@ def given_options(limits: Limits, present: Outcome) -> tuple[str, ...]:
     return tuple(word for form, limit in given for word in form.format(limit).split())
 
 
-def _option(name: str, own: Any, most: Any) -> str:
-    return "" if own is None or own <= most + ROUNDING else f"{name}{_round_up(own):g}"
+def _option(name: str, value: Any, most: Any) -> str:
+    return "" if value is None or value <= most + ROUNDING else f"{name}{_round_up(value):g}"
 
 
 def _round_up(number: float) -> float:

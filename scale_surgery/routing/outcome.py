@@ -90,6 +90,6 @@ class Outcome:
         """The outcome as plain JSON values, with what follows from the sums."""
         content = asdict(self) | {"bound": self.bound, "bound_per_token": self.bound_per_token}
         content["routing"] = None if self.routing is None else self.routing.settings
-        for side, found in (("old", self.old), ("new", self.new)):
-            content[side] |= {"nats_per_token": found.nats_per_token, "accuracy": found.accuracy}
+        for side, side_measurement in (("old", self.old), ("new", self.new)):
+            content[side] |= {"nats_per_token": side_measurement.nats_per_token, "accuracy": side_measurement.accuracy}
         return content

@@ -1,7 +1,7 @@
 """What all paths of a model say of a text, noted in one pass; from it follows what any router would score.
 
 text   --forward pass-->     log-probability of each token on every path, and what a router reads  `read_paths`
-these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers        `measure`
+these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers        `measure_batches`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from scale_surgery.modeling.expanded_mixture import cosines
+from scale_surgery.modeling.expanded_mixture import row_cosines
 from scale_surgery.modeling.expanded_routing import TokenScores, weigh
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing.watched import Observer, observed_by
@@ -46,8 +46,8 @@ class Answers:
 
     def answered(self, weight: Tensor) -> Tensor:
         """Whether each is the most likely token (answers,), given weights of the second path (b, t - 1)."""
-        own = weight[self.row, self.column]
-        return (self.least <= own) & (own <= self.most)
+        answer_weight = weight[self.row, self.column]
+        return (self.least <= answer_weight) & (answer_weight <= self.most)
 
 
 def joined_answers(parts: Sequence[Answers], rows: Sequence[int] | None = None) -> Answers:
@@ -92,9 +92,9 @@ class PathObserver(Observer):
         self.labels, self.done = labels, 0
         self.answers: list[Answers] = []
 
-    def read(self, features: Any) -> tuple[list[Tensor], Tensor | None]:
+    def read_logits(self, features: Any) -> tuple[list[Tensor], Tensor | None]:
         """What the router reads, and of two paths the cosine of their base logits."""
-        sides, observed = self.router.read(features)
+        sides, observed = self.router.read_logits(features)
         start, self.done = self.done, self.done + sides[0].shape[1]
         if len(sides) != 2:
             return sides, observed
@@ -103,7 +103,7 @@ class PathObserver(Observer):
             self.answers.append(self._compare(features, sides, row, column, start))
         if observed is None:
             bases = features.base_logits()
-            observed = cosines(bases[0], bases[-1])
+            observed = row_cosines(bases[0], bases[-1])
         return sides, observed
 
     def _first_tokens(self, start: int) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ def _joined(batches: Sequence[PathBatch]) -> Iterator[PathBatch]:
     """Join batches that follow each other, whose windows become ever shorter."""
     group: list[PathBatch] = []
     for batch in batches:
-        windows = sum(len(own.is_scored) for own in (*group, batch))
+        windows = sum(len(item.is_scored) for item in (*group, batch))
         if group and windows * group[0].scores.sides[0].numel() > TOGETHER:
             yield _join(group)
             group = []
@@ -209,9 +209,9 @@ def _joined(batches: Sequence[PathBatch]) -> Iterator[PathBatch]:
 
 def _join(batches: Sequence[PathBatch]) -> PathBatch:
     def whole(parts: Sequence[Tensor]) -> Tensor:
-        return pad_sequence([row for own in parts for row in own], batch_first=True)
+        return pad_sequence([row for part in parts for row in part], batch_first=True)
 
-    firsts = [sum(len(own.is_scored) for own in batches[:number]) for number in range(len(batches))]
+    firsts = [sum(len(item.is_scored) for item in batches[:number]) for number in range(len(batches))]
     return PathBatch(
         _scores_of([batch.scores for batch in batches], whole),
         whole([batch.is_scored for batch in batches]),
@@ -220,7 +220,7 @@ def _join(batches: Sequence[PathBatch]) -> PathBatch:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PathLosses:
     """What texts score with one setting.
 
     Attributes:
@@ -245,7 +245,7 @@ class Reading:
         """Mean weight of all paths but the base's over the scored tokens."""
         return self.routed / self.total.scored
 
-    def by_text(self, numbers: Sequence[int]) -> Reading:
+    def by_text(self, numbers: Sequence[int]) -> PathLosses:
         """The same with the windows of a text as one: what follows in a text is no new sample.
 
         Args:
@@ -272,7 +272,7 @@ def routed_by(router: Any) -> Weigh:
     return by_router
 
 
-def base_alone(batch: PathBatch) -> TokenScores:
+def weigh_base(batch: PathBatch) -> TokenScores:
     """Route everything to the base model."""
     # what a cosine router gives out on the preserve side is not the base model alone
     return _alone(batch, torch.zeros(len(batch.is_scored), dtype=torch.long))._replace(routed=batch.scores.base)
@@ -307,7 +307,7 @@ def weight_of(scores: TokenScores) -> Tensor:
     return scores.weights[..., 1:].sum(-1)
 
 
-def measure(batches: Sequence[PathBatch], weigh: Weigh) -> Reading:
+def measure_batches(batches: Sequence[PathBatch], weigh: Weigh) -> PathLosses:
     """What texts that were read score.
 
     Args:
@@ -317,25 +317,25 @@ def measure(batches: Sequence[PathBatch], weigh: Weigh) -> Reading:
     Returns:
         The sums, and those of each window.
     """
-    found = [_measure(batch, weigh(batch), is_base=weigh is base_alone) for batch in batches]
-    return Reading(
-        total=sum((one.total for one in found), Measurement(0.0, 0, 0, 0)),
-        routed=sum(one.routed for one in found),
-        nats=torch.cat([one.nats for one in found]),
-        scored=torch.cat([one.scored for one in found]),
+    parts = [_measure(batch, weigh(batch), is_base=weigh is weigh_base) for batch in batches]
+    return PathLosses(
+        total=sum((part.total for part in parts), Measurement(0.0, 0, 0, 0)),
+        routed=sum(part.routed for part in parts),
+        nats=torch.cat([part.nats for part in parts]),
+        scored=torch.cat([part.scored for part in parts]),
     )
 
 
-def _measure(batch: PathBatch, scores: TokenScores, *, is_base: bool) -> Reading:
+def _measure(batch: PathBatch, scores: TokenScores, *, is_base: bool) -> PathLosses:
     weight = weight_of(scores)
     answered = batch.answers.is_known if is_base else batch.answers.answered(weight)
     nats = -scores.routed.double().where(batch.is_scored, 0.0).sum(1)
     scored = batch.is_scored.sum(1)
     total = Measurement(float(nats.sum()), int(scored.sum()), len(answered), int(answered.sum()))
-    return Reading(total, float(weight[batch.is_scored].double().sum()), nats, scored)
+    return PathLosses(total, float(weight[batch.is_scored].double().sum()), nats, scored)
 
 
 def scored_cosines(batches: Sequence[PathBatch]) -> Tensor:
     """Cosines of both paths' base logits where a scored token is predicted, in ascending order (tokens,)."""
-    found = [(batch.scores.observed, batch.is_scored) for batch in batches]
-    return torch.cat([cosine[is_scored] for cosine, is_scored in found if cosine is not None]).sort().values
+    observed = [(batch.scores.observed, batch.is_scored) for batch in batches]
+    return torch.cat([cosine[is_scored] for cosine, is_scored in observed if cosine is not None]).sort().values

@@ -131,7 +131,7 @@ class RouteReport:
         """Mean weight of each path over all files."""
         tokens = sum(file.totals.tokens for file in self.files)
         sums = zip(*([file.totals.tokens * share for share in file.totals.shares] for file in self.files), strict=True)
-        return tuple(sum(own) / tokens for own in sums)
+        return tuple(sum(total) / tokens for total in sums)
 
     def records(self) -> list[dict[str, Any]]:
         """Each token as plain JSON values, with its file and the number of its document there, from 0."""
@@ -144,11 +144,11 @@ class RouteReport:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values: totals by file, then all tokens."""
-        own = {
+        facts = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "routing")
         }
         files = [{"file": file.file, **self._by_name(asdict(file.totals))} for file in self.files]
-        content = {**own, "routing": self.routing.settings, "files": files}
+        content = {**facts, "routing": self.routing.settings, "files": files}
         return {**plain_json(content), "tokens": self.records()}
 
     def _by_name(self, content: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
+class FileTokens:
     """A file as the model reads it.
 
     Attributes:
@@ -84,13 +84,14 @@ def route_report(
     routing, paths = _read_routing(model, revision)
     (subject,) = open_subjects([model], run, revision=revision)
     length, step = choose_lengths([subject], sequence_length, step)
-    readings = _read(subject, documents, length, step)
-    total = sum(len(reading.windows.ids) for reading in readings)
+    files_read = _read(subject, documents, length, step)
+    total = sum(len(reading.windows.ids) for reading in files_read)
     with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, run) as network:
-        scores = [_score(network, reading.windows, run.windows(), advance) for reading in readings]
+        scores = [_score(network, reading.windows, run.windows(), advance) for reading in files_read]
     base = None if subject.manifest is None else subject.manifest.base_name
     base = base or f"{subject.name}, expansion disabled"
-    files = tuple(_join(reading, own, subject.tokenizer) for reading, own in zip(readings, scores, strict=True))
+    pairs = zip(files_read, scores, strict=True)
+    files = tuple(_join(reading, file_scores, subject.tokenizer) for reading, file_scores in pairs)
     return RouteReport(subject.name, base, routing, paths, length, step, run.dtype, files)
 
 
@@ -114,15 +115,16 @@ def _read_routing(model: str | Path, revision: str | None) -> tuple[Router, tupl
     return routing, sides_of(routing, specs)
 
 
-def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[Reading]:
+def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[FileTokens]:
     from scale_surgery.running.sequences import Sequences
     from scale_surgery.running.texts import stride
 
     # no document is as long as this, so each is one sequence
     whole = read_texts(subject, documents, sys.maxsize, 1)
     # ids as labels: of a prompt, too, each token is shown once
-    windows = {file: stride(Sequences(own.ids, own.ids, own.starts), length, step) for file, own in whole.items()}
-    return [Reading(file, documents[file], own, windows[file]) for file, own in whole.items()]
+    scored = {file: Sequences(sequences.ids, sequences.ids, sequences.starts) for file, sequences in whole.items()}
+    windows = {file: stride(sequences, length, step) for file, sequences in scored.items()}
+    return [FileTokens(file, documents[file], sequences, windows[file]) for file, sequences in whole.items()]
 
 
 def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -> Tensor:
@@ -136,23 +138,23 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
     for batch in read_paths(model, windows, batch_size, advance):
         base, sides, weights, routed, cosine = batch.scores
         cosine = torch.full_like(base, math.nan) if cosine is None else cosine
-        found = torch.cat((torch.stack((base, routed, cosine), -1), sides, weights), -1).double()
+        columns = torch.cat((torch.stack((base, routed, cosine), -1), sides, weights), -1).double()
         if not len(scores):
-            scores = torch.full((len(windows.ids), found.shape[-1]), math.nan, dtype=torch.float64)
-        for own, row in zip(found, rows, strict=False):
+            scores = torch.full((len(windows.ids), columns.shape[-1]), math.nan, dtype=torch.float64)
+        for window, row in zip(columns, rows, strict=False):
             start, end = windows.starts[row : row + 2]
-            scores[start + 1 : end] = own[: end - start - 1]
+            scores[start + 1 : end] = window[: end - start - 1]
     return scores[windows.labels >= 0].T
 
 
-def _join(reading: Reading, scores: Tensor, tokenizer: Any) -> FileRoute:
+def _join(reading: FileTokens, scores: Tensor, tokenizer: Any) -> FileRoute:
     """Put the texts and the numbers of a file together."""
-    own = reading.sequences
-    is_counted = own.labels >= 0
-    is_counted[list(own.starts[:-1])] = False
+    sequences = reading.sequences
+    is_counted = sequences.labels >= 0
+    is_counted[list(sequences.starts[:-1])] = False
     documents = []
-    for document, start, end in zip(reading.documents, own.starts[:-1], own.starts[1:], strict=True):
-        ids = own.ids[start:end].tolist()
+    for document, start, end in zip(reading.documents, sequences.starts[:-1], sequences.starts[1:], strict=True):
+        ids = sequences.ids[start:end].tolist()
         pieces = map(str, tokenizer.convert_ids_to_tokens(ids))
         names = zip(token_texts(document, ids, tokenizer), pieces, ids, strict=True)
         rows = zip(names, is_counted[start:end].tolist(), scores[:, start:end].T.tolist(), strict=True)

@@ -41,7 +41,7 @@ def settings_of(present: Router, old: Sequence[PathBatch], new: Sequence[PathBat
 
 
 def _thresholds(present: CosineRouter, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> Iterator[CosineRouter]:
-    return (replace(present, threshold=own) for own in (*THRESHOLDS, *_parting(old), *_parting(new)))
+    return (replace(present, threshold=threshold) for threshold in (*THRESHOLDS, *_parting(old), *_parting(new)))
 
 
 def _priors(present: PosteriorRouter, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> Iterator[PosteriorRouter]:
@@ -82,8 +82,8 @@ def _splits(new: Sequence[PathBatch]) -> list[tuple[float, ...]]:
 
     from scale_surgery.routing.path_scores import best_of
 
-    others = new[0].scores.sides.shape[-1] - 1
+    expansions = new[0].scores.sides.shape[-1] - 1
     best = torch.cat([best_of(batch, first=1) for batch in new]) - 1
-    counts = torch.bincount(best, minlength=others).double() + 0.5
+    counts = torch.bincount(best, minlength=expansions).double() + 0.5
     wanted = tuple((counts / counts.sum()).tolist())
-    return list(dict.fromkeys([(1 / others,) * others, wanted]))
+    return list(dict.fromkeys([(1 / expansions,) * expansions, wanted]))

@@ -61,31 +61,31 @@ def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
     parts = []
     for batch in batches:
         scores, is_read = weigh(batch), batch.is_scored
-        found = torch.stack((is_read, scores.base - scores.routed, weight_of(scores))).double().where(is_read, 0.0)
-        parts.append(torch.nn.functional.pad(found, (0, LONGEST - is_read.shape[1])))
+        values = torch.stack((is_read, scores.base - scores.routed, weight_of(scores))).double().where(is_read, 0.0)
+        parts.append(torch.nn.functional.pad(values, (0, LONGEST - is_read.shape[1])))
     is_read, lost, weight = torch.cat(parts, 1)
     return Beginnings(is_read > 0, lost, weight)
 
 
-def summarise(own: Beginnings, present: Beginnings) -> ShortPrompts:
+def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPrompts:
     """Compare short prompts with what becomes of them now.
 
     The next token is one of an old text, which the base knows: the mean of what is lost on it estimates
     KL(base || routed).
 
     Args:
-        own: What becomes of them with a setting.
+        beginnings: What becomes of them with a setting.
         present: The same with the present one.
 
     Returns:
         Means by length and over all, and the loss against that of the present setting.
     """
-    texts = own.is_read.sum(0).tolist()
-    sums = zip(texts, own.weight.sum(0).tolist(), own.lost.sum(0).tolist(), strict=True)
+    texts = beginnings.is_read.sum(0).tolist()
+    sums = zip(texts, beginnings.weight.sum(0).tolist(), beginnings.lost.sum(0).tolist(), strict=True)
     lengths = tuple(
         ShortPrompt(tokens, count, weight / count, lost / count)
         for tokens, (count, weight, lost) in enumerate(sums, start=1)
         if count
     )
-    change = estimate((own.lost - present.lost).sum(1), own.is_read.sum(1))
-    return ShortPrompts(lengths, float(own.lost.sum()) / sum(texts), change)
+    change = estimate((beginnings.lost - present.lost).sum(1), beginnings.is_read.sum(1))
+    return ShortPrompts(lengths, float(beginnings.lost.sum()) / sum(texts), change)

@@ -19,7 +19,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.routers import describe
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.path_scores import PathBatch, Reading, Weigh
+    from scale_surgery.routing.path_scores import PathBatch, PathLosses, Weigh
     from scale_surgery.routing.short_prompts import Beginnings
     from scale_surgery.running.sequences import Sequences
 
@@ -40,7 +40,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Texts:
+class SweepTexts:
     """What a model reads.
 
     Attributes:
@@ -57,7 +57,7 @@ class Texts:
 
 
 def sweep_model(
-    subject: Subject, texts: Texts, present: Router, run: RunOptions, track: Track, *, has_several: bool
+    subject: Subject, texts: SweepTexts, present: Router, run: RunOptions, track: Track, *, has_several: bool
 ) -> Sweep:
     """Let a model read old and new text, and measure every setting that is worth trying.
 
@@ -85,14 +85,14 @@ def sweep_model(
         read = PathTexts(old, new, short, numbers)
     settings = settings_of(present, read.old, read.new)
     with track("settings", len(settings)) as advance:
-        found = sweep(best_alone if has_several else adapt_alone, read, settings, advance)
-    _check_finite(subject, found, "the best path" if has_several else "the adapt path")
-    return found
+        swept = sweep(best_alone if has_several else adapt_alone, read, settings, advance)
+    _check_finite(subject, swept, "the best path" if has_several else "the adapt path")
+    return swept
 
 
-def _check_finite(subject: Subject, found: Sweep, other: str) -> None:
-    named = [("the base model", found.base), (other, found.adapt)]
-    named += [(describe(outcome.routing), outcome) for outcome in found.outcomes if outcome.routing is not None]
+def _check_finite(subject: Subject, swept: Sweep, best_name: str) -> None:
+    named = [("the base model", swept.base), (best_name, swept.adapt)]
+    named += [(describe(outcome.routing), outcome) for outcome in swept.outcomes if outcome.routing is not None]
     for name, outcome in named:
         for side, measured in (("old", outcome.old), ("new", outcome.new)):
             if not math.isfinite(measured.nats):
@@ -114,9 +114,9 @@ def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: P
     Returns:
         What the base model, what there is beside it, and each setting score.
     """
-    from scale_surgery.routing.path_scores import base_alone, routed_by
+    from scale_surgery.routing.path_scores import routed_by, weigh_base
 
-    base, adapt, present = (texts.measure(own) for own in (base_alone, alone, routed_by(settings[0])))
+    base, adapt, present = (texts.measure(weigh) for weigh in (weigh_base, alone, routed_by(settings[0])))
     reference = Reference(base, adapt, present)
     outcomes = []
     for setting in settings:
@@ -129,8 +129,8 @@ def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: P
 class Measured:
     """What texts score with one setting: old and new text, and the beginnings of old texts."""
 
-    old: Reading
-    new: Reading
+    old: PathLosses
+    new: PathLosses
     short: Beginnings
 
 
@@ -152,11 +152,11 @@ class PathTexts:
 
     def measure(self, weigh: Weigh) -> Measured:
         """Score them as they are routed."""
-        from scale_surgery.routing.path_scores import measure
+        from scale_surgery.routing.path_scores import measure_batches
         from scale_surgery.routing.short_prompts import read_beginnings
 
-        new = measure(self.new, weigh).by_text(self.numbers)
-        return Measured(measure(self.old, weigh), new, read_beginnings(self.short, weigh))
+        new = measure_batches(self.new, weigh).by_text(self.numbers)
+        return Measured(measure_batches(self.old, weigh), new, read_beginnings(self.short, weigh))
 
 
 @dataclass(frozen=True)
@@ -167,20 +167,20 @@ class Reference:
     adapt: Measured
     present: Measured
 
-    def outcome(self, routing: Router | None, own: Measured) -> Outcome:
+    def outcome(self, routing: Router | None, measured: Measured) -> Outcome:
         """Compare."""
-        from scale_surgery.routing.short_prompts import summarise
+        from scale_surgery.routing.short_prompts import summarise_prompts
 
-        learning, most = (self.base.new.nats_per_token - one.new.nats_per_token for one in (own, self.adapt))
+        learning, most = (self.base.new.nats_per_token - side.new.nats_per_token for side in (measured, self.adapt))
         return Outcome(
             routing=routing,
-            old=own.old.total,
-            new=own.new.total,
-            forgetting=own.old.nats_per_token - self.base.old.nats_per_token,
+            old=measured.old.total,
+            new=measured.new.total,
+            forgetting=measured.old.nats_per_token - self.base.old.nats_per_token,
             learning=learning,
             kept=learning / most if most > 0 else None,
-            routed_old=own.old.share,
-            routed_new=own.new.share,
-            gain=estimate(self.present.new.nats - own.new.nats, own.new.scored),
-            short=summarise(own.short, self.present.short),
+            routed_old=measured.old.share,
+            routed_new=measured.new.share,
+            gain=estimate(self.present.new.nats - measured.new.nats, measured.new.scored),
+            short=summarise_prompts(measured.short, self.present.short),
         )

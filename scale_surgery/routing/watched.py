@@ -28,15 +28,15 @@ class WeightObserver(Observer):
 
     def weights(self, evidence: Any) -> Any:
         """The log weights of the router."""
-        found = self.router.weights(evidence)
-        self.latest = tuple(found[0, -1].exp().tolist())
-        return found
+        log_weights = self.router.weights(evidence)
+        self.latest = tuple(log_weights[0, -1].exp().tolist())
+        return log_weights
 
 
 def observed_by(model: Any, observer: Observer) -> AbstractContextManager[None]:
     """Let an observer stand in for a model's router inside a `with` block, in this thread."""
-    found: AbstractContextManager[None] = model.use_choice(model.choice._replace(router=observer))
-    return found
+    context: AbstractContextManager[None] = model.use_choice(model.choice._replace(router=observer))
+    return context
 
 
 @contextmanager
@@ -54,11 +54,11 @@ def watched(model: Any) -> Iterator[Sequence[tuple[float, ...]] | None]:
         yield None
         return
     observer = WeightObserver(model.choice.router)
-    found: list[tuple[float, ...]] = []
+    weights: list[tuple[float, ...]] = []
     # a prompt may be read in several parts, so a pass is noted when it is over
-    hook = model.register_forward_hook(lambda *_: found.append(observer.latest))
+    hook = model.register_forward_hook(lambda *_: weights.append(observer.latest))
     try:
         with observed_by(model, observer):
-            yield found
+            yield weights
     finally:
         hook.remove()

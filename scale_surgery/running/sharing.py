@@ -228,7 +228,7 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
     # the class says it; a config that was read from a file may say it too
     vars(expanded.config).pop("model_type", None)
     expanded.config.scale_surgery = {"base": config[CONFIG_KEY][BASE_KEY], "expansions": []}
-    expanded.begin()
+    expanded.let_paths_through()
     return expanded
 
 

@@ -53,10 +53,10 @@ def with_expansions(
     before = manifest.routing
     if routing is None and len(expansions) != len(manifest.expansions):
         default = PosteriorRouter() if len(expansions) > 1 else None
-        routing = default if before is None else before.alike()
+        routing = default if before is None else before.without_prior()
     routing = routing or before
     if routing is not None:
-        routing = routing.of(len(expansions))
+        routing = routing.for_expansions(len(expansions))
         if problems := routing.problems(len(expansions)):
             raise CheckpointError(
                 f"{manifest.base_name}: its router does not go with {counted(len(expansions), 'expansion')} "

@@ -135,7 +135,7 @@ def compose(
             for name, extract in opened.items():
                 _place(extract, plans[name], partial, base_weights, advance)
         if before is None:
-            routing = routing or (PosteriorRouter().of(len(added)) if len(added) > 1 else None)
+            routing = routing or (PosteriorRouter().for_expansions(len(added)) if len(added) > 1 else None)
             # the record says where the tensors were computed, as the extracts do
             run = RunOptions(next(iter(opened.values())).manifest.tool.get("device", "cpu"))
             write_around(added, given, partial, base_weights, run, track, routing)
@@ -175,7 +175,7 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
         raise PlanError.from_problems(problems)
     checkpoint = open_checkpoint(source.path, without=tuple(f"{SHARD_STEM}{name}-" for name in remove))
     left = {name: own for name, own in manifest.expansions.items() if name not in remove}
-    routing = manifest.routing.alike() if manifest.routing and remove else manifest.routing
+    routing = manifest.routing.without_prior() if manifest.routing and remove else manifest.routing
     return checkpoint, replace(manifest, expansions=left, routing=routing)
 
 

@@ -26,7 +26,7 @@ from scale_surgery.surgery.renumbered import hash_stored
 
 
 @dataclass(frozen=True)
-class Damage:
+class IntegrityReport:
     """What is not as it was written, by kind; an empty tuple means that the check passed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Damage:
         return [*self.base, *self.structure, *self.config, *self.code]
 
 
-def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> Damage:
+def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> IntegrityReport:
     """Check an expanded checkpoint against its surgery.json.
 
     Args:
@@ -69,7 +69,7 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
     files, hashes = _hash_base(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
     missing = _damaged(checkpoint, manifest, planned)
-    return Damage(
+    return IntegrityReport(
         base=base_problems(checkpoint, manifest, Sums(files, hashes)),
         structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned), *_spoiled(manifest, expansion)),
         missing=tuple(missing),
@@ -81,7 +81,7 @@ def find_damage(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = 
 
 
 def bytes_of_model(checkpoint: Checkpoint, manifest: Manifest) -> int:
-    """Bytes that `find_damage` reads, for a progress bar; see `_hash_base`."""
+    """Bytes that `check_integrity` reads, for a progress bar; see `_hash_base`."""
     stored = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
     files = {name: size for name, size in stored.items() if name not in manifest.joined_shards}
     parts = described_parts(checkpoint, manifest)
@@ -110,7 +110,7 @@ def refuse_damaged(
     """
     check_numbering(checkpoint, manifest)
     with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
-        found = find_damage(checkpoint, manifest, advance)
+        found = check_integrity(checkpoint, manifest, advance)
     # another release may have written other code files
     own = () if is_trusted else (*found.config, *_code_problems(checkpoint, manifest, manifest.code))
     if problems := list(dict.fromkeys([*found.base, *found.structure, *own, *also])):

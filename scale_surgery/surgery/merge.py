@@ -31,7 +31,7 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
-from scale_surgery.surgery.intact import bytes_of_model, find_damage, refuse_damaged
+from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked, tool_versions
@@ -197,7 +197,7 @@ def _check_blocks(source: Path, partial: Path, track: Track) -> None:
     try:
         checkpoint, manifest = open_checkpoint(partial), read_manifest(partial)
         with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
-            problems = find_damage(checkpoint, manifest, advance).problems
+            problems = check_integrity(checkpoint, manifest, advance).problems
     except CheckpointError as error:
         problems = error.lines
     if problems:

@@ -71,7 +71,7 @@ def router_for(router: Router, expansions: int) -> Router:
     if type(router) not in ROUTERS.values():
         raise PlanError(f"router: is {router!r}, expected one such as scale_surgery.PosteriorRouter().")
     try:
-        settings = router.of(expansions).settings
+        settings = router.for_expansions(expansions).settings
     except (TypeError, ArithmeticError):
         settings = router.settings
     if problems := _problems(settings, expansions, ""):
@@ -150,7 +150,8 @@ def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:
         specs: The key `scale_surgery` of the model's config.json.
     """
     names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
-    return tuple((path.expansion or BASE_NAME) if path.writes else PRESERVE_NAME for path in router.paths(names))
+    paths = router.paths(names)
+    return tuple(path.expansion if path.has_w12 else PRESERVE_NAME if path.expansion else BASE_NAME for path in paths)
 
 
 def weights_of(router: PosteriorRouter) -> tuple[float, ...]:
@@ -167,7 +168,7 @@ def is_even(weights: Sequence[float]) -> bool:
 def is_default(router: Router, expansions: int) -> bool:
     """Whether the numbers of a router are those that nobody chose; what it switches on or off may be either."""
     switches = {name: value for name, value in router.settings.items() if isinstance(value, bool)}
-    return router == type(router)(**switches).of(expansions)
+    return router == type(router)(**switches).for_expansions(expansions)
 
 
 def numbers_of(router: Router, names: Sequence[str] = ()) -> str:

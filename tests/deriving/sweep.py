@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from transformers import logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from scale_surgery.deriving.build import build, find_place
+from scale_surgery.deriving.build import build_model, find_place
 from scale_surgery.deriving.derive import derive
 from scale_surgery.planning.architecture import Block
 from tests.deriving.configs import OPTIONS
@@ -42,7 +42,7 @@ def row(model_type: str) -> tuple[bool, str]:
 def twin_parameters(model_type: str, values: dict[str, object]) -> int:
     config = CONFIG_MAPPING[model_type].from_dict(values)
     with torch.device("meta"):
-        model = build(config)
+        model = build_model(config)
     assert find_place(model) is not None
     return sum(own.numel() for own in model.parameters())
 

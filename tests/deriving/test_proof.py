@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.deriving.derive import derive, find_twins, read_real, twin_of
 from scale_surgery.deriving.facts import agree_twins, watch_twin
-from scale_surgery.deriving.prove import FORMS, Twin, expanded_twin, expansion_of, expansions, failure_of
+from scale_surgery.deriving.prove import FORMS, Twin, expanded_twin, expansion_tensors, expansions, failure_of
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
 from tests.each import mostly
@@ -138,9 +138,9 @@ def test_no_tensor_is_made_that_nothing_reads(model_type, variant, widths):
     specs = build_specs(own.architecture, own.sizes, width, every, collaboration) | {"variant": "", "dtype": None}
     model = expanded_twin(own, specs)
     with torch.no_grad():
-        for parameter in expansion_of(model).values():
+        for parameter in expansion_tensors(model).values():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, use_cache=False).logits.float().pow(2).mean().backward()
-    idle = [name for name, own in expansion_of(model).items() if own.grad is None or not own.grad.any()]
+    idle = [name for name, own in expansion_tensors(model).items() if own.grad is None or not own.grad.any()]
     assert not idle

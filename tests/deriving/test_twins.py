@@ -14,11 +14,11 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 from scale_surgery.deriving.build import build_twin, find_place, token_ids
 from scale_surgery.deriving.derive import derive, find_twins, read_real
 from scale_surgery.deriving.facts import agree, watch_twin
+from scale_surgery.deriving.fallback import hooked, weaker, weaker_block
 from scale_surgery.deriving.norms import norm_style
 from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.shrink import layer_forms, shrink
 from scale_surgery.deriving.watch import attention_noted, is_combination
-from scale_surgery.deriving.weaken import hooked, weaker, weaker_block
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Linear, numberless
 from tests.each import mostly
@@ -172,11 +172,11 @@ def test_what_mutes_a_block_mutes_it():
     kind = derive(real.config).architecture.kinds[1]
     part = twin.layers[3].parts[1]
     with torch.no_grad():
-        assert bool(part.call.again(part.entry).any())
+        assert bool(part.call.rerun(part.entry).any())
         for name, own in part.module.named_parameters():
             if numberless(f"mlp.{name}") in kind.blocks[1].mute:
                 own.zero_()
-        assert not bool(part.call.again(part.entry).any())
+        assert not bool(part.call.rerun(part.entry).any())
     assert kind.blocks[1].mute == ("mlp.experts.down_proj", "mlp.shared_experts.down_proj.weight")
 
 

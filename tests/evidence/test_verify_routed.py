@@ -86,7 +86,7 @@ def promise(result: Verification, name: str):
 @pytest.mark.parametrize("name", mostly(ROUTINGS, ("mixture", "cosine").__contains__))
 def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verification], name: str) -> None:
     result = verified(name)
-    assert result.passed and result.routing == ROUTINGS[name].of(1) and result.state == "trained"
+    assert result.passed and result.routing == ROUTINGS[name].for_expansions(1) and result.state == "trained"
     claimed = {found.name for found in result.promises if found.claimed}
     always = {"recoverable", "base_stream_always", "paths_as_alone"}
     assert claimed == always | ({"bounded_forgetting"} if name == "mixture" else set())
@@ -151,7 +151,7 @@ def change(file: Path, old: str, new: str) -> None:
 def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Copy) -> None:
     path = copy("mixture")
     mixed = "lead.log1p_().add_(anchor)"
-    change(path / "expanded_mixture.py", mixed, "others[0]")
+    change(path / "expanded_mixture.py", mixed, "rest[0]")
     assert not verify(path).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
@@ -162,7 +162,7 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
 def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
     path = copy("strict")
     old = "y = None if is_copied else run(base)"
-    change(path / "expanded_modules.py", old, f"{old} * (1 if group.writes else 1.001)")
+    change(path / "expanded_modules.py", old, f"{old} * (1 if group.has_w12 else 1.001)")
     run = verify(path, run=RunOptions(trust_remote_code=True))
     assert run.numbers is not None and not run.numbers.base_logits_bit_equal
     assert any("base stream after layer 2" in problem for problem in promise(run, "base_stream_always").problems)
@@ -193,7 +193,7 @@ def test_inspect_says_how_it_routes(place: Path) -> None:
     for name, routing in ROUTINGS.items():
         found = inspect(place / name).expanded
         assert found is not None and found.routing is not None
-        assert found.routing == routing.of(1)
+        assert found.routing == routing.for_expansions(1)
     unrouted = inspect(place / "adapt").expanded
     assert unrouted is not None and unrouted.routing is None
 

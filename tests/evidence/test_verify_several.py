@@ -35,7 +35,7 @@ from scale_surgery.evidence.probes import MixtureLoss, PathNumbers, compare_path
 from scale_surgery.evidence.promises import judge
 from scale_surgery.running.prompts import Batch
 from scale_surgery.show.tables_verify import render_verification
-from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from tests.composed import LLAMA, Made, mixed
 from tests.conftest import digests, load
@@ -86,7 +86,7 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     assert found.base_logits_bit_equal and all(layer.is_bit_equal for layer in found.layers)
     assert not found.is_bit_equal, "the control: the mixture is not the base's output"
     assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
-    assert result.routing == mixed(switch_rate=0).of(len(NAMES)) and result.expansions == NAMES
+    assert result.routing == mixed(switch_rate=0).for_expansions(len(NAMES)) and result.expansions == NAMES
     assert result.state == "trained" and result.trained_tensors > 30
     # what is found stands in the record, and in no other file
     after = digests(folder)
@@ -291,7 +291,7 @@ def test_each_byte_is_read_once(folder: Path) -> None:
     # headers of shards are read as they are in the extract, which names tensors shorter
     assert 0.9 * total < read <= total
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    assert find_damage(checkpoint, record).hashes == hash_tensors(checkpoint, record.base_tensors)
+    assert check_integrity(checkpoint, record).hashes == hash_tensors(checkpoint, record.base_tensors)
 
 
 def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:

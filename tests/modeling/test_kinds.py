@@ -293,7 +293,7 @@ def test_a_router_reads_two_heads_of_one_stream_where_edges_alone_are_expanded(m
         tmp_path / "routed",
         preserving_specs(),
         names_of(MIXTRAL),
-        router=PosteriorRouter().of(1).settings,
+        router=PosteriorRouter().for_expansions(1).settings,
     )
     base, model = load(made("mixtral")[0]), shaken(load(path), "w21", "w22", "up_weight")
     with torch.no_grad():
@@ -348,7 +348,7 @@ def write_mixtral(
     """An expansion of these layers, which collaborates in all but the first, and a router."""
     facts, collaboration = mixtral_facts(kept), Collaboration(layers[1:] if groups else (), groups)
     plan = build_specs(facts, SIZES, Widths(UP, 1, 4), layers, collaboration) | {"dtype": None}
-    said, settings = base_specs(facts, SIZES, {}), ROUTERS[router]().of(1).settings
+    said, settings = base_specs(facts, SIZES, {}), ROUTERS[router]().for_expansions(1).settings
     return write_expanded(base, path, plan, names_of(MIXTRAL), base_specs=said, router=settings)
 
 
@@ -429,7 +429,7 @@ def routed_llama(stock: type, layers: tuple[int, ...], fork: tuple[int, ...], ro
     """A routed expansion of a stock class, of random weights."""
     config = transformers.LlamaConfig(**SMALL)
     plan = build_specs(LLAMA, SIZES, Widths(20, 1, 4), layers, Collaboration(fork, ("attn", "ffn"))) | {"dtype": None}
-    specs = config_key(plan, base_specs(LLAMA, SIZES, {}), **ROUTERS[router]().of(1).settings)
+    specs = config_key(plan, base_specs(LLAMA, SIZES, {}), **ROUTERS[router]().for_expansions(1).settings)
     own = model_of(stock, transformers.LlamaConfig)
     plain = config.to_dict() | {"scale_surgery": specs}
     del plain["model_type"]

@@ -65,7 +65,7 @@ def test_threads_run_their_own_choices(made_of: Callable[..., Any]) -> None:
         for number, found in enumerate(pool.map(run, range(8))):
             assert all(map(torch.equal, found, wanted[number % 4])), choices[number % 4]
     assert model.active_expansion == "chess"
-    assert model.running.own.call is None, "nothing is left behind"
+    assert model.running.thread.call is None, "nothing is left behind"
 
 
 @torch.no_grad()
@@ -182,7 +182,7 @@ def test_pieces_and_texts_that_are_packed_or_padded(
     whole = logits(model, prompt, position_ids=positions_of(prompt["attention_mask"]))
     with monkeypatch.context() as patch:
         # one call, whose logits are made some positions at a time
-        patch.setattr(expanded_routing, "AT_ONCE", 4 * 3 * 5 * 97)
+        patch.setattr(expanded_routing, "LOGITS_AT_ONCE", 4 * 3 * 5 * 97)
         made = logits(model, prompt, position_ids=positions_of(prompt["attention_mask"]))
     torch.testing.assert_close(made[:, 5:], whole[:, 5:], atol=DRIFT, rtol=1e-4)
     for sizes in ((1,) * 14, (6, 5, 1, 2), (13, 1)):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from scale_surgery import Request, expand, extract
-from scale_surgery.modeling.expanded_attention import Part, joined_parts
-from scale_surgery.modeling.expanded_mixture import follow_paths, normalizers
+from scale_surgery.modeling.expanded_attention import HeadPart, joined_parts
+from scale_surgery.modeling.expanded_mixture import log_weights_after, normalizers
 from scale_surgery.modeling.expanded_state import state_of
 from tests.composed import LLAMA, Made
 from tests.conftest import shake
@@ -85,9 +85,9 @@ def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
 
 
 def test_heads_attend_together_only_where_that_is_exact(threads):
-    old, new = Part(4, 2, is_base=True), Part(2, 1, is_base=False)
+    old, new = HeadPart(4, 2, is_base=True), HeadPart(2, 1, is_base=False)
     parts, token = (old, new, new, old, new), torch.zeros(2, 12, 1, 16)
-    assert joined_parts(parts, token, "sdpa") == (parts if threads > 1 else (Part(14, 7, is_base=False),))
+    assert joined_parts(parts, token, "sdpa") == (parts if threads > 1 else (HeadPart(14, 7, is_base=False),))
     # heads that begin inside a cache line, several tokens, a batched product of all heads
     for states, name in ((token[..., :8], "sdpa"), (torch.zeros(2, 12, 3, 16), "sdpa"), (token, "eager")):
         assert joined_parts(parts, states, name) == parts
@@ -101,7 +101,7 @@ def test_weights_follow_their_formula(rate):
     prior = torch.tensor([0.5, 0.3, 0.2])
     restarts = torch.zeros(2, 20, dtype=torch.bool)
     restarts[:, 0] = restarts[1, 7] = True
-    found = follow_paths(prior.log().expand(2, -1), evidence, restarts, prior.log(), rate).double().exp()
+    found = log_weights_after(prior.log().expand(2, -1), evidence, restarts, prior.log(), rate).double().exp()
     for row in range(2):
         for step in range(20):
             if restarts[row, step]:

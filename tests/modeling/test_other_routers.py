@@ -72,8 +72,8 @@ class LastToken(Router):
     sharpness: float = 2.0
 
     def weights(self, evidence: Evidence) -> Tensor:
-        assert evidence.likelihoods is not None
-        known = (self.sharpness * evidence.likelihoods).log_softmax(-1)
+        assert evidence.log_likelihoods is not None
+        known = (self.sharpness * evidence.log_likelihoods).log_softmax(-1)
         return torch.where(evidence.restarts[..., None], torch.zeros_like(known).log_softmax(-1), known)
 
 
@@ -151,7 +151,7 @@ def test_it_gives_what_it_was_defined_to_give(
             routed = wanted[:, :-1].gather(-1, following)[..., 0]
             torch.testing.assert_close(scores.routed[kept].double(), routed[kept], atol=1e-4, rtol=1e-4)
     whole = model(**prompt).logits
-    monkeypatch.setattr(expanded_routing, "AT_ONCE", 1)
+    monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 1)
     torch.testing.assert_close(model(**prompt).logits[mask], whole[mask], atol=1e-5, rtol=1e-5)
     with model.use_expansion(list(LLAMA)):
         posterior = model(**prompt).logits.log_softmax(-1)

@@ -311,7 +311,7 @@ def test_weights_that_do_not_follow_break_the_bound(
     assert broken(models, switch_rate=0.9) == {"bounded_forgetting"}, "and so does one that gives its weight away"
 
     def stuck(self: PosteriorRouter, evidence: Any) -> Tensor:
-        return torch.tensor(self.prior).log().expand_as(evidence.likelihoods)
+        return torch.tensor(self.prior).log().expand_as(evidence.log_likelihoods)
 
     monkeypatch.setattr(PosteriorRouter, "weights", stuck)
     assert broken(models) == {"bounded_forgetting"}

@@ -211,7 +211,7 @@ def test_logits_to_keep(trio_of: Callable[..., Trio], family: str, routing: str,
         keep = torch.tensor(places)
         torch.testing.assert_close(logits(model, prompt, logits_to_keep=keep), whole[:, keep], atol=DRIFT, rtol=1e-4)
     # what is not kept is scored in pieces
-    monkeypatch.setattr(expanded_routing, "AT_ONCE", 2 * 7 * 97)
+    monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 7 * 97)
     torch.testing.assert_close(logits(model, prompt, logits_to_keep=2), whole[:, -2:], atol=DRIFT, rtol=1e-4)
 
 
@@ -585,7 +585,7 @@ def test_several_threads_are_answered_each_for_itself(trio_of: Callable[..., Tri
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, range(64)))
-    assert model.running.own.call is None, "nothing is left behind"
+    assert model.running.thread.call is None, "nothing is left behind"
 
 
 @each_way

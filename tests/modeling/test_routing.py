@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from scale_surgery.modeling import expanded_mixture, expanded_modules, expanded_routing
-from scale_surgery.modeling.expanded_mixture import follow, mix
+from scale_surgery.modeling.expanded_mixture import log_odds_after, mix
 from scale_surgery.modeling.expanded_modules import LinearBlocks
 from scale_surgery.modeling.expanded_paths import Paths
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
 from scale_surgery.modeling.expanded_routing import Features, PathFeatures, route
-from scale_surgery.modeling.expanded_state import Tokens, find_restarts
+from scale_surgery.modeling.expanded_state import RouterCall, find_restarts
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
@@ -309,7 +309,7 @@ def test_follow_is_the_posterior(
     evidence, restarts = [step[0] for step in steps], [step[1] for step in steps]
     restarts[0] |= before is None
     odds = None if before is None else torch.tensor([before])
-    found = follow(odds, torch.tensor([evidence]), torch.tensor([restarts]), prior, rate)
+    found = log_odds_after(odds, torch.tensor([evidence]), torch.tensor([restarts]), prior, rate)
     assert found.shape == (1, len(steps)) and found.dtype == torch.float32
     wanted = slow_odds(evidence, restarts, prior, rate, before or 0.0)
     # float32 holds a sum of so many nats to so much
@@ -327,12 +327,12 @@ def test_follow_over_a_long_text(rate: float, spread: float) -> None:
     restarts = torch.rand(2, 2000, generator=generator) < 0.003
     restarts[:, 0] = True
     assert restarts.sum() > 6, "the control: texts begin inside"
-    found = follow(None, evidence, restarts, 0.3, rate)
+    found = log_odds_after(None, evidence, restarts, 0.3, rate)
     assert found.isfinite().all()
     for row in range(2):
         wanted = slow_odds(evidence[row].tolist(), restarts[row].tolist(), 0.3, rate)
         assert found[row].tolist() == pytest.approx(wanted, abs=2e-3, rel=1e-4)
-    without = follow(None, evidence, restarts & (torch.arange(2000) == 0), 0.3, rate)
+    without = log_odds_after(None, evidence, restarts & (torch.arange(2000) == 0), 0.3, rate)
     assert not torch.allclose(found, without, atol=0.1), "the control: restarts matter"
 
 
@@ -340,10 +340,10 @@ def test_follow_in_pieces_is_follow(trio_of: Callable[..., Trio]) -> None:
     generator = torch.Generator().manual_seed(8)
     evidence, restarts = torch.randn(3, 50, generator=generator), torch.rand(3, 50, generator=generator) < 0.05
     restarts[:, 0] = True
-    whole = follow(None, evidence, restarts, 0.5, 0.01)
+    whole = log_odds_after(None, evidence, restarts, 0.5, 0.01)
     odds, pieces = None, []
     for piece in (slice(0, 1), slice(1, 20), slice(20, 21), slice(21, 50)):
-        pieces.append(follow(odds, evidence[:, piece], restarts[:, piece], 0.5, 0.01))
+        pieces.append(log_odds_after(odds, evidence[:, piece], restarts[:, piece], 0.5, 0.01))
         odds = pieces[-1][:, -1]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-5)
 
@@ -398,11 +398,11 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 def mixed(router: Any, *paths: Tensor, ids: Tensor, **options: Any) -> Tensor:
     """Log-probabilities that a router makes of any logits, float64."""
-    tokens = Tokens(ids, first_only(ids), None, slice(None), **options)
+    call = RouterCall(ids, first_only(ids), None, slice(None), **options)
     own = tuple(PathFeatures(number, None, None) for number in range(len(paths)))
     features = Features(plain_head(paths[0].shape[-1]), tuple(path.clone() for path in paths), own, paths[0])
     with torch.no_grad():
-        return log_probabilities(route(router, features, tokens))
+        return log_probabilities(route(router, features, call))
 
 
 def losses(log_p: Tensor, ids: Tensor) -> Tensor:
@@ -423,7 +423,7 @@ def slow_mixture(z_p: Tensor, z_a: Tensor, ids: Tensor, prior: float, rate: floa
 @pytest.mark.parametrize("rate", (0.0, 0.01, 0.5))
 @pytest.mark.parametrize("scale", (1.0, 10.0, 300.0))
 def test_posterior_is_the_bayes_mixture(scale: float, rate: float, at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(expanded_mixture, "AT_ONCE_ON_CPU", at_once)
+    monkeypatch.setattr(expanded_mixture, "CHUNK_ON_CPU", at_once)
     generator = torch.Generator().manual_seed(2)
     z_p, z_a = (torch.randn(3, 30, 7, generator=generator) * scale for _ in range(2))
     ids = torch.randint(0, 7, (3, 30), generator=generator)
@@ -534,7 +534,7 @@ def test_what_does_not_weigh_by_the_past_breaks_the_bound(monkeypatch: Any) -> N
     assert excess(PosteriorRouter((0.5, 0.5), 0.0), *steady) <= math.log(2) + room(steady[0])
     late = ADVERSARIAL["a little"]
     assert excess(PosteriorRouter((0.5, 0.5), 0.3), *late) > math.log(2) + 1, "a switch rate costs"
-    monkeypatch.setattr(expanded_mixture, "follow", lambda before, evidence, *_: torch.zeros_like(evidence))
+    monkeypatch.setattr(expanded_mixture, "log_odds_after", lambda before, evidence, *_: torch.zeros_like(evidence))
     assert excess(PosteriorRouter((0.5, 0.5), 0.0), *steady) > math.log(2) + 10
 
 
@@ -591,7 +591,7 @@ def plain_mixture(log_p: Tensor, z_a: Tensor, odds: Tensor) -> Tensor:
 @pytest.mark.parametrize("odds", (-40.0, -3.0, -0.2, 0.0, 0.2, 3.0, 40.0))
 @pytest.mark.parametrize("scale", (1.0, 30.0))
 def test_the_gradient_of_the_mixture(odds: float, scale: float, at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(expanded_mixture, "AT_ONCE_ON_CPU", at_once)
+    monkeypatch.setattr(expanded_mixture, "CHUNK_ON_CPU", at_once)
     generator = torch.Generator().manual_seed(4)
     z_p, z_a = (torch.randn(6, 7, generator=generator) * scale for _ in range(2))
     # what a loss of probabilities sends back sums to zero in each row
@@ -750,7 +750,7 @@ def test_scores_are_those_of_the_models(
         assert torch.equal(weight, (cosines_of(model, prompt)[:, :-1] <= model.choice.router.threshold).float())
         assert torch.equal(found.routed, torch.where(weight.bool(), adapt, preserve))
         assert torch.equal(preserve, found.base) == (routing == "strict")
-    monkeypatch.setattr(expanded_routing, "AT_ONCE", 2 * 5 * 97)
+    monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 5 * 97)
     for one, other in zip(model.score_tokens(**prompt)[:4], found[:4], strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 

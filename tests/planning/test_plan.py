@@ -17,8 +17,8 @@ from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.base import read_base
+from scale_surgery.deriving.fallback import weaker
 from scale_surgery.deriving.planned import load_plan, make_plan, plan
-from scale_surgery.deriving.weaken import weaker
 from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect

@@ -45,14 +45,14 @@ from scale_surgery.routing.choice import Limits, choose, given_options, propose,
 from scale_surgery.routing.noise import Estimate, estimate
 from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
 from scale_surgery.routing.path_scores import (
-    Reading,
+    PathLosses,
     adapt_alone,
-    base_alone,
     best_alone,
-    measure,
+    measure_batches,
     read_paths,
     routed_by,
     scored_cosines,
+    weigh_base,
     winning_weights,
 )
 from scale_surgery.routing.settings import round_threshold, settings_of
@@ -291,7 +291,7 @@ def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
 def measured(old: float, new: float) -> Measured:
     """Readings of 100 tokens in two windows, and a short prompt."""
     windows, scored = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.tensor([25, 75])
-    sides = (Reading(Measurement(nats, 100, 0, 0), 10.0, nats * windows, scored) for nats in (old, new))
+    sides = (PathLosses(Measurement(nats, 100, 0, 0), 10.0, nats * windows, scored) for nats in (old, new))
     one = torch.ones(1, 8, dtype=torch.float64)
     return Measured(*sides, Beginnings(one > 0, 0 * one, one))
 
@@ -334,18 +334,18 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
 ) -> None:
     """Windows of several forward passes are weighed as one batch, and logits are made some positions at a time."""
     model, sequences = load(place / router), tokenize(read_documents(new(place)), letters())
-    ways = (base_alone, adapt_alone, best_alone, routed_by(model.choice.router))
+    ways = (weigh_base, adapt_alone, best_alone, routed_by(model.choice.router))
     (whole,) = read_paths(model, sequences, 10)
     monkeypatch.setattr(path_scores, "TOGETHER", 200)
-    monkeypatch.setattr(expanded_routing, "AT_ONCE", 2 * 7 * 33)
+    monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 7 * 33)
     parts = read_paths(model, sequences, 7)
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
     assert len(whole.answers.row) == sum(len(part.answers.row) for part in parts) > 50
     for way in ways:
-        one, other = measure([whole], way), measure(parts, way)
+        one, other = measure_batches([whole], way), measure_batches(parts, way)
         assert same(one.total, other.total) and math.isclose(one.routed, other.routed, rel_tol=1e-4)
         torch.testing.assert_close(one.nats, other.nats, rtol=1e-4, atol=1e-5)
-    assert len({measure([whole], way).total.answered for way in ways}) > 1
+    assert len({measure_batches([whole], way).total.answered for way in ways}) > 1
 
 
 def test_winning_weights_are_those_that_a_search_finds() -> None:
@@ -371,10 +371,10 @@ def test_winning_weights_are_those_that_a_search_finds() -> None:
 
 
 def test_settings_that_are_tried(place: Path, calibration_of: Callable[[str], Calibration]) -> None:
-    present: Any = ROUTINGS["posterior"].of(1)
+    present: Any = ROUTINGS["posterior"].for_expansions(1)
     read = read_paths(load(place / "posterior"), tokenize(read_documents(new(place)), letters()), 8)
     tried = settings_of(present, (), read)
-    assert tried[:2] == (present, PosteriorRouter().of(1))
+    assert tried[:2] == (present, PosteriorRouter().for_expansions(1))
     assert {routing.switch_rate for routing in tried} == {0, 0.0001, 0.001, 0.003, 0.01, 0.02, 0.03, 0.1}
     assert {weights_of(routing)[0] for routing in tried} == {0.01, 0.05, 0.2, 0.3, 0.5, 0.8, 0.95, 0.99}
     assert len(tried) == len(set(tried)) == 50
@@ -619,7 +619,7 @@ def test_what_few_texts_do_not_show_is_not_taken_for_no_loss(lost: list[float], 
 
 
 def bounded(prior: float, rate: float) -> Outcome:
-    return replace(outcome(0.5, 0.0, 1.0), routing=PosteriorRouter(prior, rate).of(1))
+    return replace(outcome(0.5, 0.0, 1.0), routing=PosteriorRouter(prior, rate).for_expansions(1))
 
 
 def test_the_bound_that_was_asked_for_is_named() -> None:
@@ -903,7 +903,7 @@ def test_the_table_fits_80_columns_and_has_the_rows_that_matter(
     assert heads == ["base", "adapt", "present"]
     shown = choose_shown(result)
     assert result.present in shown and result.proposed in shown
-    default = CosineRouter(strict=router == "strict") if router != "posterior" else PosteriorRouter().of(1)
+    default = CosineRouter(strict=router == "strict") if router != "posterior" else PosteriorRouter().for_expansions(1)
     assert default in [outcome.routing for outcome in shown]
     every = shown_of(result, details=True)
     assert f"{len(result.outcomes)} of {len(result.outcomes)} settings" in every

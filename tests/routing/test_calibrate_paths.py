@@ -19,7 +19,7 @@ from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import render_calibration
-from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.routers import is_even, router_of, weights_of
 from tests.composed import Made, mixed
@@ -144,11 +144,11 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
     assert checkpoint.config["scale_surgery"]["router"] == content["proposed"]["routing"]
     assert record.routing == router_of(checkpoint.config["scale_surgery"])
-    assert not find_damage(checkpoint, record).problems
+    assert not check_integrity(checkpoint, record).problems
     model = load(folder)
     assert model.choice.router.settings == content["proposed"]["routing"]
     # the control: the folder that it was copied from is another
-    assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05).of(3)
+    assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05).for_expansions(3)
 
 
 def test_numbers_are_set_in_both_files_or_in_none(
@@ -168,7 +168,7 @@ def test_numbers_are_set_in_both_files_or_in_none(
     monkeypatch.undo()
     assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
     set_routing(folder, mixed((0.4, 0.2, 0.2, 0.2), 0.0))
-    assert not find_damage(open_checkpoint(folder), read_manifest(folder)).problems
+    assert not check_integrity(open_checkpoint(folder), read_manifest(folder)).problems
     set_routing(folder, read_manifest(place / "composed").routing)
     assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
     with pytest.raises(CheckpointError, match=r"config\.json: not found\. Is this a model folder"):

@@ -111,7 +111,9 @@ def handmade(*tokens: TokenRoute, routing: Router | None = None) -> RouteReport:
     """A report of one document."""
     totals = Totals(1, len(tokens), 1.0, (1.0, 2.0), (0.75, 0.25), 1.5)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
-    return RouteReport("routed", "base", routing or PosteriorRouter().of(1), ("base", "law"), 64, 32, None, files)
+    return RouteReport(
+        "routed", "base", routing or PosteriorRouter().for_expansions(1), ("base", "law"), 64, 32, None, files
+    )
 
 
 def token(position: int, text: str, weight: float | None = None, **changes: Any) -> TokenRoute:

@@ -322,7 +322,10 @@ def test_terminal_of_large_numbers_fits_too() -> None:
     large = Norms(123456.0, 98765.0, 99999.0, 123456.0)
     rows = [tensor(99, "up_proj", "up_weight", norms=large, rank=1023.4, change_rank=1000.1, shape=(128000, 4096))]
     text = shown(
-        render_report(handmade(*rows, tensor(98), routing=PosteriorRouter().of(1), variant="grow-freeze"), details=True)
+        render_report(
+            handmade(*rows, tensor(98), routing=PosteriorRouter().for_expansions(1), variant="grow-freeze"),
+            details=True,
+        )
     )
     assert max(map(len, text.splitlines())) <= 80
     assert "123456" in text and "1023.4" in text

@@ -34,7 +34,7 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.modeling import register
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.intact import Damage, find_damage
+from scale_surgery.surgery.intact import IntegrityReport, check_integrity
 from scale_surgery.surgery.record import read_manifest
 from tests.composed import LLAMA, REQUESTS, Made, mixed
 from tests.conftest import load, shake
@@ -211,8 +211,8 @@ def test_what_python_gives_otherwise(llama: Made, folder: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
-def damage_of(path: Path) -> Damage:
-    return find_damage(open_checkpoint(path), read_manifest(path))
+def damage_of(path: Path) -> IntegrityReport:
+    return check_integrity(open_checkpoint(path), read_manifest(path))
 
 
 def flip(file: Path, place: int) -> None:

@@ -26,7 +26,7 @@ from scale_surgery import (
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE
-from scale_surgery.surgery.intact import find_damage
+from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import shake
 from tests.each import mostly
@@ -197,7 +197,7 @@ def test_every_byte_is_read_once(expanded: Path) -> None:
     flip(expanded, BASE_SHARD)
     seen: list[int] = []
     manifest = read_manifest(expanded)
-    found = find_damage(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
+    found = check_integrity(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
     assert len(found.base) == 2 and found.base[1] == f"{BASE_SHARD}: bytes differ from the base's model.safetensors."
     assert list(found.hashes) == list(manifest.base_tensors)
     files = [file for file in manifest.base_files.values() if file.stored_as is not None]

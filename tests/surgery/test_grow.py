@@ -353,7 +353,7 @@ def test_a_preserve_path_that_counts_half_is_noticed(
     def halved(self: Any, found: Any, layout: Any) -> Any:
         for grown in (own for own in self.expansions.values() if isinstance(own, GrownBlocks)):
             for streams, group in zip(found, layout.groups, strict=True):
-                streams[0] = streams[0] if group.writes else streams[0] * grown.share
+                streams[0] = streams[0] if group.has_w12 else streams[0] * grown.share
         return join(self, found, layout)
 
     monkeypatch.setattr(ExpandedModule, "join", halved)

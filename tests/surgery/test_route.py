@@ -86,7 +86,7 @@ def changed_files(before: dict[str, str], after: dict[str, str]) -> set[str]:
 
 
 @pytest.mark.parametrize("how", ("auto", "copy", "link"))
-@pytest.mark.parametrize("routing", (PosteriorRouter().of(1), COSINE), ids=("posterior", "cosine"))
+@pytest.mark.parametrize("routing", (PosteriorRouter().for_expansions(1), COSINE), ids=("posterior", "cosine"))
 def test_only_config_and_manifest_change(expanded: Path, tmp_path: Path, routing: Router, how: Any) -> None:
     before = digests(expanded)
     done = route_export(expanded, tmp_path / "routed", routing, base_weights=how)
@@ -362,8 +362,13 @@ def test_what_python_gives_otherwise_is_refused_and_nothing_is_written(
 
 def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
     assert PosteriorRouter().bound is None and describe(PosteriorRouter()) == "posterior, switch rate 0.01"
-    assert PosteriorRouter(0.2).of(1).bound == -math.log(0.2) and PosteriorRouter().of(4).prior == (0.2,) * 5
-    assert PosteriorRouter().of(4) == PosteriorRouter(0.2).of(4).alike().of(4)
+    assert (
+        PosteriorRouter(0.2).for_expansions(1).bound == -math.log(0.2)
+        and PosteriorRouter().for_expansions(4).prior == (0.2,) * 5
+    )
+    assert PosteriorRouter().for_expansions(4) == PosteriorRouter(0.2).for_expansions(4).without_prior().for_expansions(
+        4
+    )
     uneven = PosteriorRouter((0.5, 0.2, 0.3))
     assert describe(uneven, ("law", "medicine")) == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
     with pytest.raises(PlanError, match="--strict does not go with --router posterior"):
@@ -450,10 +455,10 @@ def test_a_manifest_cannot_write_or_read_outside_the_folder(
         [],
         "posterior",
         {"router": "posterior"},
-        PosteriorRouter().of(1).settings | {"colour": "blue"},
-        PosteriorRouter().of(1).settings | {"router": "oracle"},
-        PosteriorRouter().of(1).settings | {"prior": [0.5, 0.4]},
-        PosteriorRouter().of(1).settings | {"prior": 1},
+        PosteriorRouter().for_expansions(1).settings | {"colour": "blue"},
+        PosteriorRouter().for_expansions(1).settings | {"router": "oracle"},
+        PosteriorRouter().for_expansions(1).settings | {"prior": [0.5, 0.4]},
+        PosteriorRouter().for_expansions(1).settings | {"prior": 1},
     ),
     ids=str,
 )

@@ -87,7 +87,7 @@ def test_inspect_says_what_lies_in_it_and_report_shows_one(
     assert (found.family, found.sizes, found.dtype) == (base.family, base.sizes, base.dtype)
     held = found.expanded
     assert held is not None and held.base_name == "biographies"
-    assert held.routing == mixed(switch_rate=0).of(len(held.expansions))
+    assert held.routing == mixed(switch_rate=0).for_expansions(len(held.expansions))
     added = [(name, own.variant, own.layers) for name, own in held.expansions.items()]
     assert added == [("medicine", "preserve", (3,)), ("law", "adapt", (3,))]
     assert all(set(own.parameters_by_block) >= {"w21", "w22"} for own in held.expansions.values())

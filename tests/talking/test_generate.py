@@ -116,7 +116,7 @@ def test_a_prompt_that_is_read_in_parts_is_one_pass(place: Path, monkeypatch: py
     weights = WeightObserver.weights
     monkeypatch.setattr(WeightObserver, "weights", lambda *given: (calls.append(1), weights(*given))[1])
     # three positions at a time
-    monkeypatch.setattr("scale_surgery.modeling.expanded_routing.AT_ONCE", 2 * 3 * 258)
+    monkeypatch.setattr("scale_surgery.modeling.expanded_routing.LOGITS_AT_ONCE", 2 * 3 * 258)
     (parts,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
     assert len(calls) > len(parts.tokens), "the control"
     assert ids_of(parts) == ids_of(whole)

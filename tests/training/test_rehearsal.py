@@ -150,7 +150,7 @@ def test_the_logits_of_the_base_stream_are_those_of_the_base(pair_of, tmp_path, 
         base = model(**batch).logits
     alone = model(**batch).logits
     assert found.equal(base) and ours.equal(alone) and not found.equal(ours) and not found.requires_grad
-    assert model.running.own.call is None, "nothing of the call stays"
+    assert model.running.thread.call is None, "nothing of the call stays"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     both, one = (torch.autograd.grad(own.float().square().sum(), trained) for own in (ours, alone))
     torch.testing.assert_close(both, one)

@@ -20,9 +20,9 @@ def weaker_block(block: Block, reason: str = NOT_PROVED) -> Block | None:
     Returns:
         The block, treated another way; None where there is no other way.
     """
-    if block.treatment == "split" and any(_can_be_by_head(own) for own in block.linears):
-        linears = tuple(replace(own, fused_by="head") if _can_be_by_head(own) else own for own in block.linears)
-        return replace(block, linears=linears)
+    if block.treatment == "split" and any(_can_be_by_head(linear) for linear in block.linears):
+        linears = (replace(linear, fused_by="head") if _can_be_by_head(linear) else linear for linear in block.linears)
+        return replace(block, linears=tuple(linears))
     if block.treatment == "split":
         return _edges(block, reason)
     if block.treatment == "edges" and block.name and block.mute:
@@ -35,7 +35,7 @@ def _can_be_by_head(linear: Linear) -> bool:
 
 
 def _edges(block: Block, reason: str) -> Block:
-    """Only what reads or writes the residual stream; nothing is said any more about what lies between."""
+    """The block with only the linears that read or write the residual stream."""
     linears = tuple(map(_edge, block.linears))
     return Block(block.name, block.kind, block.group, "edges", reason, linears, mute=block.mute, norm=block.norm)
 
@@ -56,10 +56,10 @@ def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> A
     Returns:
         The architecture; None where these blocks have no weaker treatment.
     """
-    blocks = [block for own in architecture.kinds for block in own.blocks if block.kind == kind]
+    blocks = [block for layer_kind in architecture.kinds for block in layer_kind.blocks if block.kind == kind]
     # what is treated in a weaker way already in some layers waits for the others
     strongest = min((STRENGTH.index(block.treatment) for block in blocks), default=0)
-    kinds = tuple(_weaker_kind(own, kind, STRENGTH[strongest], reason) for own in architecture.kinds)
+    kinds = tuple(_weaker_kind(layer_kind, kind, STRENGTH[strongest], reason) for layer_kind in architecture.kinds)
     if None in kinds or kinds == architecture.kinds:
         return None
     return replace(architecture, kinds=kinds)  # type: ignore[arg-type]
@@ -72,7 +72,9 @@ def hooked(architecture: Architecture) -> Architecture | None:
     return replace(architecture, enters="hook", padded=(), first_norms=())
 
 
-def _weaker_kind(own: Kind, kind: str, treatment: str, reason: str) -> Kind | None:
-    asked = [block.kind == kind and block.treatment == treatment for block in own.blocks]
-    blocks = [weaker_block(block, reason) if is_it else block for is_it, block in zip(asked, own.blocks, strict=True)]
-    return None if None in blocks else replace(own, blocks=tuple(block for block in blocks if block))
+def _weaker_kind(layer_kind: Kind, kind: str, treatment: str, reason: str) -> Kind | None:
+    blocks = [
+        weaker_block(block, reason) if block.kind == kind and block.treatment == treatment else block
+        for block in layer_kind.blocks
+    ]
+    return None if None in blocks else replace(layer_kind, blocks=tuple(block for block in blocks if block))
