@@ -1,7 +1,7 @@
 """The documentation says what is: rooms, options, defaults, links, and every example with its output.
 
-`python -m tests.test_docs` writes the outputs and the tables of options in docs/commands.md anew, where a command prints
-something else now, or has other options.
+`python -m tests.test_docs` writes the outputs and the tables of options in docs/commands.md anew, where a command
+prints something else now, or has other options.
 """
 
 from __future__ import annotations
