@@ -105,7 +105,7 @@ def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[
     if not isinstance(name := settings.get("router"), str) or name not in ROUTERS:
         return [f"{inside}router is {name!r}, expected one of {', '.join(ROUTERS)}"]
     # what the numbers are when nobody says them shows of what kind each is
-    usual = ROUTERS[name]().of(expansions).settings
+    usual = ROUTERS[name]().for_expansions(expansions).settings
     problems = [f"{inside}{key} is missing" for key in usual if settings.get(key) is None]
     problems += [f"{inside}{key} is unknown" for key in settings if key not in usual]
     problems += [
