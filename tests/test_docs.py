@@ -1,6 +1,6 @@
 """The documentation says what is: rooms, options, defaults, links, and every example with its output.
 
-`python -m tests.test_docs` writes the outputs and the tables of options in docs/commands.md anew, where a command
+`python -m tests.test_docs` writes the outputs and the tables of options in docs/commands*.md anew, where a command
 prints something else now, or has other options.
 """
 
@@ -30,7 +30,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "scale_surgery"
 SHIPPED = PACKAGE / "models" / "biographies"
 README = ROOT / "README.md"
-COMMANDS = ROOT / "docs" / "commands.md"
+# in the order in which their examples run
+COMMANDS = tuple(
+    ROOT / "docs" / f"commands{part}.md"
+    for part in ("", "-learn", "-expand", "-train", "-measure", "-share", "-scripts")
+)
 RECORDS = sorted((ROOT / "benchmarks").rglob("*.md"))
 PAGES = (README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *RECORDS)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -65,6 +69,11 @@ def sections(page: Path) -> dict[str, str]:
     """Texts of a page's second-level sections, by heading."""
     parts = re.split(r"^## (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def sections_of_commands() -> dict[str, str]:
+    """The same of all pages of commands."""
+    return {heading: text for page in COMMANDS for heading, text in sections(page).items()}
 
 
 def options_of(name: str) -> set[str]:
@@ -139,7 +148,7 @@ def rewrite_examples(page: Path) -> str:
 
 @contextlib.contextmanager
 def workplace(folder: Path):
-    """The folder in which the examples of docs/commands.md run: it holds a copy of the shipped model."""
+    """The folder in which the examples of docs/commands*.md run: it holds a copy of the shipped model."""
     shutil.copytree(SHIPPED, folder / SHIPPED.name)
     before = Path.cwd()
     os.chdir(folder)
@@ -192,9 +201,10 @@ def settled(found: str, shown: str) -> list[str]:
 @pytest.mark.slow
 def test_examples_in_commands_print_what_is_shown(tmp_path):
     with workplace(tmp_path):
-        found = rewrite_examples(COMMANDS)
-    shown = COMMANDS.read_text(encoding="utf-8")
-    assert settled(found, shown) == without_chance(shown), "python -m tests.test_docs"
+        found = {page: rewrite_examples(page) for page in COMMANDS}
+    for page, text in found.items():
+        shown = page.read_text(encoding="utf-8")
+        assert settled(text, shown) == without_chance(shown), f"{page.name}: python -m tests.test_docs"
 
 
 def test_what_differs_more_than_by_rounding_is_seen():
@@ -269,7 +279,7 @@ def test_commands_have_the_options_they_are_given(page):
 
 @each_command
 def test_the_options_of_a_command_are_those_of_its_help(name):
-    assert option_table(name) in sections(COMMANDS)[name]
+    assert option_table(name) in sections_of_commands()[name]
 
 
 @each_page
@@ -306,5 +316,6 @@ if __name__ == "__main__":
     import tests.conftest  # noqa: F401  (no network, no cache of the user's)
 
     with tempfile.TemporaryDirectory() as place, workplace(Path(place)):
-        page = rewrite_examples(COMMANDS)
-    COMMANDS.write_text(rewrite_tables(page), encoding="utf-8")
+        texts = {page: rewrite_tables(rewrite_examples(page)) for page in COMMANDS}
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")

@@ -30,9 +30,13 @@ Page = dict[str, list[tuple[Result, int]]]
 WITH_DEVICE = sorted(name for name in main.commands if device_option(name) is not None)
 
 
+def text_of_commands() -> str:
+    return "".join(page.read_text(encoding="utf-8") for page in COMMANDS)
+
+
 def examples() -> list[list[str]]:
     """Words of every example of the page, without the program's name."""
-    lines = CODE_AND_COMMANDS.findall(COMMANDS.read_text(encoding="utf-8"))
+    lines = CODE_AND_COMMANDS.findall(text_of_commands())
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
@@ -55,7 +59,7 @@ def run_page(device: str, folder: Path) -> Page:
     """Run the page from top to bottom, its Python too, which writes what commands read."""
     found: Page = {}
     with workplace(folder):
-        for language, body in BLOCK.findall(COMMANDS.read_text(encoding="utf-8")):
+        for language, body in BLOCK.findall(text_of_commands()):
             if language == "python":
                 run_python(body)
             for line in CODE_AND_COMMANDS.findall(body) if language == "console" else ():

@@ -385,7 +385,8 @@ def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None
     assert (
         content["path"].endswith("adapt") and content["state"] == "trained" and len(content["streams"]["layers"]) == 4
     )
-    row = next(line for line in COMMANDS.read_text(encoding="utf-8").splitlines() if line.startswith("| `report` |"))
+    lines = "".join(page.read_text(encoding="utf-8") for page in COMMANDS).splitlines()
+    row = next(line for line in lines if line.startswith("| `report` |"))
     documented = re.search("for each role: (.*); `layers`", re.sub(r"\(.*?\)", "", row))
     assert documented is not None
     assert content["tensors"][0].keys() == set(re.findall("`(.*?)`", documented[1]))
