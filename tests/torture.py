@@ -152,7 +152,7 @@ class Torture:
         done = _run(self.place, verb.words, disturbance)
         problems = [*self._after(verb, done.stderr, old, whole)]
         if done.returncode < 0:
-            # a kill may leave what a file was begun in, and no command reads it: see docs/commands.md
+            # a kill may leave what a file was begun in, and no command reads it: see the pages of the commands
             remove_unfinished(self.place / "out")
         again = _run(self.place, self._again(verb, old, whole))
         if again.returncode != 0:
