@@ -1,4 +1,4 @@
-"""The pages beside those of the commands: their scripts run, their examples print what is shown, and the site stands alone.
+"""The pages beside those of commands: their scripts run, their examples print what is shown, the site stands alone.
 
 `python -m tests.test_site` writes the outputs in docs/quickstart.md anew.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import output_options, overwrite_options, run_options, take
+from scale_surgery.cli.options import output_options, overwrite_options, run_options, take_fields
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
@@ -50,5 +50,5 @@ def adopt_command(
     from scale_surgery.show.tables_forms import render_adopted
     from scale_surgery.surgery.adopt import adopt
 
-    done = adopt(saved, expanded, output, base, run=take(RunOptions, options), track=out.track, **options)
+    done = adopt(saved, expanded, output, base, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(done, render_adopted(done))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import TOKENIZER_CODE, output_options, overwrite_options, run_options, take
+from scale_surgery.cli.options import TOKENIZER_CODE, output_options, overwrite_options, run_options, take_fields
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
@@ -47,5 +47,5 @@ def apply_command(extract: str, base: str | None, output: Path, out: Output, **o
     from scale_surgery.surgery.apply import GivenBase, apply
 
     given = GivenBase(base, options.pop("revision"), options.pop("force"))
-    done = apply(extract, output, given, run=take(RunOptions, options), track=out.track, **options)
+    done = apply(extract, output, given, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(done, render_applied(done))

@@ -8,7 +8,7 @@ import click
 
 from scale_surgery.cli.generate import asking_options, look_options
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import model_options, output_options, take
+from scale_surgery.cli.options import model_options, output_options, take_fields
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -33,7 +33,11 @@ def chat_command(model: str, compare: bool, out: Output, **options: Any) -> None
     from scale_surgery.talking.records import Look
     from scale_surgery.talking.settings import GenerationSettings
 
-    settings, look, run = take(GenerationSettings, options), take(Look, options), take(RunOptions, options)
+    settings, look, run = (
+        take_fields(GenerationSettings, options),
+        take_fields(Look, options),
+        take_fields(RunOptions, options),
+    )
     result = chat(model, out, settings, compare=compare, look=look, run=run, **options)
     if out.as_json:
         out.show(result, "")

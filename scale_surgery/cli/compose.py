@@ -76,12 +76,12 @@ def compose_command(
         raise click.UsageError(f"--names {','.join(names)}: one name stands twice, expected another for each extract.")
     named = extracts if names is None else dict(zip(names, extracts, strict=True))
     changes = bool(extracts or options["remove"])
-    routing = make_routing(base, options.pop("prior"), options.pop("switch_rate"), changes=changes)
+    routing = router_of_composition(base, options.pop("prior"), options.pop("switch_rate"), changes=changes)
     done = compose(base, named, output, routing=routing, track=out.track, **options)
     out.show(done, render_composed(done))
 
 
-def make_routing(
+def router_of_composition(
     base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, changes: bool
 ) -> Router | None:
     """How paths are mixed, from command line options; None where nothing is said.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import OLD_HELP, TEXTS, output_options, reading_options, take
+from scale_surgery.cli.options import OLD_HELP, TEXTS, output_options, reading_options, take_fields
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 from scale_surgery.running.sources import NO_OLD_TEXT
 
@@ -56,7 +56,7 @@ def evaluate_command(
     if not (old and new) and any(file.suffix.lower() in PICTURES for file in outputs):
         raise click.UsageError("A picture needs --old and --new: the plane has an axis for each.")
     check_output_files(outputs, [*models, *old, *new])
-    result = evaluate(models, old, new, run=take(RunOptions, options), track=out.track, **options)
+    result = evaluate(models, old, new, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(result, render_evaluation(result))
     drawn = pictures(lambda file: plot_plane(result, file))
     write_files(outputs, {".json": as_result(result), **drawn}, out)

@@ -15,7 +15,7 @@ from scale_surgery.cli.options import (
     output_options,
     overwrite_options,
     run_options,
-    take,
+    take_fields,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
@@ -67,7 +67,7 @@ def expand_command(
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import default_output, expand
 
-    run = take(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
+    run = take_fields(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
     request = make_request(options)
     if (request is None) == (plan_file is None):

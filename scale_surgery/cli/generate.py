@@ -18,7 +18,7 @@ from scale_surgery.cli.options import (
     options_from,
     output_options,
     run_options,
-    take,
+    take_fields,
 )
 from scale_surgery.cli.outputs import as_result, files_option, write_files
 from scale_surgery.talking.settings import GenerationSettings
@@ -26,10 +26,10 @@ from scale_surgery.talking.settings import GenerationSettings
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-Command = Callable[..., Any]
+Decorator = Callable[..., Any]
 
 
-def asking_options(command: Command) -> Command:
+def asking_options(command: Decorator) -> Decorator:
     """Add how a model is asked, how answers are drawn, and how it runs."""
     compare = click.option(
         "--compare", is_flag=True, help="Let the base of an expanded model answer too, side by side with it."
@@ -38,7 +38,7 @@ def asking_options(command: Command) -> Command:
     return add_options(command, [asked, compare, run_options("dtype", "device", code=code_of("MODEL"))])
 
 
-def look_options(command: Command) -> Command:
+def look_options(command: Decorator) -> Decorator:
     """Add how answers are shown."""
     paths = click.option(
         "--paths/--no-paths",
@@ -96,21 +96,25 @@ def generate_command(
         _write_samples(model, outputs[0], samples, out, options)
         return
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.running.documents import read_prompts
+    from scale_surgery.running.documents import read_questions
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.answers import AnswerPrinter
-    from scale_surgery.talking.generate import generate, write_jsonl
+    from scale_surgery.talking.generate import generate, write_answers
     from scale_surgery.talking.records import Look
 
     check_output_files(outputs, [model, *files])
-    asked = [*prompts, *read_prompts(files)] or [_from_stdin()]
-    settings, look, run = take(GenerationSettings, options), take(Look, options), take(RunOptions, options)
+    asked = [*prompts, *read_questions(files)] or [_from_stdin()]
+    settings, look, run = (
+        take_fields(GenerationSettings, options),
+        take_fields(Look, options),
+        take_fields(RunOptions, options),
+    )
     printer = AnswerPrinter(out, model, asked, look, compare=compare)
     result = generate(model, asked, settings, compare=compare, run=run, on_token=printer, **options)
     printer.end(result)
     if out.as_json:
         out.show(result, "")
-    write_files(outputs, {".jsonl": lambda file: write_jsonl(result, file), ".json": as_result(result)}, out)
+    write_files(outputs, {".jsonl": lambda file: write_answers(result, file), ".json": as_result(result)}, out)
 
 
 def _write_samples(model: str, output: Path, count: int, out: Output, options: dict[str, Any]) -> None:
@@ -118,7 +122,7 @@ def _write_samples(model: str, output: Path, count: int, out: Output, options: d
     from scale_surgery.show.layout import Facts
     from scale_surgery.talking.samples import write_samples_of
 
-    settings, run = take(GenerationSettings, options), take(RunOptions, options)
+    settings, run = take_fields(GenerationSettings, options), take_fields(RunOptions, options)
     done = write_samples_of(model, output, count, settings, run=run, track=out.track, **options)
     rows = [("written", str(output)), ("texts", f"{done.texts:,}"), ("tokens", f"{done.tokens:,}")]
     out.show(done, Facts("samples", rows))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import BASE_CODE, model_options, output_options, run_options, take
+from scale_surgery.cli.options import BASE_CODE, model_options, output_options, run_options, take_fields
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -27,5 +27,5 @@ def inspect_command(model: str, revision: str | None, out: Output, **options: An
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_inspection
 
-    found = inspect(model, revision=revision, run=take(RunOptions, options))
+    found = inspect(model, revision=revision, run=take_fields(RunOptions, options))
     out.show(found, render_inspection(found, model))

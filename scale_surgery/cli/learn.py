@@ -19,7 +19,7 @@ from scale_surgery.cli.options import (
     read_settings,
     run_options,
     set_option,
-    take,
+    take_fields,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
 from scale_surgery.learning.hold_out import HoldOutSettings
@@ -161,5 +161,5 @@ def hold_out_command(files: tuple[str, ...], output: Path, out: Output, **option
     from scale_surgery.learning.hold_out import hold_out
     from scale_surgery.show.tables_learn import render_held_out
 
-    done = hold_out(files, output, take(HoldOutSettings, options), track=out.track)
+    done = hold_out(files, output, take_fields(HoldOutSettings, options), track=out.track)
     out.show(done, render_held_out(done))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, running_options, take
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, running_options, take_fields
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.surgery.merge import MergedForm
 
@@ -43,6 +43,6 @@ def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options:
     from scale_surgery.show.tables_forms import render_merged
     from scale_surgery.surgery.merge import merge
 
-    probes, run = take(Probes, options), take(RunOptions, options)
+    probes, run = take_fields(Probes, options), take_fields(RunOptions, options)
     done = merge(expanded, output, to, probes=probes, run=run, track=out.track, **options)
     out.show(done, render_merged(done))

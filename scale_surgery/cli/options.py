@@ -263,7 +263,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def take(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
+def take_fields(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
     """Fill a dataclass from those options of a command that bear its fields' names, and take them out.
 
     An option that was not given is None and leaves the dataclass's default.

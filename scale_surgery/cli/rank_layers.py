@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import BASE_CODE, TEXTS, given, options_from, output_options, run_options, take
+from scale_surgery.cli.options import BASE_CODE, TEXTS, given, options_from, output_options, run_options, take_fields
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.request import Request
@@ -62,7 +62,7 @@ def rank_layers_command(
     from scale_surgery.training.rank_layers import rank_layers
 
     check_output_files(outputs, [model, *data])
-    settings, run = take(RankingSettings, options), take(RunOptions, options)
+    settings, run = take_fields(RankingSettings, options), take_fields(RunOptions, options)
     request = Request(**{"layers": "all"} | given({name: options.pop(name) for name in EXPANSION}))
     result = rank_layers(model, data, request, settings, run=run, track=out.track, **options)
     out.show(result, render_ranking(result))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import FOLDER, TEXTS, code_of, output_options, run_options, take
+from scale_surgery.cli.options import FOLDER, TEXTS, code_of, output_options, run_options, take_fields
 from scale_surgery.cli.outputs import as_result, files_option, write_files
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def report_command(
     from scale_surgery.show.tables_report import render_report
 
     check_output_files(outputs, [expanded, *texts])
-    found = report(expanded, texts, run=take(RunOptions, options), track=out.track, **options)
+    found = report(expanded, texts, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(found, render_report(found, details=details))
     write_files(outputs, {".html": partial(write_page, found), ".json": as_result(found)}, out)
     out.suggest(after_report(found, expanded))

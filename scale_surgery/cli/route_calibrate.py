@@ -16,7 +16,7 @@ from scale_surgery.cli.options import (
     output_options,
     reading_options,
     set_option,
-    take,
+    take_fields,
 )
 from scale_surgery.cli.outputs import PICTURES, OutputFile
 from scale_surgery.routing.choice import CalibrationSettings
@@ -64,7 +64,7 @@ def route_calibrate_command(
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_calibrate import render_calibration
 
-    run = take(RunOptions, options)
-    settings = take(CalibrationSettings, options)
+    run = take_fields(RunOptions, options)
+    settings = take_fields(CalibrationSettings, options)
     result = route_calibrate(routed, old, new, settings, run=run, track=out.track, **options)
     out.show(result, render_calibration(result, details=details))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import TEXTS, output_options, reading_options, take
+from scale_surgery.cli.options import TEXTS, output_options, reading_options, take_fields
 from scale_surgery.cli.outputs import as_result, files_option, write_files
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def route_report_command(
     Example: scale-surgery route-report ROUTED --text notes.txt -o report.html
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.routing.report import route_report, write_jsonl
+    from scale_surgery.routing.report import route_report, write_tokens
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.pages.routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
 
     check_output_files(outputs, [model, *texts])
-    report = route_report(model, texts, run=take(RunOptions, options), track=out.track, **options)
+    report = route_report(model, texts, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(report, render_route_report(report))
-    page, lines = partial(write_page, report), partial(write_jsonl, report)
+    page, lines = partial(write_page, report), partial(write_tokens, report)
     write_files(outputs, {".html": page, ".jsonl": lines, ".json": as_result(report)}, out)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import code_of, model_options, output_options, run_options, take, usual_options
+from scale_surgery.cli.options import code_of, model_options, output_options, run_options, take_fields, usual_options
 from scale_surgery.running.serve import Address
 
 if TYPE_CHECKING:
@@ -36,5 +36,5 @@ def serve_command(model: str, out: Output, **options: Any) -> None:
     from scale_surgery.running.serve import serve
     from scale_surgery.show.tables_push import render_served
 
-    address, run = take(Address, options), take(RunOptions, options)
+    address, run = take_fields(Address, options), take_fields(RunOptions, options)
     serve(model, address, run=run, ready=lambda served: out.show(served, render_served(served)), **options)

@@ -18,7 +18,7 @@ from scale_surgery.cli.options import (
     overwrite_options,
     run_options,
     set_option,
-    take,
+    take_fields,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
@@ -96,15 +96,17 @@ def train_command(
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    settings = take(TrainingSettings, options)
+    settings = take_fields(TrainingSettings, options)
     done = train(
         expanded,
         data,
         output,
         settings,
         eval_data=EvalData(**read_sides(eval_data)),
-        start=replace(take(TrainingStart, options), announce=lambda schedule: out.say(render_schedule(schedule))),
-        run=take(RunOptions, options),
+        start=replace(
+            take_fields(TrainingStart, options), announce=lambda schedule: out.say(render_schedule(schedule))
+        ),
+        run=take_fields(RunOptions, options),
         track=out.track,
     )
     out.show(done, render_training(done))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import FOLDER, output_options, running_options, take
+from scale_surgery.cli.options import FOLDER, output_options, running_options, take_fields
 from scale_surgery.cli.outputs import as_result, files_option, write_files
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def verify_command(
     from scale_surgery.show.tables_verify import render_verification
 
     check_output_files(outputs, [expanded, *filter(None, [options["base"]])])
-    probes, run = take(Probes, options), take(RunOptions, options)
+    probes, run = take_fields(Probes, options), take_fields(RunOptions, options)
     prompted = None if files_only else probes
     result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)
     if not result.recorded:

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling import stock_type
 from scale_surgery.planning.architecture import Architecture
-from scale_surgery.planning.base import Base, Facts, check_layers
+from scale_surgery.planning.base import Base, BaseFacts, check_layers
 from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
 
@@ -51,7 +51,7 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
     )
     architecture, in_memory = _with_names(derived, checkpoint.tensors)
     check_layers(architecture, derived.sizes.layers, checkpoint.tensors)
-    return Base(checkpoint, Facts(architecture, derived.sizes, derived.proof, in_memory))
+    return Base(checkpoint, BaseFacts(architecture, derived.sizes, derived.proof, in_memory))
 
 
 def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:

@@ -16,7 +16,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, tensor_name
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
-from scale_surgery.running.stored_names import Place, Reading
+from scale_surgery.running.stored_names import Reading, TensorPlace
 
 # what transformers passes over in files of any model that turns queries and keys
 OLD_FREQUENCIES = r"rotary_emb\.inv_freq"
@@ -39,7 +39,7 @@ class _Tensor:
     own_inside: str
 
 
-def with_stored_names(architecture: Architecture, reading: Reading, places: Mapping[str, Place]) -> Architecture:
+def with_stored_names(architecture: Architecture, reading: Reading, places: Mapping[str, TensorPlace]) -> Architecture:
     """Add what modules are called in the files of a checkpoint.
 
     Args:
@@ -60,7 +60,7 @@ def with_stored_names(architecture: Architecture, reading: Reading, places: Mapp
     return replace(_with_kinds(architecture, by_layer), stored_as=_differing(outside))
 
 
-def _in_layers(architecture: Architecture, places: Mapping[str, Place]) -> dict[int, list[_Tensor]]:
+def _in_layers(architecture: Architecture, places: Mapping[str, TensorPlace]) -> dict[int, list[_Tensor]]:
     """The tensors of each layer."""
     layers, path = defaultdict(list), f"{architecture.layers_path}."
     for name, place in places.items():
@@ -77,7 +77,7 @@ def _in_layers(architecture: Architecture, places: Mapping[str, Place]) -> dict[
 
 
 def _around_layers(
-    architecture: Architecture, places: Mapping[str, Place], layers: Mapping[int, list[_Tensor]]
+    architecture: Architecture, places: Mapping[str, TensorPlace], layers: Mapping[int, list[_Tensor]]
 ) -> Iterator[_Tensor]:
     """The tensors of the base model that lie in no layer."""
     if not layers:

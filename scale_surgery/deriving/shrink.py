@@ -30,7 +30,7 @@ KERNEL = "multiple of"
 PLAIN = (str, bool, int, float, type(None))
 
 
-class Form(NamedTuple):
+class LayerForm(NamedTuple):
     """What a layer is made of, and what its modules are told, in values that can be compared."""
 
     made_of: tuple[Any, ...]
@@ -53,7 +53,7 @@ class Real:
     config: PreTrainedConfig
     model: PreTrainedModel
     place: LayersPlace
-    forms: Sequence[Form]
+    forms: Sequence[LayerForm]
     kinds: tuple[int, ...]
     chosen: tuple[int, ...]
 
@@ -108,7 +108,7 @@ def selected(real: Real) -> Real | None:
     return replace(real, chosen=tuple(sorted([*first, *more[:missing]])))
 
 
-def layer_forms(model: PreTrainedModel, place: LayersPlace) -> list[Form]:
+def layer_forms(model: PreTrainedModel, place: LayersPlace) -> list[LayerForm]:
     """Say of each layer what it is made of, and what its modules are told.
 
     Args:
@@ -118,7 +118,7 @@ def layer_forms(model: PreTrainedModel, place: LayersPlace) -> list[Form]:
     types = read(text_config(model), "layer_types") or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
-        Form(_made_of(layer, types[i] if i < len(types) else None), _settings(layer))
+        LayerForm(_made_of(layer, types[i] if i < len(types) else None), _settings(layer))
         for i, layer in enumerate(layers.children())
     ]
 

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
 from scale_surgery.evidence.meter import MeasuredRow, Meter, Score
 from scale_surgery.evidence.rehearsed import rehearsed_texts
-from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
+from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, sequences_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
@@ -104,7 +104,7 @@ def evaluate(
     # a base comes first, as it does where it is measured with an expanded model
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
     length, step = choose_lengths(subjects, sequence_length, step)
-    meters = [Meter(read_texts(subject, documents, length, step), run) for subject in subjects]
+    meters = [Meter(sequences_of(subject, documents, length, step), run) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
     return Evaluation(
         scores=tuple(_compare(row, rows) for row in rows),

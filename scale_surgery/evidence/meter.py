@@ -26,7 +26,7 @@ from scale_surgery.surgery.parts import link_base
 if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
 
-Kind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
+MeterKind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Score:
     """
 
     name: str
-    kind: Kind
+    kind: MeterKind
     base: str | None
     old: Measurement | None = None
     new: Measurement | None = None
@@ -116,7 +116,7 @@ class Meter:
 
 def _parts(
     subject: Subject, model: Any, disabled: str
-) -> Iterator[tuple[str, Kind, str | None, AbstractContextManager[Any]]]:
+) -> Iterator[tuple[str, MeterKind, str | None, AbstractContextManager[Any]]]:
     """What of an expanded model runs alone: what it is called, what that is, its base, and how it is chosen."""
     for name in subject.expansions:
         yield f"{subject.name}, {name} alone", "path", subject.base or disabled, model.use_expansion(name)

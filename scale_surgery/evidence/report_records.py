@@ -105,7 +105,7 @@ class TensorChange:
 
 
 @dataclass(frozen=True)
-class LayerChange:
+class BlockChange:
     """What became of all tensors of one block in one group of one layer, taken as one."""
 
     layer: int
@@ -166,7 +166,7 @@ class Report:
     state: Literal["initial", "trained"]
     parameters: int
     tensors: tuple[TensorChange, ...]
-    layers: tuple[LayerChange, ...]
+    layers: tuple[BlockChange, ...]
     streams: Streams | None
     runs: tuple[Mapping[str, Any], ...]
     log: tuple[Mapping[str, Any], ...]
@@ -213,10 +213,10 @@ def add_norms(parts: Iterable[Norms]) -> Norms:
     return Norms(norm, *rest)
 
 
-def by_layer(tensors: Iterable[TensorChange]) -> tuple[LayerChange, ...]:
+def by_layer(tensors: Iterable[TensorChange]) -> tuple[BlockChange, ...]:
     """Take all tensors of a layer, a group and a block as one; what lies outside the layers is left out."""
     norms: dict[tuple[int, str, str], list[Norms]] = {}
     for tensor in tensors:
         if tensor.layer is not None:
             norms.setdefault((tensor.layer, tensor.group, tensor.block), []).append(tensor.norms)
-    return tuple(LayerChange(*place, add_norms(parts)) for place, parts in sorted(norms.items()))
+    return tuple(BlockChange(*place, add_norms(parts)) for place, parts in sorted(norms.items()))

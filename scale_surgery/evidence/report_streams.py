@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.evidence.report_records import Streams
-from scale_surgery.evidence.subjects import choose_lengths, open_subjects, read_texts
+from scale_surgery.evidence.subjects import choose_lengths, open_subjects, sequences_of
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.drift import cosines, largest_difference
 from scale_surgery.running.freeze import base_states, expansion_disabled
@@ -86,7 +86,7 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
     documents = [document for file_documents in read_files(texts).values() for document in file_documents]
     (subject,) = open_subjects([path], run)
     length, _ = choose_lengths([subject], length, None)
-    windows = read_texts(subject, {"probe": documents}, length, length)["probe"]
+    windows = sequences_of(subject, {"probe": documents}, length, length)["probe"]
     batches = []
     together = run.windows(REPORT_WINDOWS)
     for start in range(0, len(windows), together):

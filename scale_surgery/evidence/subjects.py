@@ -185,7 +185,7 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
     return length, step
 
 
-def read_texts(
+def sequences_of(
     subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int
 ) -> dict[str, Sequences]:
     """Turn documents into windows of the tokens that a model reads.

@@ -20,7 +20,7 @@ from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.verification import Verification
@@ -139,7 +139,7 @@ def card_facts(
         description=description if len(plans) < 2 else "",
         expansions=plans,
         rows=_stock_rows(record) if plan is None else method.card_rows(plan) if len(plans) == 1 else (),
-        router=None if manifest is None or manifest.routing is None else describe(manifest.routing),
+        router=None if manifest is None or manifest.routing is None else describe_router(manifest.routing),
         is_fused=record.get("fused") is not None,
         forced={name: len(found["differing"]) for name, found in forced.items()},
         drift=_drift((record.get("fused") or record).get("drift")),

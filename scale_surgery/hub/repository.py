@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
 
-Origin = Literal["base", "model", "written"]
+FileOrigin = Literal["base", "model", "written"]
 CARD_FILE = "README.md"
 RECORD_OF: dict[Form, str] = {"stock": STOCK_FILE}
 UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
@@ -63,7 +63,7 @@ class RepositoryFile:
 
     name: str
     bytes: int
-    origin: Origin
+    origin: FileOrigin
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def assemble(contents: Contents, folder: Path, card: Card) -> tuple[RepositoryFi
     names = {name: name for name in contents.files if name != CARD_FILE}
     if contents.base_card == CARD_FILE:
         names[CARD_FILE] = contents.free_name
-    origins: dict[str, Origin] = {}
+    origins: dict[str, FileOrigin] = {}
     for name, linked in names.items():
         (folder / linked).parent.mkdir(parents=True, exist_ok=True)
         (folder / linked).symlink_to((contents.path / name).resolve())

@@ -28,8 +28,8 @@ from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.sources import parse_source
 
-Part = Literal["calibrate", "measure"]
-ASIDE: tuple[Part, ...] = get_args(Part)
+TextSide = Literal["calibrate", "measure"]
+ASIDE: tuple[TextSide, ...] = get_args(TextSide)
 CALIBRATE, MEASURE = ASIDE
 LEARN = "learn"
 # fewer documents are not drawn from: each is a large share of the text, and its end is set aside
@@ -53,7 +53,7 @@ class HoldOutSettings:
     share: Annotated[float, Range(above=0, most=LARGEST_SHARE, noun="a share")] = 0.1
     most_characters: Count = field(default=200_000, metadata=NO_OPTION)
     seed: Seed = field(default=0, metadata=NO_OPTION)
-    parts: tuple[Part, ...] = ASIDE
+    parts: tuple[TextSide, ...] = ASIDE
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ def _hash(document: Document, seed: int) -> bytes:
 
 
 def _share_out(
-    lowest: Sequence[tuple[bytes, int]], aside: Sequence[Part], wanted: float, most: int
-) -> dict[bytes, Part]:
+    lowest: Sequence[tuple[bytes, int]], aside: Sequence[TextSide], wanted: float, most: int
+) -> dict[bytes, TextSide]:
     """Give documents to the parts, in turn, until each has what is wanted, or the most documents; each gets one."""
-    parts: dict[bytes, Part] = {}
-    sizes: dict[Part, list[int]] = {part: [] for part in aside}
+    parts: dict[bytes, TextSide] = {}
+    sizes: dict[TextSide, list[int]] = {part: [] for part in aside}
     short = [(found, size) for found, size in lowest if size <= wanted]
     for found, size in short or lowest:
         smallest = min(aside, key=lambda part: sum(sizes[part]))

@@ -34,7 +34,7 @@ from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cos
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
 from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
-from scale_surgery.learning.presets import Facts, with_preset
+from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
@@ -45,7 +45,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.surgery.routers import describe, router_for
+from scale_surgery.surgery.routers import describe_router, router_for
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # what there may be before learn.json is: the lock, and learn.json half written
@@ -104,12 +104,12 @@ def resolve_recipe(said: Mapping[str, Any]) -> Recipe:
     return make_recipe(with_preset(said.get(PRESET) or "default", own, _facts(asked)))
 
 
-def _facts(recipe: Recipe) -> Facts:
+def _facts(recipe: Recipe) -> JobFacts:
     source, checkpoint = open_model(recipe.model, recipe.revision)
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
-    return Facts(layers, context_of(config) or DEFAULT_LENGTH, count_tokens(recipe.data, tokenizer))
+    return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, count_tokens(recipe.data, tokenizer))
 
 
 def prepare(
@@ -259,7 +259,7 @@ def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
         result=work.result,
         layers=kept["plan"]["layers"],
         parameters_added=kept["plan"]["parameters_added"],
-        router=kept.get("calibrate", {}).get("router", describe(router_for(work.recipe.routing.make(), 1)))
+        router=kept.get("calibrate", {}).get("router", describe_router(router_for(work.recipe.routing.make(), 1)))
         if work.routes
         else None,
         rows=rows_of(kept["evaluate"], routed=work.routes, name=work.training.name),

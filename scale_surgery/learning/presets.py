@@ -18,7 +18,7 @@ from scale_surgery.learning.recipe import PresetName
 from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
 
-Values = dict[str, Any]
+PresetValues = dict[str, Any]
 # of 16 layers, the lowest ones have no W12
 PRESERVED = 3 / 16
 PAPER_LENGTH, PAPER_BATCH, TOGETHER = 8192, 512, 8
@@ -28,7 +28,7 @@ LENGTHS = {"training.steps", "training.epochs", "training.batch_size"}
 
 
 @dataclass(frozen=True)
-class Facts:
+class JobFacts:
     """What presets depend on: layers and context length of the base model, and tokens of the text to learn, about."""
 
     layers: int
@@ -36,7 +36,7 @@ class Facts:
     tokens: int
 
 
-def _default(facts: Facts) -> Values:
+def _default(facts: JobFacts) -> PresetValues:
     length = min(DEFAULT_LENGTH, facts.context)
     usual = TrainingSettings.batch_size
     passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * length / facts.tokens)))
@@ -49,7 +49,7 @@ def _default(facts: Facts) -> Values:
     }
 
 
-def _paper(facts: Facts) -> Values:
+def _paper(facts: JobFacts) -> PresetValues:
     return {
         "expansion.layers": "all",
         "expansion.variant": "adapt",
@@ -66,10 +66,10 @@ def _paper(facts: Facts) -> Values:
     }
 
 
-PRESETS: dict[PresetName, Callable[[Facts], Values]] = {"default": _default, "paper": _paper}
+PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {"default": _default, "paper": _paper}
 
 
-def with_preset(name: str, said: Mapping[str, Any], facts: Facts) -> Values:
+def with_preset(name: str, said: Mapping[str, Any], facts: JobFacts) -> PresetValues:
     """Put what was said over a preset.
 
     Of a preset, the expansion does not count where another method or variant was said, nor the length of the training

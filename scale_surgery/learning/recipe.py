@@ -25,7 +25,7 @@ from scale_surgery.training.settings import TrainingSettings
 # layers that a pilot chooses
 AUTO = "auto"
 PresetName = Literal["default", "paper"]
-Values = Mapping[str, Any]
+RecipeValues = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def value_problem(name: str, value: Any) -> str | None:
     return None if expected is None else f"{name} is {value!r}, expected {expected}."
 
 
-def make_recipe(values: Values) -> Recipe:
+def make_recipe(values: RecipeValues) -> Recipe:
     """Make a recipe of settings; those that are missing are as they usually are.
 
     Args:
@@ -152,13 +152,13 @@ def _missing(name: str) -> str:
     return f"{name}: there is {what}, or {name} in a recipe."
 
 
-def _own(values: Values, section: str) -> dict[str, Any]:
+def _own(values: RecipeValues, section: str) -> dict[str, Any]:
     usual = {"layers": AUTO} if section == "expansion" else {}
     named = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
     return usual | named
 
 
-def differences(one: Recipe, other: Values) -> Iterator[str]:
+def differences(one: Recipe, other: RecipeValues) -> Iterator[str]:
     """Say in which settings a recipe is another than one that was kept as plain values."""
     for name, value in values_of(one).items():
         was = other.get(name)

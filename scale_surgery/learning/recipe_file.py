@@ -17,7 +17,7 @@ from scale_surgery.fields import Field, fields_of
 from scale_surgery.learning.recipe import (
     SECTIONS,
     Recipe,
-    Values,
+    RecipeValues,
     settings,
     unknown_setting,
     value_problem,
@@ -132,7 +132,7 @@ def recipe_text(recipe: Recipe) -> str:
     return "\n".join(_lines(values_of(recipe))) + "\n"
 
 
-def _lines(values: Values) -> Iterator[str]:
+def _lines(values: RecipeValues) -> Iterator[str]:
     yield "# Run it: scale-surgery learn --recipe THIS_FILE -o OUT"
     yield "# Every setting is here; what is left out is as it usually is."
     usual = settings()

@@ -23,7 +23,7 @@ from scale_surgery.learning.hold_out import (
     LEARN,
     MEASURE,
     HoldOutSettings,
-    Part,
+    TextSide,
     hold_out,
     part_file,
 )
@@ -38,7 +38,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.show.commands import command, said
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export, set_routing
-from scale_surgery.surgery.routers import RouterOptions, describe
+from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.run_folder import SETTINGS_FILE
@@ -102,13 +102,13 @@ class Work:
         return self.routed if self.routes else self.learned
 
     @property
-    def new_parts(self) -> tuple[Part, ...]:
+    def new_parts(self) -> tuple[TextSide, ...]:
         """What is set aside of the new text: what sets the router, and what nobody gave to measure on."""
         sets_router = self.routes and bool(self.recipe.old)
         return (CALIBRATE,) * sets_router + (MEASURE,) * (not self.recipe.measure_new)
 
     @property
-    def old_parts(self) -> tuple[Part, ...]:
+    def old_parts(self) -> tuple[TextSide, ...]:
         """What is set aside of the old text: what sets the router, and the same."""
         return ((CALIBRATE,) * self.routes + (MEASURE,) * (not self.recipe.measure_old)) * bool(self.recipe.old)
 
@@ -351,7 +351,7 @@ def _calibrate(work: Work) -> Stage:
             set_routing(work.routed, proposed)
             found = replace(found, written=True)
         routing = found.proposed.routing if found.written else found.present.routing
-        return found, {"within": found.is_within, "router": "" if routing is None else describe(routing)}
+        return found, {"within": found.is_within, "router": "" if routing is None else describe_router(routing)}
 
     return Stage("calibrate", lambda kept: line, [drawn], run)
 

@@ -22,7 +22,7 @@ from scale_surgery.planning.stored import expected_shapes, find_prefix, module_p
 
 
 @dataclass(frozen=True)
-class Facts:
+class BaseFacts:
     """What planning knows of a base model beside its config and headers; with the request, a plan follows from them.
 
     Attributes:
@@ -43,7 +43,7 @@ class Base:
     """A base model as planning sees it: its config and headers, and the facts."""
 
     checkpoint: Checkpoint
-    facts: Facts
+    facts: BaseFacts
 
     @property
     def architecture(self) -> Architecture:
@@ -76,7 +76,7 @@ class Base:
         return min(found, key=len)
 
 
-def check_facts(facts: Facts) -> None:
+def check_facts(facts: BaseFacts) -> None:
     """Check that facts which were read from a file fit together.
 
     Raises:

@@ -48,7 +48,7 @@ class Costs:
     stock_problems: tuple[str, ...]
 
 
-def estimate(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:
+def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:
     """Add up what a plan costs.
 
     Args:
@@ -87,7 +87,7 @@ def estimate(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]
 
 
 def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> Costs:
-    """Add up what duplicated layers cost; as `estimate`, nothing is decomposed.
+    """Add up what duplicated layers cost; as `count_costs`, nothing is decomposed.
 
     Training reaches down to the lowest copy, which stands after the first of the chosen layers.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.base import Base
-from scale_surgery.planning.costs import Costs, estimate
+from scale_surgery.planning.costs import Costs, count_costs
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths
 from scale_surgery.planning.tensors import TensorPlan
@@ -97,7 +97,7 @@ class Method(ABC):
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
         """Add up what a plan costs."""
-        return estimate(base, specs, tensors, request.svd)
+        return count_costs(base, specs, tensors, request.svd)
 
     @abstractmethod
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:

@@ -22,7 +22,7 @@ from scale_surgery.errors import PlanError
 from scale_surgery.planning import costs
 from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture, Sizes
-from scale_surgery.planning.base import Base, Facts, check_base, fingerprint
+from scale_surgery.planning.base import Base, BaseFacts, check_base, fingerprint
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request, complete
@@ -74,7 +74,7 @@ class Plan:
     base_revision: str | None
     base_fingerprint: str
     family: str
-    facts: Facts
+    facts: BaseFacts
     request: Request
     widths: Widths
     layers: tuple[int, ...]

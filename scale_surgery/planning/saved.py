@@ -15,7 +15,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.records import DAMAGE, read_record, reading
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError
 from scale_surgery.planning.architecture import Architecture
-from scale_surgery.planning.base import Base, Facts, check_facts
+from scale_surgery.planning.base import Base, BaseFacts, check_facts
 from scale_surgery.planning.plan import Origin, Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
@@ -31,7 +31,7 @@ class SavedPlan:
     base_name: str
     base_revision: str | None
     base_fingerprint: str
-    facts: Facts
+    facts: BaseFacts
     request: Request
 
 
@@ -108,7 +108,7 @@ def _named(plan: SavedPlan | Plan) -> str:
     return f"{plan.base_name} at {plan.base_revision}" if plan.base_revision else plan.base_name
 
 
-def _versions(facts: Facts) -> Mapping[str, Any]:
+def _versions(facts: BaseFacts) -> Mapping[str, Any]:
     versions = facts.proof.get("versions")
     return versions if isinstance(versions, Mapping) else {}
 

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError
-from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
+from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, sequences_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
@@ -271,7 +271,7 @@ def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]],
     from scale_surgery.running.texts import number_windows, stride
 
     # no document is as long as this, so each is one sequence
-    whole = read_texts(subject, documents, sys.maxsize, 1)
+    whole = sequences_of(subject, documents, sys.maxsize, 1)
     old, new = (stride(whole[side], length, step) for side in SIDES)
     return SweepTexts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)))
 

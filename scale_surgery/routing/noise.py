@@ -14,7 +14,7 @@ ERRORS = 2.0
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanWithError:
     """A mean over texts.
 
     Attributes:
@@ -31,7 +31,7 @@ class Estimate:
         return ERRORS * self.error
 
 
-def estimate(nats: Tensor, tokens: Tensor) -> Estimate:
+def mean_with_error(nats: Tensor, tokens: Tensor) -> MeanWithError:
     """Mean per token over texts, and its standard error as that of a ratio of two sums.
 
         m = sum_i d_i / sum_i n_i,    error = sqrt(N / (N - 1) sum_i (d_i - m n_i)^2) / sum_i n_i
@@ -48,4 +48,4 @@ def estimate(nats: Tensor, tokens: Tensor) -> Estimate:
     total, texts = float(tokens.sum()), int((tokens > 0).sum())
     value = float(nats.sum()) / total
     rest = float((nats - value * tokens).square().sum())
-    return Estimate(value, math.sqrt(rest * texts / (texts - 1)) / total if texts > 1 else math.inf)
+    return MeanWithError(value, math.sqrt(rest * texts / (texts - 1)) / total if texts > 1 else math.inf)

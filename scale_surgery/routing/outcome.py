@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from scale_surgery.modeling.expanded_routers import Router
-from scale_surgery.routing.noise import Estimate
+from scale_surgery.routing.noise import MeanWithError
 from scale_surgery.running.loss import Measurement
 from scale_surgery.surgery.routers import numbers_of
 
@@ -40,7 +40,7 @@ class ShortPrompts:
 
     lengths: tuple[ShortPrompt, ...]
     forgetting: float
-    change: Estimate
+    change: MeanWithError
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Outcome:
     kept: float | None
     routed_old: float
     routed_new: float
-    gain: Estimate
+    gain: MeanWithError
     short: ShortPrompts
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed, open_model
 from scale_surgery.errors import CheckpointError
-from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, read_texts
+from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, sequences_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, token_of, totals_of
@@ -95,7 +95,7 @@ def route_report(
     return RouteReport(subject.name, base, routing, paths, length, step, run.dtype, files)
 
 
-def write_jsonl(report: RouteReport, file: Path) -> None:
+def write_tokens(report: RouteReport, file: Path) -> None:
     """Write a line of JSON for each token, whole or not at all; an existing file is replaced."""
     write_text(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in report.records()))
 
@@ -120,7 +120,7 @@ def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length:
     from scale_surgery.running.texts import stride
 
     # no document is as long as this, so each is one sequence
-    whole = read_texts(subject, documents, sys.maxsize, 1)
+    whole = sequences_of(subject, documents, sys.maxsize, 1)
     # ids as labels: of a prompt, too, each token is shown once
     scored = {file: Sequences(sequences.ids, sequences.ids, sequences.starts) for file, sequences in whole.items()}
     windows = {file: stride(sequences, length, step) for file, sequences in scored.items()}

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from scale_surgery.routing.noise import estimate
+from scale_surgery.routing.noise import mean_with_error
 from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts
 from scale_surgery.routing.path_scores import PathBatch, Weigh, weight_of
 from scale_surgery.running.sequences import Sequences
@@ -87,5 +87,5 @@ def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPromp
         for tokens, (count, weight, lost) in enumerate(sums, start=1)
         if count
     )
-    change = estimate((beginnings.lost - present.lost).sum(1), beginnings.is_read.sum(1))
+    change = mean_with_error((beginnings.lost - present.lost).sum(1), beginnings.is_read.sum(1))
     return ShortPrompts(lengths, float(beginnings.lost.sum()) / sum(texts), change)

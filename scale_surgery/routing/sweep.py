@@ -11,12 +11,12 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.subjects import Subject
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Progress, Track, no_progress
-from scale_surgery.routing.noise import estimate
+from scale_surgery.routing.noise import mean_with_error
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.settings import settings_of
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch, PathLosses, Weigh
@@ -92,7 +92,7 @@ def sweep_model(
 
 def _check_finite(subject: Subject, swept: Sweep, best_name: str) -> None:
     named = [("the base model", swept.base), (best_name, swept.adapt)]
-    named += [(describe(outcome.routing), outcome) for outcome in swept.outcomes if outcome.routing is not None]
+    named += [(describe_router(outcome.routing), outcome) for outcome in swept.outcomes if outcome.routing is not None]
     for name, outcome in named:
         for side, measured in (("old", outcome.old), ("new", outcome.new)):
             if not math.isfinite(measured.nats):
@@ -181,6 +181,6 @@ class Reference:
             kept=learning / most if most > 0 else None,
             routed_old=measured.old.share,
             routed_new=measured.new.share,
-            gain=estimate(self.present.new.nats - measured.new.nats, measured.new.scored),
+            gain=mean_with_error(self.present.new.nats - measured.new.nats, measured.new.scored),
             short=summarise_prompts(measured.short, self.present.short),
         )

@@ -136,7 +136,7 @@ def _pieces(text: TextIO, source: str) -> Iterator[Document]:
         yield Document("", piece, source)
 
 
-def read_prompts(paths: Sequence[Path]) -> list[str]:
+def read_questions(paths: Sequence[Path]) -> list[str]:
     """Read what is to be answered; the answers in data to train on are not read.
 
     Args:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Part(NamedTuple):
+class ExpansionParameter(NamedTuple):
     """A parameter of an expansion: its name in the model, its group (see settings.GROUPS), and itself."""
 
     name: str
@@ -47,19 +47,19 @@ def freeze_base(model: Any) -> Any:
     return model
 
 
-def expansion_parts(model: Any) -> Iterator[Part]:
+def expansion_parts(model: Any) -> Iterator[ExpansionParameter]:
     """List the parameters of a loaded model that belong to its expansion, frozen ones too.
 
     Raises:
         CheckpointError: If its config names no expansion.
     """
     if (numbering := numbering_of(_specs(model))) is None:
-        yield from (Part(*part) for part in model.expansion_parameters())
+        yield from (ExpansionParameter(*part) for part in model.expansion_parameters())
         return
     groups = _specs(model).get("groups") or {}
     for path, layer in new_layers(model, numbering).items():
         for name, parameter in layer.named_parameters():
-            yield Part(f"{path}.{name}", group_of(name, groups), parameter)
+            yield ExpansionParameter(f"{path}.{name}", group_of(name, groups), parameter)
 
 
 def group_of(name: str, groups: Mapping[str, str]) -> str:

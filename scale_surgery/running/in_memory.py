@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
 from scale_surgery.running.loading import auto_class_of, quiet_transformers, translated
-from scale_surgery.running.stored_names import Place, reading_of
+from scale_surgery.running.stored_names import TensorPlace, reading_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class InMemory:
         """
         self.model, self.reading = model, reading_of(model)
         found = self.reading.places(names)
-        self.places: Mapping[str, Place] = {
+        self.places: Mapping[str, TensorPlace] = {
             name: own for name, own in found.items() if own.name in self.reading.tensors
         }
 
@@ -85,7 +85,7 @@ class InMemory:
         parts = [name for name, place in self.places.items() if place.part is not None]
         return [name for name in parts if all(own in joined for own in self.targets(self.places[name]))]
 
-    def targets(self, place: Place) -> list[str]:
+    def targets(self, place: TensorPlace) -> list[str]:
         """Names of the tensors in memory that a tensor of the checkpoint goes into."""
         if place.part is None:
             return [place.name]

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scale_surgery.running.in_memory import InMemory
-from scale_surgery.running.stored_names import Place
+from scale_surgery.running.stored_names import TensorPlace
 
 # what wrappers around a model or a module put into names: DDP, torch.compile, FSDP, checkpointing of activations
 WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 @dataclass(frozen=True)
-class Part:
+class JoinedTensor:
     """One of the tensors that loading joins: name in memory of what it goes into, of several the first, and on disk."""
 
     joined: str
@@ -32,7 +32,7 @@ class Pair:
 
     saved: str
     wanted: str
-    part: Part | None = None
+    part: JoinedTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _same(plain: Mapping[str, str], wanted: Iterable[str], model: InMemory) -> t
     return pairs, left
 
 
-def _place(place: Place, model: InMemory) -> tuple[str, str | None]:
+def _place(place: TensorPlace, model: InMemory) -> tuple[str, str | None]:
     if place.part is not None:
         return place.renamed, place.part
     return model.tied.get(place.name, place.name), None
@@ -109,7 +109,7 @@ def _place(place: Place, model: InMemory) -> tuple[str, str | None]:
 def _parts(left: Mapping[str, str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
     """Pairs of what loading joins and what holds it, and these by their names in memory."""
     found = model.headers(model.held_by(left))
-    parts = [Part(model.places[name].name, name) for name in found]
+    parts = [JoinedTensor(model.places[name].name, name) for name in found]
     used = {name for part in parts for name in model.targets(model.places[part.name])}
     pairs = [Pair(left[part.joined], part.name, part) for part in parts]
     return pairs, {name: own for name, own in left.items() if name in used}

@@ -65,7 +65,7 @@ def read_rows(source: TextSource) -> Iterator[Any]:
         yield from rows
     except Exception as error:  # of datasets, of pyarrow below it, and of the network
         raise DataError(
-            f"{source.name}: cannot be read to its end ({in_one_line(error)}). {_advice(source)}"
+            f"{source.name}: cannot be read to its end ({library_error(error)}). {_advice(source)}"
         ) from error
 
 
@@ -142,7 +142,7 @@ def _builder(source: TextSource) -> Any:
 
 
 def _why_none(source: TextSource, error: Exception) -> str:
-    reason = in_one_line(error)
+    reason = library_error(error)
     if source.path.is_file():
         return f"{source.name}: cannot be read as a table ({reason}). Give UTF-8 text, JSONL or a saved dataset."
     if source.path.is_dir():
@@ -162,7 +162,7 @@ def _advice(source: TextSource) -> str:
     return "Try again." if source.is_on_hub else "Write its rows as JSONL."
 
 
-def in_one_line(error: BaseException) -> str:
+def library_error(error: BaseException) -> str:
     """What an error of a library says, in one line."""
     # pyarrow names every field of every row where two files differ
     return textwrap.shorten(f"{error}", LONGEST, placeholder=" ...") or type(error).__name__

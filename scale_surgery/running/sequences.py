@@ -126,7 +126,7 @@ def from_arrays(ids: array[int], labels: array[int], starts: Iterable[int]) -> S
     )
 
 
-def join(parts: Iterable[Sequences]) -> Sequences:
+def concatenate(parts: Iterable[Sequences]) -> Sequences:
     """Put sequences one after the other.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor of a file comes to stand.
 
     Attributes:
@@ -44,7 +44,7 @@ class Reading:
     prefix: str
     tensors: Collection[str]
 
-    def places(self, names: Iterable[str]) -> dict[str, Place]:
+    def places(self, names: Iterable[str]) -> dict[str, TensorPlace]:
         """Where tensors come to stand.
 
         Args:
@@ -64,7 +64,7 @@ class Reading:
             own, part = rename_source_key(renamed, [], converters, self.prefix, tensors)
             if own not in tensors and name in tensors:
                 own, part, renamed = name, None, name
-            found[name] = Place(own, part, renamed)
+            found[name] = TensorPlace(own, part, renamed)
         return found
 
 

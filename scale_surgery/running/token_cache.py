@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 
 from scale_surgery.errors import DataError
-from scale_surgery.running.saved_datasets import in_one_line, quiet_datasets
+from scale_surgery.running.saved_datasets import library_error, quiet_datasets
 from scale_surgery.running.sequences import Digest, Sequences, StoredSequences
 
 FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "labels")})
@@ -67,8 +67,8 @@ def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any)
         if isinstance(cause, OSError):
             raise DataError(
                 f"{cache or datasets.config.HF_DATASETS_CACHE}: the tokens of the texts cannot be kept there, "
-                f"{cause.strerror or in_one_line(cause)}. They take eight bytes each. Free some space, or name another "
-                "folder with --cache-dir."
+                f"{cause.strerror or library_error(cause)}. They take eight bytes each. Free some space, or name "
+                "another folder with --cache-dir."
             ) from error
         raise cause from None
 
@@ -93,6 +93,6 @@ def open_stored(key: str, cache: str | None) -> StoredSequences:
             "there. Give --cache-dir, a folder on a disk that all processes see."
         ) from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{builder.cache_dir}: holds damaged tokens ({in_one_line(error)}). Delete it.") from error
+        raise DataError(f"{builder.cache_dir}: holds damaged tokens ({library_error(error)}). Delete it.") from error
     known = json.loads(builder.info.description)
     return StoredSequences(rows, known["scored"], known["fingerprint"])

@@ -16,7 +16,7 @@ from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, Warned, heading, sentence
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
@@ -93,7 +93,7 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     """What an expanded folder says of itself: of one expansion all, of several a line each."""
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
-    router = ("router", "none" if added.routing is None else describe(added.routing, list(added.expansions)))
+    router = ("router", "none" if added.routing is None else describe_router(added.routing, list(added.expansions)))
     rows = [("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since])))]
     rows.append((NEXT, added.adopt or ("" if model is None or added.is_current else command("verify", model))))
     if len(added.expansions) == 1:
@@ -179,7 +179,7 @@ def render_routed(done: Routed) -> RenderableType:
         rows.append(("router", "none; as before route-export, and what was trained since"))
     else:
         rows += [
-            ("router", describe(done.routing)),
+            ("router", describe_router(done.routing)),
             ("two paths", parts),
             ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
         ]

@@ -12,7 +12,7 @@ from scale_surgery.errors import counted, name_some
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT
 from scale_surgery.show.tables import facts, format_bytes, render_warnings
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.running.drift import Drift
@@ -83,7 +83,7 @@ def render_composed(done: Composed) -> RenderableType:
         ("written", f"{done.path}  ({format_bytes(done.bytes_added)} beside the base)"),
         ("base", done.base_name),
         ("paths", f"{len(done.expansions) + 1}: the base, {', '.join(done.expansions)}"),
-        ("router", "none" if done.routing is None else describe(done.routing, list(done.expansions))),
+        ("router", "none" if done.routing is None else describe_router(done.routing, list(done.expansions))),
     ]
     if done.removed:
         rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))

@@ -16,7 +16,7 @@ from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.layout import heading, sentence
 from scale_surgery.show.tables import facts, format_count, plain_table
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams
@@ -96,7 +96,7 @@ def _run(run: Mapping[str, Any]) -> str:
 def _facts(report: Report) -> RenderableType:
     count = len({tensor.name for tensor in report.tensors})
     trained = len({tensor.name for tensor in report.tensors if tensor.is_trained})
-    kind = report.variant if report.routing is None else f"{report.variant}, routed ({describe(report.routing)})"
+    kind = report.variant if report.routing is None else f"{report.variant}, routed ({describe_router(report.routing)})"
     rows = [
         ("base", report.base_name),
         ("variant", kind),

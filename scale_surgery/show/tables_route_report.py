@@ -12,7 +12,7 @@ from scale_surgery.errors import counted
 from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.path_colours import Colouring, Legend, PathMarks, choose_colours, has_colour
 from scale_surgery.show.visible import visible
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute
@@ -25,7 +25,7 @@ def render_route_report(report: RouteReport) -> RenderableType:
     """A route report: tokens of each file, and the totals of all."""
     colouring = choose_colours(report.paths, report.shares)
     files = (part for file in report.files for part in _file(file, colouring))
-    heads = heading("routing", f"{describe(report.routing, report.paths[1:])}; losses in nats per token")
+    heads = heading("routing", f"{describe_router(report.routing, report.paths[1:])}; losses in nats per token")
     return Group(Legend(colouring), *files, Text(), heads, _totals(report))
 
 

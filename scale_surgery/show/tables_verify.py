@@ -13,7 +13,7 @@ from rich.text import Text
 from scale_surgery.errors import counted, shorten
 from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.tables import facts, plain_table, render_warnings
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Layer, Numbers, PathNumbers
@@ -31,7 +31,9 @@ def render_verification(result: Verification) -> RenderableType:
     changed = counted(result.trained_tensors, "tensor")
     state = "untrained" if result.state == "initial" else f"trained ({changed} changed)"
     router = result.routing
-    kind = result.variant if router is None else f"{result.variant}, routed ({describe(router, result.expansions)})"
+    kind = (
+        result.variant if router is None else f"{result.variant}, routed ({describe_router(router, result.expansions)})"
+    )
     return Group(*parts, Text(), word + sentence(f"  {kind}, {state}, base {result.base_name}"))
 
 

@@ -38,7 +38,7 @@ from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.around import base_shards, running_dtype, write_anew, write_around
 from scale_surgery.surgery.config import expanded_config
-from scale_surgery.surgery.expand import base_bytes
+from scale_surgery.surgery.expand import least_base_bytes
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     ExpansionRecord,
@@ -275,7 +275,7 @@ def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
 
 def _needed_bytes(trained: Trained, wide: _Wide | None, how: BaseWeights) -> int:
     if wide is None:
-        return trained.bytes_added + base_bytes(trained.checkpoint, trained.facts, how)
+        return trained.bytes_added + least_base_bytes(trained.checkpoint, trained.facts, how)
     shards = base_shards(wide.checkpoint, wide.manifest) if how == "copy" else []
     sizes = ((wide.checkpoint.path / shard).stat().st_size for shard in shards)
     return sum(sizes) + trained.bytes_added

@@ -100,7 +100,7 @@ def expand(
         check_beside([*before.plans.values(), made])
         refuse_linked(source.path, before)
     base = base_in(checkpoint, made.request.name)
-    check_space(target, base_bytes(base, made, base_weights) + made.costs.bytes_added)
+    check_space(target, least_base_bytes(base, made, base_weights) + made.costs.bytes_added)
     if before is not None:
         refuse_damaged(checkpoint, before, track, is_trusted=run.trust_remote_code)
     state = {
@@ -133,7 +133,7 @@ def _plan_for(
     return replace(plan_or_request, base_name=name, base_revision=revision)
 
 
-def base_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
+def least_base_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
     """Bytes that a base takes on disk for sure, beside an expansion of it."""
     # a reflink takes no space either, but whether it works is only known when it is tried
     copied = checkpoint.shards if base_weights == "copy" else renumbered_shards(checkpoint, plan.numbering)

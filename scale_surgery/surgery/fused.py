@@ -28,7 +28,7 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import code_texts, fused_config
-from scale_surgery.surgery.joining import cast_problems, join, joined_tensors
+from scale_surgery.surgery.joining import cast_problems, join_pieces, joined_tensors
 from scale_surgery.surgery.parts import described_parts, rebuild_shard
 from scale_surgery.surgery.record import Manifest
 
@@ -99,7 +99,7 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
     for name, info in checkpoint.tensors.items():
         if name in joined:
             item = joined[name]
-            kept[info.file].append(computed(name, info.dtype, item.shape, functools.partial(join, item, read)))
+            kept[info.file].append(computed(name, info.dtype, item.shape, functools.partial(join_pieces, item, read)))
         elif name not in gone:
             kept[info.file].append(stored(checkpoint, name))
     filled = [entries for entries in kept.values() if entries]

@@ -154,7 +154,7 @@ def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     ]
 
 
-def join(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:
+def join_pieces(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:
     """Join what `read` gives for the name of each piece; in the dtype of the base tensor, as it is to be stored."""
     base = read(joined.name)
     whole = _by_rows(joined, base.new_zeros(joined.shape))
@@ -167,7 +167,7 @@ def join(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:
     return _by_rows(joined, whole).contiguous()
 
 
-def take(joined: Joined, block: str, whole: Tensor) -> Tensor:
+def take_piece(joined: Joined, block: str, whole: Tensor) -> Tensor:
     """Take one piece out of a joined tensor, as it was stored."""
     rows = _by_rows(joined, whole)
     value = (rows if joined.is_bias else rows[:, _columns(joined, block)])[_rows(joined, block)]

@@ -30,7 +30,7 @@ from scale_surgery.planning.stock import (
     stock_sizes,
 )
 from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.surgery.joining import Joined, cast_problems, join, joined_tensors
+from scale_surgery.surgery.joining import Joined, cast_problems, join_pieces, joined_tensors
 from scale_surgery.surgery.parts import restore
 from scale_surgery.surgery.record import Manifest
 
@@ -138,7 +138,7 @@ def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined 
     block, linear = found
     before = linear_widths(block, linear, widths if joined else Widths())
     after = linear_streams(linear, stock_sizes(architecture, sizes, widths))
-    tensor = join(joined, read) if joined else read(name)
+    tensor = join_pieces(joined, read) if joined else read(name)
     rows = [(sum(own), sum(larger)) for own, larger in zip(before.outputs, after.outputs, strict=True)]
     is_transposed = architecture.transposed and tensor.dim() == 2
     padded = pad_with_zeros(tensor.t() if is_transposed else tensor, rows, sum(after.inputs))

@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.surgery.joining import Joined, joined_tensors, take
+from scale_surgery.surgery.joining import Joined, joined_tensors, take_piece
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, 
 
 
 def _take(item: Joined, block: str, read: Callable[[str], Tensor]) -> Tensor:
-    return take(item, block, read(item.name))
+    return take_piece(item, block, read(item.name))
 
 
 def hash_parts(

@@ -29,7 +29,7 @@ from scale_surgery.checkpoint.records import read_record, reading
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, in_one_line
 from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
-from scale_surgery.planning.base import Base, Facts, check_facts, check_layers
+from scale_surgery.planning.base import Base, BaseFacts, check_facts, check_layers
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.tensors import TensorPlan
@@ -68,11 +68,11 @@ class BaseTensor:
 
 
 @dataclass(frozen=True)
-class StoredExpansion:
+class RecordEntry:
     """What surgery.json holds of an expansion; see `ExpansionRecord`, whose plan follows from request and facts."""
 
     request: Request
-    facts: Facts
+    facts: BaseFacts
     tensors: Mapping[str, str]
     trained: Mapping[str, str] | None = None
     training: tuple[Run, ...] = ()
@@ -233,7 +233,7 @@ class Manifest:
 class StoredManifest(Manifest):
     """surgery.json as it lies there: plans and the router are made of what it holds."""
 
-    expansions: Mapping[str, StoredExpansion]  # type: ignore[assignment]
+    expansions: Mapping[str, RecordEntry]  # type: ignore[assignment]
     verification: Certificate | None = None
     routing: Mapping[str, Any] | None = None  # type: ignore[assignment]
     fused: Fused | None = None
@@ -343,7 +343,7 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, stored: StoredExpansion) -> ExpansionRecord:
+def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, stored: RecordEntry) -> ExpansionRecord:
     """What is said of an expansion, its plan made again."""
     if stored.request.name != name or not name.isidentifier():
         raise PlanError(f"expansions.{name} is called {stored.request.name!r} in its request")

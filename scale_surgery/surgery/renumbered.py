@@ -111,7 +111,7 @@ def _write(file: Path, chunks: Iterable[bytes], advance: Progress) -> None:
             advance(len(chunk))
 
 
-def base_bytes(file: Path, header: str, numbering: Numbering) -> Iterator[bytes]:
+def read_base_shard(file: Path, header: str, numbering: Numbering) -> Iterator[bytes]:
     """The base's shard that a stored one was made of; a stored one whose header is not its own, as it is.
 
     Args:
@@ -134,7 +134,7 @@ def write_base_shard(path: Path, manifest: Manifest, shard: str, file: Path, adv
         file: The file to be.
         advance: Called with the bytes done.
     """
-    _write(file, base_bytes(path / shard, manifest.renumbered[shard], numbering_in(manifest)), advance)
+    _write(file, read_base_shard(path / shard, manifest.renumbered[shard], numbering_in(manifest)), advance)
 
 
 def hash_stored(path: Path, manifest: Manifest, names: list[str], advance: Progress = no_progress) -> dict[str, str]:
@@ -151,7 +151,7 @@ def hash_stored(path: Path, manifest: Manifest, names: list[str], advance: Progr
     for name in names:
         if name in manifest.renumbered:
             digest = hashlib.sha256()
-            for chunk in base_bytes(path / name, manifest.renumbered[name], numbering_in(manifest)):
+            for chunk in read_base_shard(path / name, manifest.renumbered[name], numbering_in(manifest)):
                 digest.update(chunk)
                 advance(len(chunk))
             hashes[name] = digest.hexdigest()

@@ -26,7 +26,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import with_router
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
-from scale_surgery.surgery.routers import describe, router_for
+from scale_surgery.surgery.routers import describe_router, router_for
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,10 @@ def set_routing(routed: str | Path, routing: Router) -> None:
     refuse_fused(checkpoint.path, manifest)
     known, names = manifest.routing, tuple(manifest.expansions)
     if known is None or known.router != routing.router or known.paths(names) != routing.paths(names):
-        found = "none" if known is None else describe(known)
-        raise CheckpointError(f"{routed}: its router is {found}; it cannot become {describe(routing)}. Export anew.")
+        found = "none" if known is None else describe_router(known)
+        raise CheckpointError(
+            f"{routed}: its router is {found}; it cannot become {describe_router(routing)}. Export anew."
+        )
     check_numbering(checkpoint, manifest)
     _check_router(checkpoint)
     before = read_text(checkpoint, CONFIG_FILE)

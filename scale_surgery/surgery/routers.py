@@ -196,6 +196,6 @@ def _in_words(name: str, value: Any, names: Sequence[str]) -> str:
     return f"{name} " + ", ".join(f"{path}{own:.3g}" for path, own in zip(called, value, strict=True))
 
 
-def describe(router: Router, names: Sequence[str] = ()) -> str:
+def describe_router(router: Router, names: Sequence[str] = ()) -> str:
     """A router and its numbers in one line; see `numbers_of`."""
     return f"{router.router}, {numbers_of(router, names)}"

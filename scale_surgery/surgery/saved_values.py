@@ -34,7 +34,7 @@ ROUNDED = (
 )
 
 
-class Values:
+class SavedTensors:
     """Reads saved tensors one by one; the parts of a merged one are asked for one after the other."""
 
     def __init__(self, saved: Saved, match: Match) -> None:
@@ -93,7 +93,7 @@ def compare_base(
     pairs = [pair for pair in match.pairs if pair.wanted in trained.base_tensors]
     kinds = {pair: _other_dtype(saved, trained, pair) for pair in pairs}
     as_stored = [pair for pair in pairs if pair.part is None and not kinds[pair]]
-    values, changed, widened = Values(saved, match), list[Pair](), dict[str, int]()
+    values, changed, widened = SavedTensors(saved, match), list[Pair](), dict[str, int]()
     with track("base tensors", sum(trained.checkpoint.tensors[pair.wanted].bytes for pair in pairs)) as advance:
         hashes = hash_tensors(saved.checkpoint, list(dict.fromkeys(pair.saved for pair in as_stored)), advance)
         changed += [pair for pair in as_stored if hashes[pair.saved] != base_hashes[pair.wanted]]
@@ -112,11 +112,11 @@ def _other_dtype(saved: Saved, trained: Trained, pair: Pair) -> str:
     return "" if found == wanted else f"{found} for {wanted}"
 
 
-def _difference(values: Values, trained: Trained, pair: Pair) -> str | None:
+def _difference(values: SavedTensors, trained: Trained, pair: Pair) -> str | None:
     return difference(values.read(pair), read_tensor(trained.checkpoint, pair.wanted))
 
 
-def _refuse_changed(saved: Saved, trained: Trained, values: Values, changed: Sequence[Pair], count: int) -> None:
+def _refuse_changed(saved: Saved, trained: Trained, values: SavedTensors, changed: Sequence[Pair], count: int) -> None:
     if not changed:
         return
     lines = [f"{pair.wanted}: {_difference(values, trained, pair)}" for pair in changed[:MOST_LINES]]
@@ -137,7 +137,7 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
     Returns:
         What `write_shard` takes: at no time more than one tensor is in memory.
     """
-    values, shards = Values(saved, match), dict[str, list[Entry]]()
+    values, shards = SavedTensors(saved, match), dict[str, list[Entry]]()
     pairs = dict[str, list[Pair]]()
     for pair in match.pairs:
         pairs.setdefault(pair.wanted, []).append(pair)
@@ -148,7 +148,7 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
     return shards
 
 
-def _cast(values: Values, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
+def _cast(values: SavedTensors, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
     from scale_surgery.surgery.initialise import TORCH_DTYPES
 
     def read() -> Tensor:

@@ -76,7 +76,7 @@ def strip(
     with staged(target, state, overwrite=overwrite, keeps_refused=True) as partial:
         with track("files", sum(file.bytes for file in manifest.base_files.values() if file.stored_as)) as advance:
             restore(path, partial, manifest, _placing(path, manifest, joined, base_weights, advance))
-        files = check_files(partial, manifest, track, total)
+        files = check_restored(partial, manifest, track, total)
     return Stripped(target, manifest.base_name, files, manifest.left_out)
 
 
@@ -98,7 +98,7 @@ def _placing(
     return place
 
 
-def check_files(folder: Path, manifest: Manifest, track: Track, total: int) -> dict[str, str]:
+def check_restored(folder: Path, manifest: Manifest, track: Track, total: int) -> dict[str, str]:
     """Check the files of a base that was given back by hash; those that differ are taken away.
 
     Args:

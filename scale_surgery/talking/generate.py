@@ -96,7 +96,7 @@ def summarise(
     )
 
 
-def write_jsonl(result: Generation, file: Path) -> None:
+def write_answers(result: Generation, file: Path) -> None:
     """Write a line of JSON for each prompt, whole or not at all; an existing file is replaced."""
     rows: list[dict[str, Any]] = [answer.to_json() for answer in result.answers]
     for row, base in zip(rows, result.base_answers, strict=False):

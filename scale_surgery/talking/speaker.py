@@ -21,7 +21,7 @@ from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import describe, router_of, sides_of
+from scale_surgery.surgery.routers import describe_router, router_of, sides_of
 from scale_surgery.talking.interrupt import StopAtOnce
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings
@@ -102,7 +102,7 @@ class Speaker:
         """What kind of model it is, in one line."""
         kind = "fused" if self.subject.is_fused else "expanded" if self.subject.is_expanded else "stock"
         kind = "composed" if len(self.paths) > 2 else kind
-        return kind if self.routing is None else f"{kind}, routed: {describe(self.routing)}"
+        return kind if self.routing is None else f"{kind}, routed: {describe_router(self.routing)}"
 
     def speak(
         self,

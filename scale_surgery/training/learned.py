@@ -23,7 +23,14 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.saved_datasets import digest_of
-from scale_surgery.running.sequences import NO_TEXT, NOTHING_SCORED, Sequences, StoredSequences, from_arrays, join
+from scale_surgery.running.sequences import (
+    NO_TEXT,
+    NOTHING_SCORED,
+    Sequences,
+    StoredSequences,
+    concatenate,
+    from_arrays,
+)
 from scale_surgery.running.sources import TextSource, parse_source
 from scale_surgery.running.text_files import readable
 from scale_surgery.running.texts import pack, read_tokens, scored_ones, stride, tokenize
@@ -156,11 +163,11 @@ def read_texts(
     reader = Reader(tokenizer, digest, length, settings.packing, settings.learn_prompts)
     learned = [str(text) for text in files["learn"]]
     if cache is None and not _is_large(learned):
-        texts: dict[str, Sequences | StoredSequences] = {"learn": join(reader.read(learned))}
+        texts: dict[str, Sequences | StoredSequences] = {"learn": concatenate(reader.read(learned))}
     else:
         texts = {"learn": _stored(reader, learned, cache, processes, track)}
     if files.get(REHEARSAL):
-        texts[REHEARSAL] = join(reader.read(list(map(str, files[REHEARSAL]))))
+        texts[REHEARSAL] = concatenate(reader.read(list(map(str, files[REHEARSAL]))))
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
             texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))

@@ -21,11 +21,11 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import DataError, TrainingError
 from scale_surgery.progress import Track
 from scale_surgery.running.context import choose_length, context_of
-from scale_surgery.running.documents import read_prompts
+from scale_surgery.running.documents import read_questions
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.sequences import Sequences, join
+from scale_surgery.running.sequences import Sequences, concatenate
 from scale_surgery.running.texts import pack, tokenize_prompts
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.learned import made_by_one
@@ -83,7 +83,7 @@ def _write_own(
     tokenizer = need_tokenizer(checkpoint.path, name, run)
     context = {name: context_of(checkpoint.config)}
     length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
-    begins = begin_tokens(tokenizer, read_prompts([Path(prompts)]) if prompts else [], name)
+    begins = begin_tokens(tokenizer, read_questions([Path(prompts)]) if prompts else [], name)
     sampling = Sampling(settings.rehearsal_samples, length, settings.rehearsal_temperature, settings.seed)
     with quiet_transformers():
         samples = sample_base(model, begins, sampling, tokenizer, track)
@@ -97,7 +97,9 @@ def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
     """
     (start,) = tokenize_prompts([""], tokenizer)
     return (
-        samples if start else join(_without_first(samples[place]["input_ids"].int()) for place in range(len(samples)))
+        samples
+        if start
+        else concatenate(_without_first(samples[place]["input_ids"].int()) for place in range(len(samples)))
     )
 
 
@@ -193,7 +195,7 @@ def sample_texts(
             made = _generate(model, begin, len(places), sampling, tokenizer)
             parts += [_row(ids, len(begin), tokenizer.eos_token_id) for ids in made.cpu()]
             advance(len(places))
-    return join(parts)
+    return concatenate(parts)
 
 
 @contextmanager
@@ -262,6 +264,6 @@ def read_samples(file: Path) -> Sequences:
     try:
         rows = [json.loads(line)["ids"] for line in read_bytes(file).decode().splitlines()]
         parts = [torch.tensor(ids, dtype=torch.int32) for ids in rows]
-        return join(Sequences(ids, ids, (0, len(ids))) for ids in parts)
+        return concatenate(Sequences(ids, ids, (0, len(ids))) for ids in parts)
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         raise TrainingError(f"{file}: the samples of this run cannot be read ({error}). Begin it anew.") from error

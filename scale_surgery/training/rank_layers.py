@@ -102,7 +102,7 @@ def rank_layers(
     with loaded_whole(source.path, source.name, replace(run, device=device)) as network:
         pilot = run_pilot(network, plan.architecture, text, settings, steps, track)
     changes = {layer: pilot.changes[layer] for layer in plan.layers}
-    proposed, tied = propose(budget, changes, price)
+    proposed, tied = propose_layers(budget, changes, price)
     return Ranking(
         name=source.name,
         model=str(model),
@@ -206,7 +206,7 @@ def order_layers(changes: Mapping[int, float]) -> list[int]:
     return sorted(changes, key=lambda layer: (changes[layer], layer), reverse=True)
 
 
-def propose(budget: int, changes: Mapping[int, float], price: Price) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def propose_layers(budget: int, changes: Mapping[int, float], price: Price) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Propose the most changed layers that a budget pays for; of tied layers the last ones.
 
     Args:

@@ -70,7 +70,9 @@ class Training:
     left_out: tuple[str, ...] = ()
 
 
-def describe(trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, seconds: float) -> Training:
+def describe_run(
+    trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, seconds: float
+) -> Training:
     """Say what a run did, when it is over."""
     log = trainer.state.log_history
     change = compare_losses(log, trainer.sides)

@@ -48,7 +48,7 @@ from scale_surgery.training.arguments import (
 )
 from scale_surgery.training.ready import check_quantisation, check_reach, load_to_train
 from scale_surgery.training.reports import find_reports, reporting
-from scale_surgery.training.result import Training, describe
+from scale_surgery.training.result import Training, describe_run
 from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
     TrainingRun,
@@ -198,7 +198,7 @@ def train(
         if processes.is_main_process:
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
-    return describe(trainer, training, schedule, time.monotonic() - started)
+    return describe_run(trainer, training, schedule, time.monotonic() - started)
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:

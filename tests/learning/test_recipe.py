@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scale_surgery import PlanError, read_recipe, resolve_recipe, write_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
-from scale_surgery.learning.presets import PRESETS, Facts, with_preset
+from scale_surgery.learning.presets import PRESETS, JobFacts, with_preset
 from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
 from scale_surgery.learning.recipe_file import recipe_text
 
@@ -143,14 +143,14 @@ def test_the_paper_is_as_published(data):
     assert (training.learning_rate, training.schedule, training.warmup, training.epochs) == (1e-3, "linear", 0.06, 1)
     assert (recipe.expansion.layers, recipe.expansion.variant, recipe.routing.router) == ("all", "adapt", "cosine")
     # L_fp is 3 of 16 layers, and sequences are as long as the model reads
-    values = with_preset("paper", {}, Facts(layers=16, context=131072, tokens=10**9))
+    values = with_preset("paper", {}, JobFacts(layers=16, context=131072, tokens=10**9))
     assert (values["expansion.collaborative_layers"], values["training.sequence_length"]) == ("last:13", 8192)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("tokens", [1, 9_000, 10**6, 10**12])
 def test_presets_make_recipes(name, tokens):
-    recipe = make_recipe(with_preset(name, SAID, Facts(32, 4096, tokens)))
+    recipe = make_recipe(with_preset(name, SAID, JobFacts(32, 4096, tokens)))
     if name == "default":
         assert 1 <= recipe.training.epochs <= 12 and 1 <= recipe.training.batch_size <= 8
 

@@ -23,7 +23,7 @@ from scale_surgery.show.tables_calibrate import render_calibration
 from scale_surgery.show.tables_route_report import render_route_report
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 from tests.composed import LLAMA
 from tests.conftest import load
 from tests.each import mostly
@@ -255,7 +255,9 @@ def test_it_goes_through_every_command(
     ids = AutoTokenizer.from_pretrained(routed)("the quick", return_tensors="pt")["input_ids"]
     alone = load(routed).generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
     assert [token.id for token in answer.tokens] == alone[0, ids.shape[1] :].tolist()
-    assert describe(router, LLAMA[:3]) in " ".join(shown(render_route_report(route_report(routed, text))).split())
+    assert describe_router(router, LLAMA[:3]) in " ".join(
+        shown(render_route_report(route_report(routed, text))).split()
+    )
     result = route_calibrate(routed, text, text)
     assert [outcome.routing for outcome in result.outcomes] == [router] and result.proposed == result.present
     assert f"{name} router over 4 paths" in shown(render_calibration(result))

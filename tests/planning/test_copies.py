@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Norm
-from scale_surgery.planning.base import Base, Facts
+from scale_surgery.planning.base import Base, BaseFacts
 from scale_surgery.planning.depth import depth_tensors
 from tests.written import Sizes
 
@@ -36,7 +36,7 @@ def base_of(path: Path, post_norms: tuple[Norm, ...]) -> Base:
     kind = Kind(kind.blocks, kind.pre_norms, kind.post_norms, stored_as=stored)
     about = Architecture("any", "", {}, "model", "layers", "embed_tokens", Norm("norm"), "lm_head", (kind,), (0,))
     sizes, checkpoint = Sizes(2, 1, 0, 0, 0, 0, 2, 1e-6, True), open_checkpoint(path)
-    return Base(checkpoint, Facts(about, sizes, in_memory=NAMES))
+    return Base(checkpoint, BaseFacts(about, sizes, in_memory=NAMES))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import Limits, choose, given_options, propose, read_limits
-from scale_surgery.routing.noise import Estimate, estimate
+from scale_surgery.routing.noise import MeanWithError, mean_with_error
 from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
 from scale_surgery.routing.path_scores import (
     PathLosses,
@@ -405,14 +405,14 @@ def outcome(threshold: float, forgetting: float, learning: float, **changes: Any
     """What a setting scores, 100 tokens a side and a base with 1 and 3 nats per token."""
     old_side, new_side = Measurement(100 + 100 * forgetting, 100, 0, 0), Measurement(300 - 100 * learning, 100, 0, 0)
     routing = CosineRouter(threshold=threshold)
-    gain, short = Estimate(learning, 0.001), short_prompts(threshold)
+    gain, short = MeanWithError(learning, 0.001), short_prompts(threshold)
     made = Outcome(routing, old_side, new_side, forgetting, learning, learning / 2, threshold, threshold, gain, short)
     return replace(made, **changes)
 
 
 def short_prompts(forgetting: float, change: float = 0.0) -> ShortPrompts:
     """What short prompts lose, the same after each number of tokens."""
-    return ShortPrompts((ShortPrompt(1, 9, 0.5, forgetting),), forgetting, Estimate(change, 0.001))
+    return ShortPrompts((ShortPrompt(1, 9, 0.5, forgetting),), forgetting, MeanWithError(change, 0.001))
 
 
 def test_the_best_learns_most_among_those_that_forget_little() -> None:
@@ -538,14 +538,14 @@ def test_the_noise_is_that_of_other_samples_of_texts() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, 50, (400,), generator=generator)
     nats = tokens * (0.3 + torch.randn(400, generator=generator, dtype=torch.float64))
-    found = estimate(nats, tokens)
+    found = mean_with_error(nats, tokens)
     drawn = [torch.randint(400, (400,), generator=generator) for _ in range(2000)]
     again = torch.stack([nats[rows].sum() / tokens[rows].sum() for rows in drawn])
     assert found.value == pytest.approx(float(nats.sum() / tokens.sum()))
     assert found.error == pytest.approx(float(again.std()), rel=0.1)
-    assert estimate(nats[:1], tokens[:1]).error == math.inf
+    assert mean_with_error(nats[:1], tokens[:1]).error == math.inf
     none = torch.zeros(1, dtype=torch.int64)
-    assert estimate(torch.cat((nats, none)), torch.cat((tokens, none))) == found, "a window that is not scored"
+    assert mean_with_error(torch.cat((nats, none)), torch.cat((tokens, none))) == found, "a window that is not scored"
 
 
 ADAPT = {"routing": None}
@@ -564,8 +564,8 @@ ADAPT = {"routing": None}
     ],
 )
 def test_a_change_needs_a_gain_that_matters(gain: float, error: float, least_gain: float, is_taken: bool) -> None:
-    present = outcome(0.5, 0.01, 1.0, gain=Estimate(0.0, 0.0), short=short_prompts(0.1))
-    better = outcome(0.4, 0.01, 1.0 + gain, gain=Estimate(gain, error), short=short_prompts(0.1))
+    present = outcome(0.5, 0.01, 1.0, gain=MeanWithError(0.0, 0.0), short=short_prompts(0.1))
+    better = outcome(0.4, 0.01, 1.0 + gain, gain=MeanWithError(gain, error), short=short_prompts(0.1))
     found = choose([present, better], Limits(0.02, None, None, None, least_gain), outcome(1, 1, 2.0, **ADAPT))
     assert (found.proposed is better) == is_taken and found.best in (present, better)
     # what forgets too much is changed whatever it gains
@@ -575,9 +575,9 @@ def test_a_change_needs_a_gain_that_matters(gain: float, error: float, least_gai
 
 
 def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
-    present = outcome(0.5, 0.01, 1.0, gain=Estimate(0.0, 0.0), short=short_prompts(0.1))
-    worse = outcome(0.4, 0.01, 1.5, gain=Estimate(0.5, 0.001), short=short_prompts(0.2, change=0.1))
-    noisy = outcome(0.3, 0.01, 1.4, gain=Estimate(0.4, 0.001), short=short_prompts(0.115, change=0.015))
+    present = outcome(0.5, 0.01, 1.0, gain=MeanWithError(0.0, 0.0), short=short_prompts(0.1))
+    worse = outcome(0.4, 0.01, 1.5, gain=MeanWithError(0.5, 0.001), short=short_prompts(0.2, change=0.1))
+    noisy = outcome(0.3, 0.01, 1.4, gain=MeanWithError(0.4, 0.001), short=short_prompts(0.115, change=0.015))
     adapt = outcome(1, 1, 2.0, **ADAPT)
     for short, expected in ((None, noisy), (0.2, worse), (0.19, noisy), (0.1, present), (math.inf, worse)):
         assert choose([present, worse, noisy], Limits(0.02, None, None, short, 0.01), adapt).proposed is expected
@@ -587,7 +587,7 @@ def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
         "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; the least is "
         "0.2 nats per token, with threshold 0.4. Give more old texts, or --set most_short_forgetting=0.2."
     )
-    alone = replace(noisy, short=replace(noisy.short, change=Estimate(0.0015, math.inf)))
+    alone = replace(noisy, short=replace(noisy.short, change=MeanWithError(0.0015, math.inf)))
     assert choose([present, alone], Limits(0.02, None, None, None, 0.01), adapt).proposed is present
     with pytest.raises(PlanError) as refused:
         choose([present, worse, noisy], Limits(0.02, None, None, 0.05, 0.01), adapt)
@@ -613,7 +613,7 @@ def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
 )
 def test_what_few_texts_do_not_show_is_not_taken_for_no_loss(lost: list[float], is_kept: bool) -> None:
     tokens = torch.full((len(lost),), 8)
-    change = estimate(8 * torch.tensor(lost, dtype=torch.float64), tokens)
+    change = mean_with_error(8 * torch.tensor(lost, dtype=torch.float64), tokens)
     short = ShortPrompts((), change.value, change)
     assert Limits(0.02, None, None, None, 0.01).keeps_short(outcome(0.5, 0.0, 1.0, short=short)) == is_kept
 
@@ -660,7 +660,7 @@ def test_windows_of_one_text_are_one_text(place: Path, tmp_path: Path) -> None:
         # texts are of other lengths, so their last windows are read apart from the others
         scored = torch.tensor([part.present.new.scored for part in parts])
         nats = [part.present.new.nats - part.outcomes[row].new.nats for part in parts]
-        expected = estimate(torch.tensor(nats, dtype=torch.float64), scored)
+        expected = mean_with_error(torch.tensor(nats, dtype=torch.float64), scored)
         assert found.gain.value == pytest.approx(expected.value, abs=1e-5)
         assert found.gain.error == pytest.approx(expected.error, abs=1e-5)
     assert max(found.gain.error for found in both[0].outcomes) > 1e-3

@@ -39,7 +39,7 @@ from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.program import main
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
-from scale_surgery.routing.report import route_report, write_jsonl
+from scale_surgery.routing.report import route_report, write_tokens
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.documents import Document
 from scale_surgery.running.texts import tokenize
@@ -231,7 +231,7 @@ def strictly(text: str) -> Any:
 
 def test_jsonl_is_a_line_a_token(report_of: Callable[[str], RouteReport], tmp_path: Path) -> None:
     report = report_of("cosine")
-    write_jsonl(report, tmp_path / "out" / "tokens.jsonl")
+    write_tokens(report, tmp_path / "out" / "tokens.jsonl")
     rows = [strictly(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
     assert rows == report.records() and len(rows) == len(tokens_of(report))
     assert list(rows[0]) == [

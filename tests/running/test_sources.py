@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from scale_surgery.errors import DataError
-from scale_surgery.running.documents import read_documents, read_prompts
+from scale_surgery.running.documents import read_documents, read_questions
 from scale_surgery.running.saved_datasets import digest_of
 from scale_surgery.running.sources import TextSource, parse_source
 from tests.running.test_texts import lines
@@ -82,7 +82,7 @@ def test_a_column_of_lines_and_arrays(tmp_path: Path) -> None:
         assert read(f"{text},column=body") == [("one", f"{text}, {where} 1"), ("two", f"{text}, {where} 2")]
         assert [text for text, _ in read(text)] == ["un", "deux", "x"], "without it, the usual field"
         assert refusal(f"{text},column=n")[0] == f'{text}, {where} 1: "n" is a number, expected a text.'
-    assert read_prompts([Path(f"{file},column=body")]) == ["one", "two", " "]
+    assert read_questions([Path(f"{file},column=body")]) == ["one", "two", " "]
 
 
 def test_plain_text_has_no_columns_and_a_file_no_splits(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from matplotlib.image import imread
 
 from scale_surgery import DataError
 from scale_surgery.evidence.evaluate import Evaluation
-from scale_surgery.evidence.meter import Kind, Score
+from scale_surgery.evidence.meter import MeterKind, Score
 from scale_surgery.running.loss import Measurement
 from scale_surgery.show.figure_plane import plane_figure, plot_plane
 from scale_surgery.show.figures import NOISY_POINTS, curve_of, plot_training, running_mean, training_figure
@@ -37,7 +37,7 @@ def log(steps: int, *, accuracies: bool = True) -> list[dict[str, Any]]:
     return records
 
 
-def score(name: str, kind: Kind, base: str | None, old: float | None, new: float | None) -> Score:
+def score(name: str, kind: MeterKind, base: str | None, old: float | None, new: float | None) -> Score:
     sides = (None if loss is None else Measurement(loss * 100, 100, 0, 0) for loss in (old, new))
     return Score(name, kind, base, *sides)
 

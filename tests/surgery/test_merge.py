@@ -41,7 +41,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.running.drift import measure_drift
 from scale_surgery.surgery.fused import check_fusible
-from scale_surgery.surgery.joining import join, joined_tensors, take
+from scale_surgery.surgery.joining import join_pieces, joined_tensors, take_piece
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, digests, load, shake
 from tests.each import each_shape, mostly
@@ -165,10 +165,10 @@ def test_joining_copies_every_bit_and_leaves_the_rest_zero(expanded_of: Callable
     tensors = {name: tensor for file in checkpoint.shards for name, tensor in load_file(path / file).items()}
     tensors["model.layers.0.mlp.gate_up_proj.expansions.default.w21"][0, 0] = float("nan")
     for item in joined_tensors(manifest):
-        whole = join(item, tensors.__getitem__)
+        whole = join_pieces(item, tensors.__getitem__)
         assert whole.shape == item.shape and whole.is_contiguous()
         for block, name in item.pieces.items():
-            bits = [part.view(torch.int32) for part in (take(item, block, whole), tensors[name])]
+            bits = [part.view(torch.int32) for part in (take_piece(item, block, whole), tensors[name])]
             assert torch.equal(*bits), name
         pieces = sum(tensors[name].count_nonzero() for name in item.pieces.values())
         assert whole.count_nonzero() == pieces

@@ -24,7 +24,7 @@ from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRoute
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
-from scale_surgery.surgery.routers import RouterOptions, describe
+from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.surgery.strip import strip
 from tests import routed
 from tests.conftest import digests, load
@@ -361,7 +361,7 @@ def test_what_python_gives_otherwise_is_refused_and_nothing_is_written(
 
 
 def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
-    assert PosteriorRouter().bound is None and describe(PosteriorRouter()) == "posterior, switch rate 0.01"
+    assert PosteriorRouter().bound is None and describe_router(PosteriorRouter()) == "posterior, switch rate 0.01"
     assert (
         PosteriorRouter(0.2).for_expansions(1).bound == -math.log(0.2)
         and PosteriorRouter().for_expansions(4).prior == (0.2,) * 5
@@ -370,7 +370,10 @@ def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
         4
     )
     uneven = PosteriorRouter((0.5, 0.2, 0.3))
-    assert describe(uneven, ("law", "medicine")) == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
+    assert (
+        describe_router(uneven, ("law", "medicine"))
+        == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
+    )
     with pytest.raises(PlanError, match="--strict does not go with --router posterior"):
         RouterOptions(strict=True).make()
 

@@ -21,7 +21,7 @@ from scale_surgery.planning.selection import select_layers
 from scale_surgery.show.figure_rank_layers import ranking_figure
 from scale_surgery.show.tables_rank_layers import next_command
 from scale_surgery.surgery.expand import expand
-from scale_surgery.training.rank_layers import check_budget, propose, read_budget
+from scale_surgery.training.rank_layers import check_budget, propose_layers, read_budget
 from tests.conftest import digests, load
 from tests.each import mostly
 from tests.tiny import save_tiny
@@ -222,11 +222,11 @@ def price(layers: list[int]) -> int:
 
 def test_the_most_changed_layers_that_a_budget_pays_for():
     changes = {3: 4.0, 1: 3.0, 2: 2.0, 0: 1.0}
-    assert propose(25, changes, price) == ((1, 3), ())
-    assert propose(34, changes, price) == ((1, 3), ()), "what stands outside the layers counts too"
-    assert propose(35, changes, price) == ((1, 2, 3), ())
-    assert propose(1000, changes, price) == ((0, 1, 2, 3), ())
-    assert propose(25, changes | {0: 9.0}, price) == ((1, 3), ()), "a layer that does not fit is passed over"
+    assert propose_layers(25, changes, price) == ((1, 3), ())
+    assert propose_layers(34, changes, price) == ((1, 3), ()), "what stands outside the layers counts too"
+    assert propose_layers(35, changes, price) == ((1, 2, 3), ())
+    assert propose_layers(1000, changes, price) == ((0, 1, 2, 3), ())
+    assert propose_layers(25, changes | {0: 9.0}, price) == ((1, 3), ()), "a layer that does not fit is passed over"
     check_budget(15, [0, 1, 2], price, "15")
     with pytest.raises(PlanError):
         check_budget(14, [0, 1, 2], price, "14")
@@ -234,15 +234,15 @@ def test_the_most_changed_layers_that_a_budget_pays_for():
 
 def test_of_tied_layers_the_last_are_proposed():
     changes = {1: 4.0, 2: 2.1, 3: 2.0, 4: 1.95, 5: 1.0}
-    assert propose(25, changes, price) == ((1, 4), (2, 3, 4)), "one of three, beside the one that stands out"
-    assert propose(35, changes, price) == ((1, 3, 4), (2, 3, 4))
-    assert propose(45, changes, price) == ((1, 2, 3, 4), ()), "all of them fit"
-    assert propose(15, changes, price) == ((1,), ()), "the control: nothing is within a tenth of the first"
-    assert propose(15, {1: 1.2, 2: 1.0}, price) == ((1,), ()), "more than a tenth apart"
-    assert propose(15, {1: 1.09, 2: 1.0}, price) == ((2,), (1, 2))
-    assert propose(15, {1: 1.0, 2: 1.0}, price) == ((2,), (1, 2))
-    assert propose(15, {1: 0.0, 2: 0.0}, price) == ((2,), (1, 2)), "nothing was learned"
-    assert propose(25, {0: 2.0, 1: 1.9, 2: 1.0}, price) == ((1, 2), ()), "neither is one that is passed over"
+    assert propose_layers(25, changes, price) == ((1, 4), (2, 3, 4)), "one of three, beside the one that stands out"
+    assert propose_layers(35, changes, price) == ((1, 3, 4), (2, 3, 4))
+    assert propose_layers(45, changes, price) == ((1, 2, 3, 4), ()), "all of them fit"
+    assert propose_layers(15, changes, price) == ((1,), ()), "the control: nothing is within a tenth of the first"
+    assert propose_layers(15, {1: 1.2, 2: 1.0}, price) == ((1,), ()), "more than a tenth apart"
+    assert propose_layers(15, {1: 1.09, 2: 1.0}, price) == ((2,), (1, 2))
+    assert propose_layers(15, {1: 1.0, 2: 1.0}, price) == ((2,), (1, 2))
+    assert propose_layers(15, {1: 0.0, 2: 0.0}, price) == ((2,), (1, 2)), "nothing was learned"
+    assert propose_layers(25, {0: 2.0, 1: 1.9, 2: 1.0}, price) == ((1, 2), ()), "neither is one that is passed over"
 
 
 def test_what_speaks_against_the_order_is_said(ranked):

@@ -33,7 +33,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.progress import no_track
 from scale_surgery.running.freeze import expansion_disabled
-from scale_surgery.running.sequences import Sequences, join
+from scale_surgery.running.sequences import Sequences, concatenate
 from scale_surgery.running.texts import pack
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import read_manifest
@@ -170,7 +170,7 @@ def test_where_the_base_stream_is_not_the_bases_it_runs_by_itself(place, pair_of
 
 def test_batches_go_through_the_text_again_and_again_in_other_orders():
     parts = [torch.tensor([row, row], dtype=torch.int32) for row in range(6)]
-    text = join(Sequences(part, part, (0, 2)) for part in parts)
+    text = concatenate(Sequences(part, part, (0, 2)) for part in parts)
     batches = Rehearsal(text, 4, 1.0, 0)
     rows = [int(row) for number in range(6) for row in batches.batch(number)["input_ids"][:, 0]]
     passes = [rows[start : start + 6] for start in range(0, 24, 6)]
@@ -183,7 +183,7 @@ def test_batches_go_through_the_text_again_and_again_in_other_orders():
 
 @pytest.mark.parametrize(("share", "rows"), [(0.5, 8), (1 / 3, 4), (0.01, 1), (0.9, 72)])
 def test_rows_are_a_share_of_both_together(share, rows):
-    made = make_rehearsal(join([_one()]), TrainingSettings(batch_size=8, rehearsal_share=share))
+    made = make_rehearsal(concatenate([_one()]), TrainingSettings(batch_size=8, rehearsal_share=share))
     assert made.rows == rows
     assert make_rehearsal(None, TrainingSettings()) is None
 

@@ -26,7 +26,7 @@ from scale_surgery.show.tables_report import (
     format_share,
     separations,
 )
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams, TensorChange
@@ -94,7 +94,7 @@ def render_page(report: Report) -> str:
 def describe_model(report: Report) -> str:
     """The base of a model, and how it was made."""
     kind = report.method if report.variant == report.method else f"{report.method}, {report.variant}"
-    kind += "" if report.routing is None else f" · router {describe(report.routing)}"
+    kind += "" if report.routing is None else f" · router {describe_router(report.routing)}"
     return f"Base {report.base_name} · {kind}"
 
 

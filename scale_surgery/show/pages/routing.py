@@ -14,7 +14,7 @@ from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, OTHERS_COLOUR, PATH_COLOURS, Palette
 from scale_surgery.show.path_colours import Colouring, choose_colours
 from scale_surgery.show.visible import visible, visible_line, visible_text
-from scale_surgery.surgery.routers import describe
+from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute
@@ -24,7 +24,7 @@ LEAD = 0.1
 PATTERN = "repeating-linear-gradient(45deg, {} 0 3px, #e4e6ea 3px 6px)"
 
 
-class Token(NamedTuple):
+class PageToken(NamedTuple):
     """A token of the page: the space before it, the classes that colour it, and what is shown."""
 
     space: str
@@ -32,7 +32,7 @@ class Token(NamedTuple):
     text: str
 
 
-class Place(NamedTuple):
+class PathColour(NamedTuple):
     """A colour of the page: its number, the letter that says the same without it, and who has it."""
 
     number: int
@@ -51,10 +51,10 @@ def render_page(report: RouteReport) -> str:
     return fill(
         "route_report.html",
         title=f"Which path gave each token: {report.model}",
-        facts=f"Base {report.base} · router {describe(report.routing, report.paths[1:])}",
+        facts=f"Base {report.base} · router {describe_router(report.routing, report.paths[1:])}",
         light=_variables(LIGHT),
         dark=_variables(DARK),
-        places=[Place(place, _letter(place, colouring), name) for place, name in colouring.named_places()],
+        places=[PathColour(place, _letter(place, colouring), name) for place, name in colouring.named_places()],
         lead=f"{LEAD:g}",
         files=[_file(file, colouring, report) for file in report.files],
         notes=list(_notes(report)),
@@ -110,15 +110,15 @@ def _file(file: FileRoute, colouring: Colouring, report: RouteReport) -> dict[st
     }
 
 
-def _lines(tokens: Sequence[TokenRoute], colouring: Colouring) -> Iterator[list[Token]]:
+def _lines(tokens: Sequence[TokenRoute], colouring: Colouring) -> Iterator[list[PageToken]]:
     """Tokens of the page up to the end of each line of the document; where a path begins is marked."""
-    line: list[Token] = []
+    line: list[PageToken] = []
     before: tuple[int | None, int | None] = (None, None)
     for token in tokens:
         now = colouring.place_of(token.weights), _best(token.log_probabilities, colouring)
         shown = visible(token.text, token.piece)
         classes = ["t", *_kinds(token, now, before), *([] if token.text else ["x"])]
-        line.append(Token(" " * shown.startswith(" "), " ".join(classes), shown.removeprefix(" ")))
+        line.append(PageToken(" " * shown.startswith(" "), " ".join(classes), shown.removeprefix(" ")))
         before = now
         if token.text.endswith("\n"):
             yield line
