@@ -76,7 +76,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # about the base stream, the head, or what tells samples from texts: one way shows it
 ONE_WAY = ("samples alone", "base twice", "alone", "not clipped", *(name for name in CHANGES if "rate" in name))
 ONE_WAY += tuple(name for name in CHANGES if "head" in name)
-TRAINER, TRAIN = "scale_surgery.training.trainer", "scale_surgery.training.own_samples"
+TRAINER, TRAIN = "scale_surgery.training.trainer", "scale_surgery.training.base_samples"
 
 
 def loss_of_samples(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.code_names import kernel_problems
+from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
 from scale_surgery.checkpoint.foreign import refuse_foreign
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
@@ -29,7 +30,6 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import open_regular, parse_json, places_of_nan, read_bytes
-from scale_surgery.checkpoint.stamps import Stamps, take_stamps
 from scale_surgery.errors import CheckpointError, counted, name_some, shorten
 
 if TYPE_CHECKING:

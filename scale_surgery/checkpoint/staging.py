@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.beside import link_problems, locked, names_beside, refuse_links, replace_folder, settle
+from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged
 from scale_surgery.checkpoint.files import remove_unfinished, sync, write_text
+from scale_surgery.checkpoint.locks import link_problems, locked, names_beside, refuse_links, replace_folder, settle
 from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.checkpoint.stamps import Stamps, check_unchanged
 from scale_surgery.errors import CheckpointError, SurgeryError
 
 

@@ -1,6 +1,6 @@
 """Forgetting and learning side by side: what several models score on old and on new text.
 
-Which rows a model has is what `meter` says. Every model reads with its own tokenizer, and long texts are read in
+Which rows a model has is what `evaluate_models` says. Every model reads with its own tokenizer, and long texts are read in
 overlapping windows.
 """
 
@@ -17,9 +17,9 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
-from scale_surgery.evidence.meter import MeasuredRow, Meter, Score
+from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
+from scale_surgery.evidence.evaluate_models import MeasuredRow, Meter, Score
 from scale_surgery.evidence.rehearsed import rehearsed_texts
-from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, sequences_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.evidence.eval_targets import choose_lengths, open_subjects, sequences_of
 from scale_surgery.evidence.report_records import Streams
-from scale_surgery.evidence.subjects import choose_lengths, open_subjects, sequences_of
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.drift import cosines, largest_difference
 from scale_surgery.running.freeze import base_states, expansion_disabled

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
+from scale_surgery.checkpoint.file_stat import take_stamps
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import check_target, staged
-from scale_surgery.checkpoint.stamps import take_stamps
 from scale_surgery.errors import DataError, PlanError
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, problems_of
 from scale_surgery.progress import Progress, Track, no_track

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError
-from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, sequences_of
+from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed, open_model
 from scale_surgery.errors import CheckpointError
-from scale_surgery.evidence.subjects import Subject, choose_lengths, open_subjects, sequences_of
+from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, token_of, totals_of

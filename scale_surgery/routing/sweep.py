@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scale_surgery.errors import CheckpointError
-from scale_surgery.evidence.subjects import Subject
+from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.noise import mean_with_error

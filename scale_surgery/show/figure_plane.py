@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from scale_surgery.evidence.evaluate import Evaluation
-    from scale_surgery.evidence.meter import Score
+    from scale_surgery.evidence.evaluate_models import Score
 
 # in inches; each row of the legend comes to the height
 WIDTH, HEIGHT, ROW = 6.4, 4.2, 0.17

@@ -36,7 +36,6 @@ from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.around import base_shards, running_dtype, write_anew, write_around
 from scale_surgery.surgery.config import expanded_config
 from scale_surgery.surgery.expand import least_base_bytes
 from scale_surgery.surgery.intact import refuse_damaged
@@ -61,6 +60,7 @@ from scale_surgery.surgery.saved import (
     other_settings,
 )
 from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
+from scale_surgery.surgery.write_folder import base_shards, running_dtype, write_anew, write_around
 
 # what folders are called that stand in each other's place
 TITLES: Mapping[Form, str] = {

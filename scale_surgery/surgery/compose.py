@@ -29,7 +29,6 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.around import write_anew, write_around
 from scale_surgery.surgery.beside import check_beside, with_expansions
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.intact import refuse_damaged
@@ -37,6 +36,7 @@ from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifes
 from scale_surgery.surgery.renumbered import aligned_header, write_with_header
 from scale_surgery.surgery.routers import router_for
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
+from scale_surgery.surgery.write_folder import write_anew, write_around
 
 ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
 

@@ -1,7 +1,7 @@
 """Execute a plan: a base checkpoint and a plan become an expanded checkpoint beside it.
 
 plan            --tensor by tensor-> expansion-*.safetensors   (new tensors only)
-everything else --as files, edited-> what stands around them: see `around`
+everything else --as files, edited-> what stands around them: see `write_folder`
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.added_tokens import warn_of_untrained_tokens
-from scale_surgery.surgery.around import tool_on, write_anew, write_around
 from scale_surgery.surgery.beside import check_beside, with_expansions
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.renumbered import renumbered_shards
+from scale_surgery.surgery.write_folder import tool_on, write_anew, write_around
 
 
 @dataclass(frozen=True)

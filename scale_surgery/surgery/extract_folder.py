@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
 from scale_surgery.checkpoint.folder import name_tensors, read_config, read_json
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
@@ -29,7 +30,6 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import read_record, reading
 from scale_surgery.checkpoint.sources import Source, find_source
-from scale_surgery.checkpoint.stamps import Stamps, take_stamps
 from scale_surgery.errors import CheckpointError
 from scale_surgery.fields import Range
 from scale_surgery.progress import Track, no_track

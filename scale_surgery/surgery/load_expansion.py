@@ -26,7 +26,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.in_memory import InMemory, kept_in_float32
 from scale_surgery.running.loading import auto_class_of, translated
-from scale_surgery.running.sharing import (
+from scale_surgery.running.wrap_model import (
     StoredExpansion,
     check_class,
     check_shareable,

@@ -28,11 +28,11 @@ from scale_surgery.planning.reserved import name_clash, reserved_names
 from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE
-from scale_surgery.surgery.around import running_dtype, take_over_shards
 from scale_surgery.surgery.config import make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, name_in_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import renumbered_shards
+from scale_surgery.surgery.write_folder import running_dtype, take_over_shards
 
 # written for each base, never taken over from the extract as they are
 WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)

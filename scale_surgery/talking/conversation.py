@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_surgery.errors import DataError
-from scale_surgery.evidence.subjects import Subject
+from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.running.context import check_room
 from scale_surgery.running.loading import translated
 from scale_surgery.talking.records import Answer

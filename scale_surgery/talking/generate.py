@@ -10,7 +10,7 @@ from typing import Any
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError, shorten
-from scale_surgery.evidence.subjects import Subject
+from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.conversation import Conversation, EncodedPrompt
 from scale_surgery.talking.records import Answer, Generation, StreamedToken, Token

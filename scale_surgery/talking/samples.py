@@ -19,7 +19,7 @@ from scale_surgery.running.loading import RUNNING, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import loaded_speaker, open_subject
-from scale_surgery.training.own_samples import Sampling, begin_tokens, sample_texts
+from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
 
 # samples are drawn from the distribution of the base, whole
 SAMPLED_BY = ("max_new_tokens", "temperature", "seed")

@@ -11,7 +11,7 @@ from typing import Any
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import PlanError
-from scale_surgery.evidence.subjects import Subject, open_subjects
+from scale_surgery.evidence.eval_targets import Subject, open_subjects
 from scale_surgery.fields import problems_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Track, no_track

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged, take_stamps
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.checkpoint.stamps import Stamps, check_unchanged, take_stamps
 from scale_surgery.errors import CheckpointError, DataError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of

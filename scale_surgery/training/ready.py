@@ -17,7 +17,7 @@ from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.loading import LOADING_ADVICE, auto_class_of, model_class, quiet_transformers, translated
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.sharing import StoredExpansion, put_expansion
+from scale_surgery.running.wrap_model import StoredExpansion, put_expansion
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest, open_expansion

@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, TrainingError
@@ -128,8 +128,8 @@ def train(
     from accelerate import DistributedType, PartialState
 
     from scale_surgery.running.loading import quiet_transformers
+    from scale_surgery.training.base_samples import as_learned, own_samples, read_samples, write_samples
     from scale_surgery.training.learned import read_texts
-    from scale_surgery.training.own_samples import as_learned, own_samples, read_samples, write_samples
 
     # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing
     with quiet_transformers():

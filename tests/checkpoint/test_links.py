@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.staging import check_output_files, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify

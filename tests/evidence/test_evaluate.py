@@ -29,7 +29,7 @@ from scale_surgery import (
     strip,
 )
 from scale_surgery.cli.program import main
-from scale_surgery.evidence.meter import Score
+from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.running import loss as measure
 from scale_surgery.running.documents import Document
 from scale_surgery.running.loading import loaded

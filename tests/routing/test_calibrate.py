@@ -37,7 +37,7 @@ from scale_surgery import (
     set_routing,
 )
 from scale_surgery.cli.program import main
-from scale_surgery.evidence.meter import Score
+from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import Calibration, route_calibrate

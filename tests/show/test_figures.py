@@ -16,7 +16,7 @@ from matplotlib.image import imread
 
 from scale_surgery import DataError
 from scale_surgery.evidence.evaluate import Evaluation
-from scale_surgery.evidence.meter import MeterKind, Score
+from scale_surgery.evidence.evaluate_models import MeterKind, Score
 from scale_surgery.running.loss import Measurement
 from scale_surgery.show.figure_plane import plane_figure, plot_plane
 from scale_surgery.show.figures import NOISY_POINTS, curve_of, plot_training, running_mean, training_figure

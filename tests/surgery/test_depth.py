@@ -21,7 +21,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.deriving.base import derive_config
-from scale_surgery.evidence.subjects import open_subjects
+from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.depth import build_depth_specs, deepened_config

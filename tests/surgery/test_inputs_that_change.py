@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from scale_surgery.checkpoint.file_stat import check_unchanged
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.stamps import check_unchanged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request

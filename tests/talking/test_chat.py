@@ -30,7 +30,7 @@ from rich.text import Text
 from scale_surgery import GenerationSettings, PlanError, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
-from scale_surgery.evidence.subjects import open_subjects
+from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.show import console
 from scale_surgery.show.answers import SideBySide, choose_marking
 from scale_surgery.talking import chat as conversing

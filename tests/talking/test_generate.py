@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, RunOptions, SurgeryError, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
-from scale_surgery.evidence.subjects import open_subjects
+from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import WeightObserver
 from scale_surgery.talking.conversation import Conversation

@@ -18,7 +18,7 @@ from scale_surgery.progress import no_track
 from scale_surgery.running.documents import read_documents
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
-from scale_surgery.training.own_samples import Sampling, begin_tokens, sample_texts
+from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
 from tests.composed import make_speaking
 from tests.conftest import load
 from tests.each import mostly

@@ -38,7 +38,7 @@ from scale_surgery.running.texts import pack
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training import rehearsal
-from scale_surgery.training.own_samples import (
+from scale_surgery.training.base_samples import (
     Sampling,
     as_documents,
     as_learned,

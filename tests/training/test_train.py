@@ -35,9 +35,9 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
-from scale_surgery.checkpoint.beside import locked
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.locks import locked
 from scale_surgery.cli.program import main
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scale_surgery.evidence.subjects import Subject
+from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole
