@@ -139,14 +139,6 @@ def pack(sequences: Sequences, length: int) -> Sequences:
     return Sequences(sequences.ids, sequences.labels, (*range(0, total, length), total))
 
 
-def take_rows(sequences: Sequences, rows: Iterable[int]) -> Sequences:
-    """Some of the sequences, in the order in which they are named."""
-    spans = [slice(*sequences.starts[row : row + 2]) for row in rows]
-    starts = torch.tensor([0, *(span.stop - span.start for span in spans)]).cumsum(0).tolist()
-    ids, labels = (torch.cat([tensor[span] for span in spans]) for tensor in (sequences.ids, sequences.labels))
-    return Sequences(ids, labels, tuple(starts))
-
-
 def without_unscored(sequences: Sequences) -> Sequences:
     """Leave out sequences in which nothing is scored, such as a window that lies inside a long prompt.
 
