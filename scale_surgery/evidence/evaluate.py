@@ -1,7 +1,7 @@
 """Forgetting and learning side by side: what several models score on old and on new text.
 
-Which rows a model has is what `evaluate_models` says. Every model reads with its own tokenizer, and long texts are read in
-overlapping windows.
+Which rows a model has is what `evaluate_models` says. Every model reads with its own tokenizer, and long texts are read
+in overlapping windows.
 """
 
 from __future__ import annotations
