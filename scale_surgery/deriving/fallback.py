@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
-from scale_surgery.planning.architecture import STREAMS, Architecture, Block, Kind, Linear
+from scale_surgery.planning.architecture import STREAMS, Architecture, Block, Kind, Linear, Treatment
 
-STRENGTH = ("split", "edges", "block")
+STRENGTH = get_args(Treatment)
 NOT_PROVED = "the stronger treatment did not pass its proof on a twin"
 
 
