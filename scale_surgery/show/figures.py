@@ -49,6 +49,7 @@ class Curve:
         colour: Its colour, as #rrggbb.
         style: Solid or dashed, as matplotlib spells it.
         in_legend: Whether the legend names it.
+        has_markers: Whether its points are marked, where they are few.
     """
 
     name: str
@@ -56,11 +57,12 @@ class Curve:
     colour: str
     style: str = "-"
     in_legend: bool = True
+    has_markers: bool = True
 
 
 def draw_curve(axes: Axes, curve: Curve) -> Line2D:
     """Draw a line, with markers where it has few points."""
-    marker = MARKERS.get(curve.colour, "") if len(curve.points) <= MOST_MARKERS else ""
+    marker = MARKERS.get(curve.colour, "") if curve.has_markers and len(curve.points) <= MOST_MARKERS else ""
     x, y = [place for place, _ in curve.points], [value for _, value in curve.points]
     (line,) = axes.plot(
         x, y, label=curve.name, color=curve.colour, linestyle=curve.style, linewidth=1.6, marker=marker, markersize=5

@@ -42,7 +42,7 @@ DARK = Palette(
 # of figures: legible on white and on the dark page, told apart with any colour vision (Okabe and Ito 2008)
 BLUE, VERMILION, GREY, INK = "#0072b2", "#d55e00", "#7b7b7b", "#222222"
 # of layers, from the lowest to the highest
-LAYERS = (BLUE, "#3e7594", GREY, "#a86d3e", VERMILION)
+LAYERS = (BLUE, "#7a68cc", "#b255b0", "#cf5070", VERMILION)
 
 # of paths, the base's first: Okabe and Ito's hues, as light as dark text on them needs; no two look alike to people
 # with any colour vision, and more than eight could not be told apart

@@ -294,6 +294,13 @@ def test_few_points_have_markers_and_one_curve_has_no_legend() -> None:
     assert ">first</text>" not in draw(one, replace(two, in_legend=False))
 
 
+def test_no_layer_of_a_spectrum_has_markers() -> None:
+    """Two of five layers have colours of curves that have them, and would stand out for no reason."""
+    page = render_page(handmade(*(tensor(layer, block=block) for layer in range(2) for block in ("w12", "w21"))))
+    marked = [bool(re.search(r"<g clip-path[^>]*>\s*<use", svg)) for svg in images_of(page)]
+    assert marked == [True, True, False], "norm and its share have markers"
+
+
 def test_texts_of_a_chart_are_escaped_and_the_same_each_time() -> None:
     curves = curve(1, 2, name=EVIL), curve(2, 1, name=EVIL, colour=VERMILION)
     svg = draw(*curves, title=EVIL)

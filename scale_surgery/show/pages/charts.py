@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # in inches; a row of the legend comes to the height
 WIDTH, HEIGHT, ROW = 4.4, 2.7, 0.24
-LEGEND_COLUMNS = 4
+LEGEND_COLUMNS = 3
 COLOURS = {"attn": BLUE, "ffn": VERMILION}
 
 
@@ -148,5 +148,5 @@ def _spectrum_curves(tensor: TensorChange, place: int) -> Iterator[Curve]:
     name, colour = f"layer {tensor.layer}", LAYERS[place]
     if tensor.is_trained:
         start = list(zip(spectrum.ranks, spectrum.start, strict=True))
-        yield Curve(f"{name} at the start", start, colour, "--", in_legend=False)
-    yield Curve(name, list(zip(spectrum.ranks, spectrum.now, strict=True)), colour)
+        yield Curve(f"{name} at the start", start, colour, "--", in_legend=False, has_markers=False)
+    yield Curve(name, list(zip(spectrum.ranks, spectrum.now, strict=True)), colour, has_markers=False)
