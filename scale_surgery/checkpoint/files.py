@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,7 @@ BaseWeights = Literal["auto", "copy", "link"]
 UNFINISHED = ".scale-surgery-unfinished-"
 # a disk is full, or a quota or a limit is reached, or nothing may be written
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+COPIED_AT_ONCE = 1 << 23
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
 
 
@@ -153,7 +155,7 @@ def check_base_weights(how: str) -> None:
         raise PlanError(f"base_weights: is {how!r}, expected one of: {', '.join(get_args(BaseWeights))}.")
 
 
-def take_over(source: Path, file: Path, how: BaseWeights) -> None:
+def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no_progress) -> None:
     """Take a file over as a file.
 
     Args:
@@ -161,6 +163,7 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
         file: What it becomes; left alone if it is there already, from an interrupted run.
         how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
             "link" makes a hard link of a shard, and copies small files, which programs edit in place.
+        advance: Called with the bytes done, in all those of the file.
 
     Raises:
         CheckpointError: If a hard link is asked for across file systems.
@@ -168,13 +171,30 @@ def take_over(source: Path, file: Path, how: BaseWeights) -> None:
     """
     check_base_weights(how)
     real = source.resolve()
-    if file.exists() and (file.stat().st_size == real.stat().st_size):
+    size = real.stat().st_size
+    if file.exists() and file.stat().st_size == size:
+        advance(size)
         return
     with finished_file(file) as temporary:
         if how == "link" and file.suffix == ".safetensors":
             _link(real, temporary, file.parent)
-        elif how == "copy" or not _reflink(real, temporary):
-            shutil.copyfile(real, temporary)
+            advance(size)
+        elif how != "copy" and _reflink(real, temporary):
+            advance(size)
+        else:
+            _copy(real, temporary, advance)
+
+
+def _copy(source: Path, file: Path, advance: Progress) -> None:
+    """Copy block by block: shutil says nothing until a shard of many gigabytes is there."""
+    try:
+        with source.open("rb") as read, file.open("wb") as written:
+            while block := read.read(COPIED_AT_ONCE):
+                written.write(block)
+                advance(len(block))
+    except OSError as error:
+        error.filename, error.filename2 = str(source), str(file)
+        raise
 
 
 def _link(source: Path, file: Path, folder: Path) -> None:

@@ -200,8 +200,7 @@ def _rebuild(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeights
             if name in manifest.renumbered:
                 write_renumbered(file, partial / name, numbering_in(manifest), advance)
                 continue
-            take_over(file, partial / name, how)
-            advance(file.stat().st_size)
+            take_over(file, partial / name, how, advance)
 
 
 def _check_written(extract: Extract, partial: Path) -> None:

@@ -261,8 +261,7 @@ def _place(extract: Extract, plan: Plan, partial: Path, how: BaseWeights, advanc
     places = {files[old.name]: new.shard for old, new in zip(made.tensors, plan.tensors, strict=True)}
     for file, shard in places.items():
         if made.request.name == plan.request.name:
-            take_over(extract.path / file, partial / shard, how)
-            advance((partial / shard).stat().st_size)
+            take_over(extract.path / file, partial / shard, how, advance)
             continue
         header = header_bytes(extract.path / file)[8:].decode("utf-8")
         named = {

@@ -140,9 +140,9 @@ def extract(
         for name, size in sizes.items():
             if name in texts:
                 write_text(partial / name_in_extract(name), texts[name])
+                advance(size)
             else:
-                take_over(path / name, partial / name_in_extract(name), base_weights)
-            advance(size)
+                take_over(path / name, partial / name_in_extract(name), base_weights, advance)
         write_json(partial / EXTRACT_FILE, content)
     return Extracted(
         path=target,

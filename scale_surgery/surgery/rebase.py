@@ -102,8 +102,7 @@ def rebase(extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights,
     with track("files", shard_bytes + sum(file.stat().st_size for file in taken.values())) as advance:
         take_over_shards(checkpoint, folder, numbering, how, advance)
         for name, file in taken.items():
-            take_over(file, folder / name, how)
-            advance(file.stat().st_size)
+            take_over(file, folder / name, how, advance)
     _write_config(extract, base, folder, run)
     _write_index(extract, base.checkpoint, folder)
     write_json(folder / MANIFEST_FILE, _manifest(extract, base, folder, places).to_json())

@@ -195,9 +195,8 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, routing: Router | None, t
         staged(target, state, checkpoint.stamps, overwrite=take.overwrite) as partial,
         take.track("files", sum(sizes.values())) as advance,
     ):
-        for file, size in sizes.items():
-            take_over(checkpoint.path / file, partial / file, take.base_weights)
-            advance(size)
+        for file in sizes:
+            take_over(checkpoint.path / file, partial / file, take.base_weights, advance)
         write_json(partial / CONFIG_FILE, config)
         write_json(partial / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
     shards = sum(sizes[file] for file in checkpoint.shards)

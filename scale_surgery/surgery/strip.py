@@ -92,8 +92,7 @@ def _placing(
         elif shard in manifest.renumbered:
             write_base_shard(path, manifest, shard, file, advance)
         else:
-            take_over(source, file, base_weights)
-            advance(file.stat().st_size)
+            take_over(source, file, base_weights, advance)
 
     return place
 

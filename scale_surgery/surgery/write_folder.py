@@ -130,8 +130,7 @@ def take_over_shards(
         if numbering is not None and shard in renumbered:
             write_renumbered(source, file, numbering, advance)
         else:
-            take_over(source, file, how)
-            advance(source.stat().st_size)
+            take_over(source, file, how, advance)
     return renumbered
 
 
@@ -226,9 +225,8 @@ def write_anew(
     ]
     sizes = {file: (path / file).stat().st_size for file in (*shards, *others)}
     with track("files", sum(sizes.values())) as advance:
-        for file, size in sizes.items():
-            take_over(path / file, partial / file, how if file in shards else "copy")
-            advance(size)
+        for file in sizes:
+            take_over(path / file, partial / file, how if file in shards else "copy", advance)
     new = [tensor for name in written for tensor in manifest.expansions[name].plan.tensors]
     index = {name: info.file for name, info in places.items()} | {tensor.name: tensor.shard for tensor in new}
     total = sum(info.bytes for info in places.values()) + sum(

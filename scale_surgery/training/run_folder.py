@@ -35,6 +35,7 @@ from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, 
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.plan import SHARD_STEM
+from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
 
@@ -118,11 +119,12 @@ class TrainingRun:
         """Step of a checkpoint."""
         return int(checkpoint.name.removeprefix("checkpoint-"))
 
-    def begin(self, base_weights: BaseWeights, *, overwrite: bool) -> None:
+    def begin(self, base_weights: BaseWeights, track: Track, *, overwrite: bool) -> None:
         """Write the folder, with the expansion as it stands before the first step.
 
         Args:
             base_weights: How base shards are taken over: "auto", "copy" or "link".
+            track: Makes progress bars.
             overwrite: Whether an existing folder is replaced.
         """
         # of several expansions, one is looked at; all are taken along
@@ -132,9 +134,11 @@ class TrainingRun:
         files = (*source.shards, *source.side_files, MANIFEST_FILE)
         taken = {file: source.path / file for file in files if not file.startswith(f"{TRAINING_FOLDER}/")}
         stamps = {file: source.stamps[file] for file in taken.values()}
+        total = sum(file.stat().st_size for file in taken.values())
         with staged(self.target, state, stamps, overwrite=overwrite) as partial:
-            for name, file in taken.items():
-                take_over(file, partial / name, base_weights if name in base_shards else "copy")
+            with track("files", total) as advance:
+                for name, file in taken.items():
+                    take_over(file, partial / name, base_weights if name in base_shards else "copy", advance)
             # sums are those of a run that has ended
             self._rewrite(partial, trained=None)
             write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)

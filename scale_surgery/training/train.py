@@ -182,7 +182,7 @@ def train(
             stored,
         )
         if not start.resume and processes.is_main_process:
-            training.begin(start.base_weights, overwrite=start.overwrite)
+            training.begin(start.base_weights, track, overwrite=start.overwrite)
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
             write_samples(samples, made, need_tokenizer(path, path.name, run))
         processes.wait_for_everyone()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scale_surgery.checkpoint import files
 from scale_surgery.checkpoint.files import UNFINISHED, finished_file, take_over, write_json, write_tensors, write_text
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
@@ -132,6 +133,24 @@ def test_what_is_taken_over_has_the_same_bytes(tmp_path, how, size):
     (tmp_path / "source.safetensors").write_bytes(content)
     take_over(tmp_path / "source.safetensors", tmp_path / "sub" / "a.safetensors", how)
     assert (tmp_path / "sub" / "a.safetensors").read_bytes() == content
+
+
+@pytest.mark.parametrize("how", ("auto", "copy", "link"))
+def test_taking_over_says_how_far_it_is_and_comes_to_the_whole_file(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(files, "COPIED_AT_ONCE", 4096)
+    (tmp_path / "source.safetensors").write_bytes(os.urandom(3 * 4096 + 1))
+    for is_there in (False, True):
+        done: list[int] = []
+        take_over(tmp_path / "source.safetensors", tmp_path / "a.safetensors", how, done.append)
+        assert sum(done) == 3 * 4096 + 1
+        assert how != "copy" or len(done) == (1 if is_there else 4), "block by block, where there is something to copy"
+
+
+def test_a_copy_that_fails_names_both_files(tmp_path, monkeypatch):
+    (tmp_path / "source").write_bytes(b"x")
+    with pytest.raises(OSError, match="Is a directory") as error:
+        files._copy(tmp_path / "source", tmp_path, lambda bytes_: None)
+    assert (error.value.filename, error.value.filename2) == (str(tmp_path / "source"), str(tmp_path))
 
 
 def test_a_file_of_another_size_is_taken_over_again(tmp_path):
