@@ -59,46 +59,6 @@ class Sums:
     tensors: dict[str, str] = field(default_factory=dict)
 
 
-class FileHash:
-    """sha256 of a file and of each tensor in it, from its bytes, which come by once and in order."""
-
-    def __init__(self, held: Sequence[TensorInfo]) -> None:
-        """Begin.
-
-        Args:
-            held: Its tensors, in the order of their places.
-        """
-        self._held, self._done, self._seen = held, 0, 0
-        self._whole, self._parts = hashlib.sha256(), [hashlib.sha256() for _ in held]
-
-    def update(self, chunk: bytes | memoryview) -> None:
-        """Take the bytes that follow."""
-        # hashing releases the interpreter lock, so the two use two cores
-        beside = Thread(target=self._whole.update, args=(chunk,))
-        beside.start()
-        start, end, view = self._seen, self._seen + len(chunk), memoryview(chunk)
-        while self._done < len(self._held) and (info := self._held[self._done]).offset < end:
-            self._parts[self._done].update(view[max(0, info.offset - start) : info.offset + info.bytes - start])
-            if info.offset + info.bytes > end:
-                break
-            self._done += 1
-        self._seen = end
-        beside.join()
-
-    def add_to(self, sums: Sums, name: str) -> None:
-        """Put what was found where sums of files are collected."""
-        sums.files[name] = self._whole.hexdigest()
-        sums.tensors.update({info.name: part.hexdigest() for info, part in zip(self._held, self._parts, strict=True)})
-
-
-def tensors_by_file(checkpoint: Checkpoint) -> dict[str, list[TensorInfo]]:
-    """The tensors of each shard, in the order of their places."""
-    held: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
-    for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset")):
-        held[info.file].append(info)
-    return held
-
-
 def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> Sums:
     """sha256 of files of a checkpoint and of every tensor in them; each byte is read once.
 
@@ -110,14 +70,34 @@ def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_pr
     Returns:
         The sums of the files, and of the tensors in them.
     """
-    sums, held = Sums(), tensors_by_file(checkpoint)
+    sums = Sums()
+    tensors: dict[str, list[TensorInfo]] = {}
+    for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset")):
+        tensors.setdefault(info.file, []).append(info)
     for name in names:
-        found = FileHash(held.get(name, []))
-        for chunk in read_chunks(checkpoint.path / name):
-            found.update(chunk)
-            advance(len(chunk))
-        found.add_to(sums, name)
+        sums.files[name], digests = _hash_with_tensors(checkpoint.path / name, tensors.get(name, []), advance)
+        sums.tensors.update(digests)
     return sums
+
+
+def _hash_with_tensors(file: Path, tensors: Sequence[TensorInfo], advance: Progress) -> tuple[str, dict[str, str]]:
+    """sha256 of a file, and of each of its tensors, which are in the order of their places."""
+    whole, parts = hashlib.sha256(), [hashlib.sha256() for _ in tensors]
+    start = place = 0
+    for chunk in read_chunks(file):
+        # hashing releases the interpreter lock, so the two use two cores
+        beside = Thread(target=whole.update, args=(chunk,))
+        beside.start()
+        end, view = start + len(chunk), memoryview(chunk)
+        while place < len(tensors) and (info := tensors[place]).offset < end:
+            parts[place].update(view[max(0, info.offset - start) : info.offset + info.bytes - start])
+            if info.offset + info.bytes > end:
+                break
+            place += 1
+        start = end
+        beside.join()
+        advance(len(chunk))
+    return whole.hexdigest(), {info.name: part.hexdigest() for info, part in zip(tensors, parts, strict=True)}
 
 
 def _in_threads(work: Callable[[str], str], names: list[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.errors import CheckpointError, PlanError, in_one_line
 
 if TYPE_CHECKING:
@@ -77,6 +78,21 @@ def read_record(content: Any, kind: type[T], place: str = "") -> T:
         return cast("T", record)
     except ValidationError as error:
         raise ValueError(in_one_line([_problem(line, place) for line in error.errors()])) from None
+
+
+def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
+    """Read a record of one format.
+
+    Raises:
+        CheckpointError: If it is missing, is of another format, or values are of other kinds; every one is named.
+    """
+    content = read_json(file)
+    if content.get("format") != format_number:
+        raise CheckpointError(
+            f"{file}: format {content.get('format')!r}, expected {format_number}. Use the release that made it."
+        )
+    with reading(file):
+        return read_record(content, kind)
 
 
 @contextmanager

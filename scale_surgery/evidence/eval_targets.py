@@ -18,7 +18,7 @@ from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
@@ -209,12 +209,7 @@ def sequences_of(
         if not some:
             continue
         windows = stride(tokenize(some, subject.tokenizer), length, step)
-        highest = int(windows.ids.max())
-        if highest >= subject.vocabulary:
-            raise DataError(
-                f"{subject.name}: its tokenizer gives the id {highest} for the {side} text, expected ids below "
-                f"{subject.vocabulary}, the size of its embedding. Use the tokenizer that the model was trained with."
-            )
+        check_token_ids(subject.name, int(windows.ids.max()), subject.vocabulary, f"the {side} text")
         if not windows.scored:
             raise DataError(f"The {side} text is one token long for {subject.name}: nothing predicts it. Give more.")
         texts[side] = windows

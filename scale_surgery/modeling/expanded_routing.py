@@ -79,11 +79,14 @@ class Features:
         Args:
             bases: What `base_logits` gave, where that is known already; it is written over.
         """
-        bases, numbers = self.base_logits() if bases is None else bases, [path.base_index for path in self.paths]
+        bases = self.base_logits() if bases is None else bases
         # the last path of a base stream gets its logits themselves, those before it copies
-        is_last = [number not in numbers[place + 1 :] for place, number in enumerate(numbers)]
-        logits = [bases[n] if last else bases[n].clone() for n, last in zip(numbers, is_last, strict=True)]
-        return list(map(WeighedPath, logits, self.paths))
+        last = {path.base_index: place for place, path in enumerate(self.paths)}
+        logits = [bases[path.base_index] for path in self.paths]
+        return [
+            WeighedPath(logits[place] if last[path.base_index] == place else logits[place].clone(), path)
+            for place, path in enumerate(self.paths)
+        ]
 
     def whole(self, side: WeighedPath) -> Tensor:
         """Logits of a path (b, t, v), in the memory of those of its base stream, capped as the stock model does."""

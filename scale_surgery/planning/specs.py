@@ -16,8 +16,6 @@ from scale_surgery.planning.architecture import Architecture, Block, Kind, Linea
 FORMAT = 2
 # blocks that take the place of base tensors, and add nothing beside them
 REPLACING = ("w11", "bias11")
-# what a specification of one kind of layer is made of
-PARTS = ("expanded", "passing", "attention")
 Spec = dict[str, Any]
 
 

@@ -90,6 +90,25 @@ def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any
     return tokenizer
 
 
+def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "") -> None:
+    """Check that a model's embedding has every id that its tokenizer gives.
+
+    Args:
+        name: What the model is called.
+        highest: Highest id that its tokenizer gave.
+        vocabulary: Rows of its embedding.
+        text: Of which text, where there are several.
+
+    Raises:
+        DataError: If it has not.
+    """
+    if highest >= vocabulary:
+        raise DataError(
+            f"{name}: its tokenizer gives the id {highest}{text and f' for {text}'}, expected ids below {vocabulary}, "
+            "the size of its embedding. Use the tokenizer that the model was trained with."
+        )
+
+
 def digest_tokenizer(tokenizer: Any, path: Path) -> str:
     """What tells tokenizers apart that give other tokens: all that they know, and the releases that run them.
 

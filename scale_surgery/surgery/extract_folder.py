@@ -28,7 +28,7 @@ from scale_surgery.checkpoint.names import (
     is_inside,
 )
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.records import read_record, reading
+from scale_surgery.checkpoint.records import read_record_file, reading
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.errors import CheckpointError
 from scale_surgery.fields import Range
@@ -126,13 +126,7 @@ def read_extract(file: Path) -> ExtractRecord:
     Raises:
         CheckpointError: If it is missing, is of another format or holds what `extract` does not write.
     """
-    content = read_json(file)
-    if content.get("format") != EXTRACT_FORMAT:
-        raise CheckpointError(
-            f"{file}: format {content.get('format')!r}, expected {EXTRACT_FORMAT}. Use the release that made it."
-        )
-    with reading(file):
-        return read_record(content, ExtractRecord)
+    return read_record_file(file, ExtractRecord, EXTRACT_FORMAT)
 
 
 def _read(source: Source, record: ExtractRecord, manifest: Manifest, stamps: Stamps) -> Extract:

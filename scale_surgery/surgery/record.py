@@ -25,7 +25,7 @@ from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.records import read_record, reading
+from scale_surgery.checkpoint.records import read_record_file, reading
 from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, in_one_line
 from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
@@ -287,13 +287,7 @@ def read_stored(file: Path) -> StoredManifest:
     Raises:
         CheckpointError: If it is missing, is of another format, or values are of other kinds; every one is named.
     """
-    content = read_json(file)
-    if content.get("format") != MANIFEST_FORMAT:
-        raise CheckpointError(
-            f"{file}: format {content.get('format')!r}, expected {MANIFEST_FORMAT}. Use the release that made it."
-        )
-    with reading(file):
-        return read_record(content, StoredManifest)
+    return read_record_file(file, StoredManifest, MANIFEST_FORMAT)
 
 
 def _recorded_base(path: Path, manifest: Manifest) -> Checkpoint:

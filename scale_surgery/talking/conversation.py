@@ -13,6 +13,7 @@ from scale_surgery.errors import DataError
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.running.context import check_room
 from scale_surgery.running.loading import translated
+from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.talking.records import Answer
 from scale_surgery.talking.settings import GenerationSettings
 
@@ -97,9 +98,5 @@ def check_ids(subject: Subject, ids: Sequence[int]) -> None:
     """Check that a model can read token ids and say at least one more."""
     if not ids:
         raise DataError(f"The prompt has no token in the tokenizer of {subject.name}, expected at least one.")
-    if max(ids) >= subject.vocabulary:
-        raise DataError(
-            f"{subject.name}: its tokenizer gives the id {max(ids)}, expected ids below {subject.vocabulary}, the size "
-            "of its embedding. Use the tokenizer that the model was trained with."
-        )
+    check_token_ids(subject.name, max(ids), subject.vocabulary)
     check_room(len(ids), subject.context, subject.name)

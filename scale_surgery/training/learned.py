@@ -120,7 +120,7 @@ class Reader:
             raise DataError.from_problems([*shorten(problems), TOO_LONG])
 
     @property
-    def told(self) -> dict[str, Any]:
+    def made_of(self) -> dict[str, Any]:
         """What decides which sequences a text becomes."""
         packing = self.length if self.packing else f"padding, at most {self.length}"
         return {
@@ -186,13 +186,13 @@ def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes:
         stamps = take_stamps(file for source in sources for file in _files_of(source))
         with track("texts", total) as advance:
             texts = [_digest(source, advance) for source in sources]
-        key = hashlib.sha256(repr([reader.told, texts]).encode()).hexdigest()[:40]
+        key = hashlib.sha256(repr([reader.made_of, texts]).encode()).hexdigest()[:40]
 
         def parts() -> Iterator[Sequences]:
             with track("tokens", total) as advance:
                 yield from _unless_changed(reader.read(paths, advance), stamps)
 
-        store(key, folder, parts(), {**reader.told, "texts": list(paths)})
+        store(key, folder, parts(), {**reader.made_of, "texts": list(paths)})
         return key
 
     return open_stored(made_by_one(processes, make), folder)

@@ -27,7 +27,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
 from scale_surgery.training.ranking import LayerChange, Ranking, RankingSettings
 
 if TYPE_CHECKING:
@@ -155,11 +155,7 @@ def _read_text(
     length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(source.path, source.name, run)
     text = without_unscored(pack(tokenize(read_documents(files), tokenizer), length))
-    if (highest := int(text.ids.max())) >= vocabulary:
-        raise DataError(
-            f"{source.name}: its tokenizer gives the id {highest}, expected ids below {vocabulary}, the size of its "
-            "embedding. Use the tokenizer that the model was trained with."
-        )
+    check_token_ids(source.name, int(text.ids.max()), vocabulary)
     return text
 
 
