@@ -163,7 +163,7 @@ def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no
         file: What it becomes; left alone if it is there already, from an interrupted run.
         how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
             "link" makes a hard link of a shard, and copies small files, which programs edit in place.
-        advance: Called with the bytes done, in all those of the file.
+        advance: Called with the bytes done; with the last ones when the file has its name.
 
     Raises:
         CheckpointError: If a hard link is asked for across file systems.
@@ -171,30 +171,32 @@ def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no
     """
     check_base_weights(how)
     real = source.resolve()
-    size = real.stat().st_size
-    if file.exists() and file.stat().st_size == size:
-        advance(size)
-        return
-    with finished_file(file) as temporary:
-        if how == "link" and file.suffix == ".safetensors":
-            _link(real, temporary, file.parent)
-            advance(size)
-        elif how != "copy" and _reflink(real, temporary):
-            advance(size)
-        else:
-            _copy(real, temporary, advance)
+    left = real.stat().st_size
+    if not file.exists() or file.stat().st_size != left:
+        with finished_file(file) as temporary:
+            if how == "link" and file.suffix == ".safetensors":
+                _link(real, temporary, file.parent)
+            elif how == "copy" or not _reflink(real, temporary):
+                left = _copy(real, temporary, left, advance)
+    advance(left)
 
 
-def _copy(source: Path, file: Path, advance: Progress) -> None:
-    """Copy block by block: shutil says nothing until a shard of many gigabytes is there."""
+def _copy(source: Path, file: Path, size: int, advance: Progress) -> int:
+    """Copy block by block: shutil says nothing until a shard of many gigabytes is there.
+
+    Returns the bytes of the last block, which are not done before the file has its name.
+    """
     try:
         with source.open("rb") as read, file.open("wb") as written:
             while block := read.read(COPIED_AT_ONCE):
                 written.write(block)
-                advance(len(block))
+                if len(block) < size:
+                    size -= len(block)
+                    advance(len(block))
     except OSError as error:
         error.filename, error.filename2 = str(source), str(file)
         raise
+    return size
 
 
 def _link(source: Path, file: Path, folder: Path) -> None:

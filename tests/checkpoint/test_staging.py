@@ -141,7 +141,12 @@ def test_taking_over_says_how_far_it_is_and_comes_to_the_whole_file(tmp_path, mo
     (tmp_path / "source.safetensors").write_bytes(os.urandom(3 * 4096 + 1))
     for is_there in (False, True):
         done: list[int] = []
-        take_over(tmp_path / "source.safetensors", tmp_path / "a.safetensors", how, done.append)
+
+        def advance(bytes_: int, done: list[int] = done) -> None:
+            done.append(bytes_)
+            assert sum(done) < 3 * 4096 + 1 or (tmp_path / "a.safetensors").is_file(), "done is what has its name"
+
+        take_over(tmp_path / "source.safetensors", tmp_path / "a.safetensors", how, advance)
         assert sum(done) == 3 * 4096 + 1
         assert how != "copy" or len(done) == (1 if is_there else 4), "block by block, where there is something to copy"
 
@@ -149,7 +154,7 @@ def test_taking_over_says_how_far_it_is_and_comes_to_the_whole_file(tmp_path, mo
 def test_a_copy_that_fails_names_both_files(tmp_path, monkeypatch):
     (tmp_path / "source").write_bytes(b"x")
     with pytest.raises(OSError, match="Is a directory") as error:
-        files._copy(tmp_path / "source", tmp_path, lambda bytes_: None)
+        files._copy(tmp_path / "source", tmp_path, 1, lambda bytes_: None)
     assert (error.value.filename, error.value.filename2) == (str(tmp_path / "source"), str(tmp_path))
 
 
