@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRoute
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
-from scale_surgery.surgery.routers import RouterOptions, describe_router
+from scale_surgery.surgery.routers import describe_router
 from scale_surgery.surgery.strip import strip
 from tests import routed
 from tests.conftest import digests, load
@@ -34,7 +33,6 @@ trio_of = routed.trio_of
 COSINE = CosineRouter(threshold=0.25)
 EXTRAS = {
     "README.md": b"---\nlicense: mit\n---\r\n# caf\xc3\xa9, no final newline",
-    "chat_template.jinja": b"{{ messages }}\r\n",
     "odd_bytes.dat": bytes(range(256)),
     "helper.py": b"print('code of the user')\n",
     "notes/deep/er/file.txt": b"below",
@@ -69,11 +67,6 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(edit(json.loads(file.read_text()))))
-
-
 def weights(folder: Path) -> dict[str, Path]:
     return {file.name: file for file in sorted(folder.glob("*.safetensors"))}
 
@@ -82,25 +75,33 @@ def changed_files(before: dict[str, str], after: dict[str, str]) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-# ---- there
+# ---- there and back
 
 
-@pytest.mark.parametrize("how", ("auto", "copy", "link"))
-@pytest.mark.parametrize("routing", (PosteriorRouter().for_expansions(1), COSINE), ids=("posterior", "cosine"))
-def test_only_config_and_manifest_change(expanded: Path, tmp_path: Path, routing: Router, how: Any) -> None:
-    before = digests(expanded)
+@pytest.mark.parametrize(
+    ("routing", "how"),
+    ((PosteriorRouter().for_expansions(1), "auto"), (COSINE, "copy"), (COSINE, "link")),
+    ids=("auto", "copy", "link"),
+)
+def test_config_and_manifest_change_and_every_byte_comes_back(
+    sharded_base: Path, expanded: Path, tmp_path: Path, routing: Router, how: Any
+) -> None:
+    before, shards = digests(expanded), weights(expanded)
     done = route_export(expanded, tmp_path / "routed", routing, base_weights=how)
-    assert digests(expanded) == before, "the input is as it was"
-    assert changed_files(before, digests(done.path)) == {"config.json", "surgery.json"}
-    shards = weights(expanded)
+    there = digests(done.path)
+    assert changed_files(before, there) == {"config.json", "surgery.json"}
     assert len(shards) > 3
-    written = sum(file.stat().st_size for file in shards.values())
-    assert done == Routed(tmp_path / "routed", "sharded", routing, (0,), 3, 0 if how == "link" else written)
+    written = 0 if how == "link" else sum(file.stat().st_size for file in shards.values())
+    assert done == Routed(tmp_path / "routed", "sharded", routing, (0,), 3, written)
     assert done.cost == 2
+    back = unroute(done.path, tmp_path / "back", base_weights=how)
+    assert digests(back.path) == digests(expanded) == before and digests(done.path) == there, "inputs are as they were"
+    assert (back.routing, back.cost, back.bytes_written) == (None, 1.0, written)
     for name, file in shards.items():
-        assert (file.stat().st_ino == (done.path / name).stat().st_ino) == (how == "link"), name
+        assert [file.samefile(own.path / name) for own in (done, back)] == [how == "link"] * 2, name
     # what programs edit in place is never shared
     assert all((done.path / name).stat().st_nlink == 1 for name in ("config.json", *EXTRAS))
+    assert digests(strip(done.path, tmp_path / "stripped").path) == digests(sharded_base)
 
 
 def test_what_config_and_manifest_say(expanded: Path, tmp_path: Path) -> None:
@@ -113,7 +114,6 @@ def test_what_config_and_manifest_say(expanded: Path, tmp_path: Path) -> None:
     assert own == {"router": "cosine", "threshold": 0.25, "strict": True}, "no numbers of the other router"
     assert manifest == replace(read_manifest(expanded), routing=route), "nothing else"
     assert manifest.training == ({"steps": 3},)
-    assert read_manifest(expanded).routing is None
     posterior = route_export(expanded, tmp_path / "posterior", PosteriorRouter(prior=0.2, switch_rate=0.0)).path
     own = json.loads((posterior / "config.json").read_text())["scale_surgery"]["router"]
     assert own == {"router": "posterior", "prior": [0.2, 0.8], "switch_rate": 0.0}, "a prior for each path"
@@ -132,14 +132,12 @@ def test_what_was_verified_was_another_model(expanded: Path, tmp_path: Path) -> 
     assert inspect(path).expanded.changed_since == "the router's numbers changed since"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("request_name", ("preserve", "deep", "adapt"))
+@pytest.mark.parametrize(("request_name", "forks", "cost"), (("preserve", (), 1.0), ("deep", (1,), 1 + 2 / 3)))
 def test_where_the_paths_part_and_what_it_costs(
-    trio_of: Callable[..., Trio], tmp_path: Path, request_name: str
+    trio_of: Callable[..., Trio], tmp_path: Path, request_name: str, forks: tuple[int, ...], cost: float
 ) -> None:
-    fork = {"preserve": None, "deep": 1, "adapt": 0}[request_name]
     done = route_export(trio_of("llama", request_name).expanded_path, tmp_path / "routed")
-    assert done.forks == (() if fork is None else (fork,))
-    assert done.cost == pytest.approx({None: 1.0, 1: 1 + 2 / 3, 0: 2.0}[fork])
+    assert (done.forks, done.cost) == (forks, pytest.approx(cost))
 
 
 def test_a_cap_on_the_logits_stays_before_a_router(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
@@ -165,47 +163,24 @@ def test_a_cap_on_the_logits_stays_before_a_router(trio_of: Callable[..., Trio],
             with switch():
                 assert model(ids).logits.abs().max() <= 30
         assert model(ids).logits.abs().max() <= 30 + 1e-3
-    unroute(trio.path, tmp_path / "back")
-    assert (tmp_path / "back" / "config.json").read_bytes() == (trio.expanded_path / "config.json").read_bytes()
+    back = unroute(trio.path, tmp_path / "back").path
+    assert (back / "config.json").read_bytes() == (trio.expanded_path / "config.json").read_bytes()
+    assert digests(strip(trio.path, tmp_path / "stripped").path) == digests(trio.base_path)
 
 
-def test_a_base_without_a_cap_gets_none(base_of: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("own", "softcap"), (({"final_logit_softcapping": None}, None), ({}, 30.0)))
+def test_a_base_that_has_no_cap_gets_none_and_one_that_says_nothing_the_default(
+    base_of: Callable[..., Path], tmp_path: Path, own: dict[str, None], softcap: float | None
+) -> None:
     base = Path(shutil.copytree(base_of("gemma2"), tmp_path / "base"))
-    edit_config(base, lambda own: own | {"final_logit_softcapping": None})
+    config = json.loads((base / "config.json").read_text())
+    del config["final_logit_softcapping"]
+    (base / "config.json").write_text(json.dumps(config | own))
     path = route_export(expand(base, REQUESTS["deep"], tmp_path / "expanded").path, tmp_path / "routed").path
-    assert json.loads((path / "config.json").read_text())["scale_surgery"]["base"]["softcap"] is None
+    assert json.loads((path / "config.json").read_text())["scale_surgery"]["base"]["softcap"] == softcap
     ids = random_ids(2, 9)
     with torch.no_grad():
         assert torch.equal(load(path)(ids).logits, load(base)(ids).logits)
-
-
-def test_a_cap_that_config_leaves_out_is_the_default(base_of: Callable[..., Path], tmp_path: Path) -> None:
-    base = Path(shutil.copytree(base_of("gemma2"), tmp_path / "base"))
-    edit_config(base, lambda own: {name: value for name, value in own.items() if name != "final_logit_softcapping"})
-    path = route_export(expand(base, REQUESTS["deep"], tmp_path / "expanded").path, tmp_path / "routed").path
-    assert json.loads((path / "config.json").read_text())["scale_surgery"]["base"]["softcap"] == 30.0
-    ids = random_ids(2, 9)
-    with torch.no_grad():
-        assert torch.equal(load(path)(ids).logits, load(base)(ids).logits)
-
-
-# ---- and back
-
-
-@pytest.mark.parametrize("how", ("auto", "copy", "link"))
-def test_un_routing_gives_back_every_byte(expanded: Path, tmp_path: Path, how: Any) -> None:
-    before = digests(expanded)
-    routed_path = route_export(expanded, tmp_path / "routed", COSINE, base_weights=how).path
-    set_routing(routed_path, CosineRouter(threshold=0.75))
-    there = digests(routed_path)
-    done = unroute(routed_path, tmp_path / "back", base_weights=how)
-    assert digests(tmp_path / "back") == before
-    assert digests(routed_path) == there
-    assert (done.routing, done.cost) == (None, 1.0)
-    if how == "link":
-        assert done.bytes_written == 0
-        for name, file in weights(expanded).items():
-            assert file.stat().st_ino == (done.path / name).stat().st_ino
 
 
 def test_code_of_another_release_stays(expanded: Path, tmp_path: Path) -> None:
@@ -240,20 +215,6 @@ def test_what_was_learned_since_stays(expanded: Path, tmp_path: Path) -> None:
     assert inspect(tmp_path / "back").expanded.changed_since == "tensors (by training) changed since"  # type: ignore[union-attr]
 
 
-def test_strip_of_a_routed_model_is_the_base(sharded_base: Path, expanded: Path, tmp_path: Path) -> None:
-    before = digests(sharded_base)
-    for index, routing in enumerate((PosteriorRouter(), COSINE)):
-        path = route_export(expanded, tmp_path / f"routed{index}", routing).path
-        strip(path, tmp_path / f"stripped{index}")
-        assert digests(tmp_path / f"stripped{index}") == before
-
-
-def test_a_base_with_a_cap_comes_back(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
-    trio = trio_of("gemma2", "adapt", "cosine")
-    strip(trio.path, tmp_path / "stripped")
-    assert digests(tmp_path / "stripped") == digests(trio.base_path)
-
-
 # ---- other numbers
 
 
@@ -270,6 +231,7 @@ def test_set_routing(expanded: Path, tmp_path: Path) -> None:
     assert (config["prior"], config["switch_rate"]) == ([0.2, 0.8], 0.0)
     assert read_manifest(path).routing == PosteriorRouter((0.2, 0.8), switch_rate=0.0)
     assert read_manifest(path).verification == read_manifest(expanded).verification
+    assert digests(unroute(path, tmp_path / "back").path) == digests(expanded)
     set_routing(path, PosteriorRouter(prior=0.5))
     assert digests(path) == before
 
@@ -290,107 +252,66 @@ def test_set_routing_changes_numbers_only(
     before = digests(path)
     with pytest.raises(CheckpointError, match=text):
         set_routing(path, asked)
-    with pytest.raises(PlanError, match="threshold: is 2, expected a cosine"):
-        set_routing(path, CosineRouter(threshold=2))
     assert digests(path) == before
+
+
+@pytest.mark.parametrize(
+    "router", (CosineRouter(-1.0), CosineRouter(1.0), PosteriorRouter(switch_rate=0)), ids=describe_router
+)
+def test_a_router_at_an_end_of_its_range_takes_the_place_of_another(
+    trio_of: Callable[..., Trio], tmp_path: Path, router: Router
+) -> None:
+    trio = trio_of("llama")
+    again = route_export(trio.path, tmp_path / "again", router, base_weights="link").path
+    straight = route_export(trio.expanded_path, tmp_path / "straight", router, base_weights="link").path
+    assert digests(again) == digests(straight)
+    assert load(again).is_routing_enabled
+
+
+def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
+    assert PosteriorRouter().bound is None and describe_router(PosteriorRouter()) == "posterior, switch rate 0.01"
+    assert PosteriorRouter(0.2).for_expansions(1).bound == -math.log(0.2)
+    of_four = PosteriorRouter().for_expansions(4)
+    assert of_four.prior == (0.2,) * 5
+    assert of_four == PosteriorRouter(0.2).for_expansions(4).without_prior().for_expansions(4)
+    said = describe_router(PosteriorRouter((0.5, 0.2, 0.3)), ("law", "medicine"))
+    assert said == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
 
 
 # ---- refused
 
 
-def router_with(numbers: dict[str, Any]) -> Router:
-    return CosineRouter(**numbers) if "threshold" in numbers else PosteriorRouter(**numbers)
-
-
-def assert_nothing_written(folder: Path, *known: str) -> None:
-    assert sorted(file.name for file in folder.iterdir()) == sorted(known)
-
-
-def test_every_bad_number_is_named_at_once(expanded: Path, tmp_path: Path) -> None:
-    bad = PosteriorRouter(prior=0.0, switch_rate=1.0)
-    with pytest.raises(PlanError) as error:
-        route_export(expanded, tmp_path / "routed", bad)
-    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
-        "prior",
-        "switch_rate",
-    ]
-    assert all("expected" in line for line in str(error.value).splitlines())
-    assert_nothing_written(tmp_path, "expanded", "sharded")
-
-
-@pytest.mark.parametrize(
-    ("numbers", "name"),
-    (
-        ({"threshold": -1.001}, "threshold:"),
-        ({"threshold": float("nan")}, "threshold:"),
-        ({"threshold": 0.5, "strict": "yes"}, "strict is"),
-        ({"prior": 1.0}, "prior:"),
-        ({"prior": float("nan")}, "prior:"),
-        ({"switch_rate": -0.001}, "switch_rate:"),
-        ({"switch_rate": float("inf")}, "switch_rate:"),
-    ),
-)
-def test_a_number_out_of_range_is_refused(expanded: Path, tmp_path: Path, numbers: dict[str, Any], name: str) -> None:
-    with pytest.raises(PlanError, match=rf"^{name} .*, expected [^\n]*$"):
-        route_export(expanded, tmp_path / "routed", router_with(numbers))
-    assert_nothing_written(tmp_path, "expanded", "sharded")
-
-
 @pytest.mark.parametrize(
     ("router", "said"),
     (
+        (PosteriorRouter(0.0, 1.0), "prior: is .*, expected [^\n]*\nswitch_rate: is 1.0, expected [^\n]*$"),
+        (CosineRouter(-1.001), "threshold: is -1.001, expected a cosine"),
+        (CosineRouter(2), "threshold: is 2, expected a cosine"),
+        (CosineRouter(math.nan), "threshold: is nan, expected a cosine"),
+        (CosineRouter(0.5, strict="yes"), "strict is 'yes', expected true or false"),  # type: ignore[arg-type]
+        (CosineRouter(True), "threshold is True, expected a number"),
+        (PosteriorRouter(1.0), "prior: .*, expected "),
+        (PosteriorRouter(math.nan), "prior: .*, expected "),
+        (PosteriorRouter(switch_rate=-0.001), "switch_rate: is -0.001, expected "),
+        (PosteriorRouter(switch_rate=math.inf), "switch_rate: is inf, expected "),
         (PosteriorRouter(0.5, False), "switch_rate is False, expected a number"),
         (PosteriorRouter("x"), "prior is 'x', expected a list"),  # type: ignore[arg-type]
         (PosteriorRouter(10**400), "prior is 1000"),
-        (PosteriorRouter(switch_rate=np.float32(0.25)), "switch_rate is np.float32(0.25), expected a number"),
-        (CosineRouter(True), "threshold is True, expected a number"),
-        (Router(), "expected one such as scale_surgery.PosteriorRouter()"),
-        ({"prior": 0.5}, "router: is {'prior': 0.5}, expected one such as scale_surgery.PosteriorRouter()"),
+        (PosteriorRouter(switch_rate=np.float32(0.25)), r"switch_rate is np\.float32\(0\.25\), expected a number"),
+        (Router(), r"router: is .*, expected one such as scale_surgery\.PosteriorRouter\(\)"),
+        ({"prior": 0.5}, r"router: is {'prior': 0\.5}, expected one such as scale_surgery\.PosteriorRouter\(\)"),
     ),
-    ids=("bool", "text", "huge", "numpy", "true", "no kind", "a mapping"),
+    ids=str,
 )
-def test_what_python_gives_otherwise_is_refused_and_nothing_is_written(
+def test_a_router_that_makes_no_sense_is_refused_and_nothing_is_written(
     trio_of: Callable[..., Trio], tmp_path: Path, router: Any, said: str
 ) -> None:
     folder = trio_of("llama").path
     before = digests(folder)
     for operation in (lambda: route_export(folder, tmp_path / "out", router), lambda: set_routing(folder, router)):
-        with pytest.raises(PlanError, match=re.escape(said)):
+        with pytest.raises(PlanError, match=f"^{said}"):
             operation()
     assert digests(folder) == before and not list(tmp_path.iterdir())
-
-
-def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
-    assert PosteriorRouter().bound is None and describe_router(PosteriorRouter()) == "posterior, switch rate 0.01"
-    assert (
-        PosteriorRouter(0.2).for_expansions(1).bound == -math.log(0.2)
-        and PosteriorRouter().for_expansions(4).prior == (0.2,) * 5
-    )
-    assert PosteriorRouter().for_expansions(4) == PosteriorRouter(0.2).for_expansions(4).without_prior().for_expansions(
-        4
-    )
-    uneven = PosteriorRouter((0.5, 0.2, 0.3))
-    assert (
-        describe_router(uneven, ("law", "medicine"))
-        == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
-    )
-    with pytest.raises(PlanError, match="--strict does not go with --router posterior"):
-        RouterOptions(strict=True).make()
-
-
-@pytest.mark.parametrize("numbers", ({"threshold": -1.0}, {"threshold": 1.0}, {"switch_rate": 0.0}))
-def test_the_ends_of_the_ranges_are_allowed(expanded: Path, tmp_path: Path, numbers: dict[str, float]) -> None:
-    route = router_with(numbers)
-    assert load(route_export(expanded, tmp_path / "routed", route, base_weights="link").path).is_routing_enabled
-
-
-def test_a_router_takes_the_place_of_another(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
-    trio = trio_of("llama")
-    again = route_export(trio.path, tmp_path / "again", PosteriorRouter(switch_rate=0), base_weights="link").path
-    straight = route_export(
-        trio.expanded_path, tmp_path / "straight", PosteriorRouter(switch_rate=0), base_weights="link"
-    ).path
-    assert digests(again) == digests(straight)
 
 
 def test_what_has_no_router_or_no_expansion_is_refused(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
@@ -402,7 +323,7 @@ def test_what_has_no_router_or_no_expansion_is_refused(trio_of: Callable[..., Tr
             operation(trio.base_path, tmp_path / "again")
         with pytest.raises(CheckpointError, match="nowhere"):
             operation(tmp_path / "nowhere", tmp_path / "again")
-    assert_nothing_written(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_cosine_cannot_part_the_paths_of_a_preserve_model(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
@@ -410,74 +331,29 @@ def test_cosine_cannot_part_the_paths_of_a_preserve_model(trio_of: Callable[...,
     for routing in (COSINE, CosineRouter(strict=True)):
         with pytest.raises(PlanError, match=r"^router: cosine compares .*Take --router posterior"):
             route_export(folder, tmp_path / "routed", routing)
-    assert_nothing_written(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("operation", (route_export, unroute))
 def test_the_target_is_checked_first(trio_of: Callable[..., Trio], tmp_path: Path, operation: Any) -> None:
     trio = trio_of("llama")
     source = Path(shutil.copytree(trio.expanded_path if operation is route_export else trio.path, tmp_path / "source"))
-    before = digests(source)
-    for target in (source, source / "inside", tmp_path):
-        with pytest.raises(CheckpointError, match="lies inside, around or at the input"):
-            operation(source, target)
-    taken = tmp_path / "taken"
+    before, taken = digests(source), tmp_path / "taken"
+    with pytest.raises(CheckpointError, match="lies inside, around or at the input"):
+        operation(source, source / "inside")
     taken.mkdir()
     with pytest.raises(CheckpointError, match=r"exists already\. Choose another output folder, or give --overwrite"):
         operation(source, taken)
-    (taken / "diary.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is no model folder, --overwrite will not replace it"):
-        operation(source, taken, overwrite=True)
-    (taken / "diary.txt").unlink()
     operation(source, taken, overwrite=True)
     assert digests(source) == before
     assert (read_manifest(taken).routing is not None) == (operation is route_export)
-    assert_nothing_written(tmp_path, "source", "taken")
-
-
-@pytest.mark.parametrize("name", ("../outside.txt", "/tmp/outside.txt", "config.json/../../outside.txt"))
-def test_a_manifest_cannot_write_or_read_outside_the_folder(
-    trio_of: Callable[..., Trio], tmp_path: Path, name: str
-) -> None:
-    """surgery.json may come from anybody: its names are paths inside the folder, or nothing is written."""
-    (tmp_path / "source").mkdir()
-    folder = Path(shutil.copytree(trio_of("llama").path, tmp_path / "source" / "routed"))
-    name = name.replace("/tmp", str(tmp_path))
-
-    edit_manifest(folder, lambda own: own | {"code": own["code"] | {name: "boo"}})
-    for operation in (unroute, strip):
-        with pytest.raises(CheckpointError, match=r"outside\.txt' is said to be .*expected a name inside the folder"):
-            operation(folder, tmp_path / "out" / "back")
-    assert not list(tmp_path.rglob("outside.txt")) and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "routing",
-    (
-        {},
-        [],
-        "posterior",
-        {"router": "posterior"},
-        PosteriorRouter().for_expansions(1).settings | {"colour": "blue"},
-        PosteriorRouter().for_expansions(1).settings | {"router": "oracle"},
-        PosteriorRouter().for_expansions(1).settings | {"prior": [0.5, 0.4]},
-        PosteriorRouter().for_expansions(1).settings | {"prior": 1},
-    ),
-    ids=str,
-)
-def test_a_spoiled_record_is_refused(trio_of: Callable[..., Trio], tmp_path: Path, routing: Any) -> None:
-    folder = Path(shutil.copytree(trio_of("llama").path, tmp_path / "routed"))
-    edit_manifest(folder, lambda own: own | {"routing": routing})
-    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete .*Restore it"):
-        unroute(folder, tmp_path / "back")
-    assert_nothing_written(tmp_path, "routed")
 
 
 def test_a_missing_code_file_is_named(expanded: Path, tmp_path: Path) -> None:
     (expanded / "expanded_modules.py").unlink()
     with pytest.raises(CheckpointError, match=r"^expanded_modules\.py: code file is missing\."):
         route_export(expanded, tmp_path / "routed")
-    assert_nothing_written(tmp_path, "expanded", "sharded")
+    assert not (tmp_path / "routed").exists()
 
 
 # ---- the command
@@ -501,45 +377,32 @@ def test_the_command_and_back(trio_of: Callable[..., Trio], tmp_path: Path) -> N
     text = run(folder, "-o", there, "--router", "cosine", "--threshold", "0", "--strict", "--overwrite").output
     assert "cosine, threshold 0, strict" in text
     assert read_manifest(there).routing == CosineRouter(threshold=0.0, strict=True)
-
-
-def test_by_default_it_is_the_posterior_router(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
-    run(trio_of("llama", "deep").expanded_path, "-o", tmp_path / "there", "--quiet")
-    assert read_manifest(tmp_path / "there").routing == PosteriorRouter((0.5, 0.5), switch_rate=0.01)
+    run(folder, "-o", there, "--overwrite", "--quiet")
+    assert read_manifest(there).routing == PosteriorRouter((0.5, 0.5), switch_rate=0.01), "the default"
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "code", "text"),
     (
-        (("--threshold", "0.5"), "--threshold does not go with --router posterior"),
+        ("--threshold 0.5", 2, "--threshold does not go with --router posterior"),
+        ("--strict", 2, "--strict does not go with --router posterior"),
         (
-            ("--router", "cosine", "--prior", "0.5", "--switch-rate", "0"),
+            "--router cosine --prior 0.5 --switch-rate 0",
+            2,
             "--prior, --switch-rate does not go with --router cosine",
         ),
-        (("--router", "none", "--prior", "0.5"), "--prior"),
-        (("--router", "none", "--strict"), "--strict"),
-        (("--router", "oracle"), "oracle"),
-        (("--prior", "many"), "many"),
+        ("--router none --prior 0.5", 2, "--prior"),
+        ("--router none --strict", 2, "--strict"),
+        ("--router oracle", 2, "oracle"),
+        ("--prior many", 2, "many"),
+        ("--prior 1", 1, "--prior is 1.0, expected a probability"),
     ),
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_options_of_another_router_are_refused(
-    trio_of: Callable[..., Trio], tmp_path: Path, options: tuple[str, ...], text: str
+def test_options_that_are_wrong_or_of_another_router_are_refused(
+    trio_of: Callable[..., Trio], tmp_path: Path, options: str, code: int, text: str
 ) -> None:
-    folder = trio_of("llama", "deep")
-    source = folder.path if "none" in options else folder.expanded_path
-    assert text in run(source, "-o", tmp_path / "there", *options, code=2).output
-    assert_nothing_written(tmp_path)
-
-
-def test_what_is_wrong_is_one_line_without_a_traceback(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
-    text = run(trio_of("llama", "deep").expanded_path, "-o", tmp_path / "there", "--prior", "1", code=1).output
-    assert "--prior is 1.0, expected a probability" in " ".join(text.split())
-    assert "Traceback" not in text
-    assert_nothing_written(tmp_path)
-
-
-def test_help_says_what_a_router_is() -> None:
-    text = run("--help").output
-    assert "Example: scale-surgery route-export" in text
-    assert "preserved" not in text, "the bare word promises nothing"
+    trio = trio_of("llama", "deep")
+    source = trio.path if "none" in options else trio.expanded_path
+    said = run(source, "-o", tmp_path / "there", *options.split(), code=code).output
+    assert text in " ".join(said.split()) and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
