@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import expansion_of, nameless
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
+from scale_surgery.checkpoint.names import CODE_FILES
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.verify import verify
@@ -35,7 +35,6 @@ from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests, load
-from tests.families import FAMILIES
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
@@ -48,30 +47,16 @@ def refusal(*args: object, error: type[Exception] = CheckpointError, **options: 
 
 def test_what_stands_in_the_folder(pair_of):
     pair = pair_of("llama")
-    files = set(digests(pair.path))
-    assert files == {
+    assert set(digests(pair.path)) == {
         "config.json",
-        "configuration_scale.py",
-        "expanded_attention.py",
-        "expanded_fused.py",
-        "expanded_loading.py",
-        "expanded_mixture.py",
-        "expanded_model.py",
-        "expanded_modules.py",
-        "expanded_paths.py",
-        "expanded_routers.py",
-        "expanded_routing.py",
-        "expanded_shapes.py",
-        "expanded_state.py",
-        "expanded_streams.py",
         "expansion-default-00001-of-00001.safetensors",
         "generation_config.json",
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
-        "modeling_scale.py",
         "surgery.json",
+        *CODE_FILES,
     }
-    for file in FAMILIES["llama"].code_files:
+    for file in CODE_FILES:
         assert (pair.path / file).read_bytes() == (modeling.FOLDER / file).read_bytes()
 
 
@@ -101,24 +86,17 @@ def test_the_config_keeps_everything_else(pair_of):
     assert AutoConfig.from_pretrained(pair.path).scale_surgery == config["scale_surgery"]
 
 
-def test_a_config_without_dtype_gets_the_base_s(llama_base, tmp_path):
+def test_a_config_without_dtype_gets_the_base_s_and_keeps_the_base_s_own_auto_map(llama_base, tmp_path):
     """The first shard that a loader opens may be one of ours, in another dtype."""
     config = json.loads((llama_base / "config.json").read_text())
     del config["dtype"]
-    (llama_base / "config.json").write_text(json.dumps(config))
-    expanded = expand(llama_base, replace(REQUEST, dtype="bfloat16"), tmp_path / "expanded").path
-    assert json.loads((expanded / "config.json").read_text())["torch_dtype"] == "float32"
-    assert AutoConfig.from_pretrained(expanded).dtype == torch.float32
-
-
-def test_the_base_s_own_auto_map_is_kept(llama_base, tmp_path):
-    config = json.loads((llama_base / "config.json").read_text())
     config["auto_map"] = {"AutoTokenizer": ["tok.Tok", None], "AutoConfig": "old.Old"}
     (llama_base / "config.json").write_text(json.dumps(config))
-    expanded = expand(llama_base, REQUEST, tmp_path / "expanded").path
-    auto_map = json.loads((expanded / "config.json").read_text())["auto_map"]
-    assert auto_map["AutoTokenizer"] == ["tok.Tok", None]
-    assert auto_map["AutoConfig"] == "configuration_scale.ScaleLlamaConfig"
+    expanded = expand(llama_base, replace(REQUEST, dtype="bfloat16"), tmp_path / "expanded").path
+    made = json.loads((expanded / "config.json").read_text())
+    assert made["torch_dtype"] == "float32" and AutoConfig.from_pretrained(expanded).dtype == torch.float32
+    assert made["auto_map"]["AutoTokenizer"] == ["tok.Tok", None]
+    assert made["auto_map"]["AutoConfig"] == "configuration_scale.ScaleLlamaConfig"
 
 
 def test_the_manifest_records_what_was_done(pair_of):
@@ -129,7 +107,7 @@ def test_the_manifest_records_what_was_done(pair_of):
     assert manifest.base_hashes == hash_tensors(base, list(base.tensors)) == hash_tensors(stored, list(base.tensors))
     new = [tensor.name for tensor in pair.expansion.plan.tensors]
     assert manifest.expansion_tensors == hash_tensors(stored, new)
-    assert manifest.code == {file: digests(pair.path)[file] for file in FAMILIES["llama"].code_files}
+    assert manifest.code == {file: digests(pair.path)[file] for file in CODE_FILES}
     assert manifest.plan == pair.expansion.plan
     assert manifest.base_name == pair.base_path.name
     assert manifest.base_revision is None
@@ -197,14 +175,13 @@ def test_ways_to_begin(base_of, tmp_path, init):
     assert not values["gpt_neox.embed_in.expansions.default.up_weight"].any()
 
 
-@pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")))
-def test_weights_that_are_not_finite_are_named(llama_base, tmp_path, value):
+def test_weights_that_are_not_finite_are_named(llama_base, tmp_path):
     shard, name = llama_base / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
     tensors = load_file(shard)
-    tensors[name][3, 5] = value
+    tensors[name].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     save_file(tensors, shard)
     assert refusal(llama_base, REQUEST, tmp_path / "expanded") == (
-        f"{name}: holds 1 NaN or infinite values of 2080, expected finite numbers to decompose. "
+        f"{name}: holds 3 NaN or infinite values of 2080, expected finite numbers to decompose. "
         "Check the checkpoint, leave out its layer, or set init_w21 to random."
     )
     assert not (tmp_path / "expanded").exists()
@@ -212,43 +189,31 @@ def test_weights_that_are_not_finite_are_named(llama_base, tmp_path, value):
     expand(llama_base, replace(REQUEST, layers="0-1"), tmp_path / "without")
 
 
-def test_a_target_that_exists_is_refused_before_any_work(llama_base, tmp_path):
-    target = tmp_path / "out"
-    target.mkdir()
-    wanted = f"{target}: exists already. Choose another output folder, or give --overwrite."
-    assert refusal(llama_base, REQUEST, target) == wanted
-    (target / "precious").write_text("x")
-    message = refusal(llama_base, REQUEST, target, overwrite=True)
-    assert message == f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder."
-    assert (target / "precious").read_text() == "x"
-    shutil.rmtree(target)
-    shutil.copytree(llama_base, target)
-    (target / "old").write_text("x")
-    expand(llama_base, REQUEST, target, overwrite=True)
-    assert not (target / "old").exists()
-    assert (target / "surgery.json").is_file()
+TARGETS = {
+    "there": (False, "there: exists already. Choose another output folder, or give --overwrite."),
+    "mine": (True, "mine: is no model folder, --overwrite will not replace it. Choose another output folder."),
+    "base": (True, "base: lies inside, around or at the input {base}. Choose another output folder."),
+    "base/..": (True, "base/..: lies inside, around or at the input {base}. Choose another output folder."),
+    "base/deep/er": (False, "er: lies inside, around or at the input {base}. Choose another output folder."),
+    "to the base": (True, "lies inside, around or at the input"),
+    "to another": (True, "to another: is a symbolic link, expected a folder to be"),
+    "file": (True, "file: is a file, expected a folder to be."),
+    "file/below": (False, "file is not a folder you may write to. Choose another output folder."),
+}
 
 
-@pytest.mark.parametrize("where", (".", "..", "deep/er"))
-def test_a_target_inside_around_or_at_the_source_is_refused(llama_base, where):
-    before, target = digests(llama_base), llama_base / where
-    for overwrite in (False, True):
-        message = refusal(llama_base, REQUEST, target, overwrite=overwrite)
-        assert f"{target}: lies inside, around or at the input {llama_base}. Choose another output folder." in message
-    link = llama_base.parent / "link"
-    link.symlink_to(target, target_is_directory=True)
-    assert "lies inside, around or at the input" in refusal(llama_base, REQUEST, link, overwrite=True)
-    assert digests(llama_base) == before
-
-
-def test_a_target_that_is_a_file_or_below_one(llama_base, tmp_path):
-    (tmp_path / "file").write_text("x")
-    for overwrite in (False, True):
-        message = refusal(llama_base, REQUEST, tmp_path / "file", overwrite=overwrite)
-        assert f"{tmp_path}/file: is a file, expected a folder to be." in message
-    below = refusal(llama_base, REQUEST, tmp_path / "file" / "below")
-    assert f"{tmp_path}/file is not a folder you may write to. Choose another output folder." in below
-    assert (tmp_path / "file").read_text() == "x"
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path, name):
+    for folder in ("there", "mine"):
+        (tmp_path / folder).mkdir()
+    for file in ("mine/precious", "file"):
+        (tmp_path / file).write_text("x")
+    for link, to in (("to the base", llama_base), ("to another", tmp_path / "there")):
+        (tmp_path / link).symlink_to(to, target_is_directory=True)
+    before = digests(tmp_path)
+    overwrite, said = TARGETS[name]
+    assert said.format(base=llama_base) in refusal(llama_base, REQUEST, tmp_path / name, overwrite=overwrite)
+    assert digests(tmp_path) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -327,28 +292,13 @@ def test_a_base_with_files_whose_names_end_like_temporary_ones(llama_base, tmp_p
         assert set(read_contents(path).left_out) == set()
 
 
-def test_a_base_of_one_numbered_shard(sharded_base, tmp_path):
-    """Its shard has the name that a single file gets; nothing clashes, and the base comes back."""
-    tensors = {}
-    for shard in sharded_base.glob("*.safetensors"):
-        tensors |= load_file(shard)
-        shard.unlink()
-    name = "model-00001-of-00001.safetensors"
-    save_file(tensors, sharded_base / name)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
-    (sharded_base / "model.safetensors.index.json").write_text(json.dumps(index))
-    expanded = expand(sharded_base, REQUEST, tmp_path / "expanded").path
-    strip(expanded, tmp_path / "stripped")
-    assert digests(tmp_path / "stripped") == digests(sharded_base)
-
-
-def test_a_request_or_a_plan(llama_base, tmp_path):
-    made = plan(llama_base, REQUEST)
-    save_plan(made, tmp_path / "plan.json")
-    assert load_plan(llama_base, tmp_path / "plan.json") == made
-    expansion = expand(llama_base, made, tmp_path / "planned")
-    assert expansion.plan == made
-    assert digests(expansion.path) == digests(expand(llama_base, REQUEST, tmp_path / "asked").path)
+def test_a_plan_gives_what_its_request_gives_and_the_record_names_the_model_that_was_read(
+    base_of, llama_base, tmp_path
+):
+    made = plan(base_of("llama"), REQUEST)
+    planned = expand(llama_base, made, tmp_path / "planned").path
+    assert (made.base_name, read_manifest(planned).base_name) == (base_of("llama").name, llama_base.name)
+    assert digests(planned) == digests(expand(llama_base, REQUEST, tmp_path / "asked").path)
 
 
 def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
@@ -383,22 +333,3 @@ def test_a_plan_is_executed_on_its_own_commit(base_of, tmp_path):
     other = expand("surgeons/moving", REQUEST, tmp_path / "other")
     assert read_manifest(other.path).base_revision == commits[1], "the control: a request takes what is there now"
     assert digests(strip(other.path, tmp_path / "moved").path) == digests(repo / "snapshots" / commits[1])
-
-
-def test_the_record_names_the_model_that_was_read(base_of, llama_base, tmp_path):
-    made = plan(base_of("llama"), REQUEST)
-    done = expand(llama_base, made, tmp_path / "out")
-    assert (made.base_name, read_manifest(done.path).base_name) == (base_of("llama").name, llama_base.name)
-
-
-def test_progress_adds_up(base_of, tmp_path):
-    seen: dict[str, list[int]] = {}
-
-    @contextlib.contextmanager
-    def track(label, total):
-        seen[label] = [total]
-        yield seen[label].append
-
-    expand(base_of("llama"), REQUEST, tmp_path / "out", track=track)
-    assert list(seen) == ["new tensors", "base shards", "base hashes"]
-    assert all(sum(done) == total for total, *done in seen.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from scale_surgery import CheckpointError, PlanError, Request, expand, strip
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery import CheckpointError, PlanError, Request, expand
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.planned import plan
 from tests.conftest import digests
@@ -33,9 +31,8 @@ def own(base: Path, tmp_path: Path):
     return lambda name: Path(shutil.copytree(base, tmp_path / name))
 
 
-@pytest.mark.parametrize("suffix", [".partial", ""])
-def test_an_input_whose_name_the_output_would_use_is_refused(own: Any, base: Path, tmp_path: Path, suffix: str) -> None:
-    source = own(f"model{suffix}")
+def test_an_input_whose_name_the_output_would_use_is_refused(own: Any, base: Path, tmp_path: Path) -> None:
+    source = own("model.partial")
     with pytest.raises(CheckpointError, match="lies inside, around or at the input"):
         expand(source, REQUEST, tmp_path / "model", overwrite=True)
     assert digests(source) == digests(base)
@@ -50,13 +47,6 @@ def test_a_folder_named_replaced_is_of_no_interest(own: Any, base: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.replaced"]
 
 
-def test_an_unfinished_folder_that_nobody_here_began_is_not_continued(own: Any, base: Path, tmp_path: Path) -> None:
-    other = own("out.partial")
-    with pytest.raises(CheckpointError, match=r"out\.partial: was not begun by this program, will not continue it"):
-        expand(base, REQUEST, tmp_path / "out")
-    assert digests(other) == digests(base)
-
-
 def test_a_target_that_holds_what_the_input_links_to_is_refused(own: Any, base: Path, tmp_path: Path) -> None:
     store = own("store")
     source = tmp_path / "source"
@@ -68,59 +58,15 @@ def test_a_target_that_holds_what_the_input_links_to_is_refused(own: Any, base: 
     assert digests(store) == digests(base)
 
 
-def test_a_symbolic_link_is_no_target(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(CheckpointError, match="link: is a symbolic link, expected a folder to be"):
-        expand(base, REQUEST, tmp_path / "link", overwrite=True)
-
-
-def test_strip_can_be_repeated_after_what_was_damaged_is_mended(base: Path, tmp_path: Path) -> None:
-    path = expand(base, REQUEST, tmp_path / "expanded").path
-    shard = path / "model-00001-of-00001.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: sha256"):
-        strip(path, tmp_path / "back")
-    assert not (tmp_path / "back").exists()
-    shard.write_bytes(whole)
-    assert digests(strip(path, tmp_path / "back").path) == digests(base)
-
-
-def test_links_are_for_shards_only(base: Path, tmp_path: Path) -> None:
-    path = expand(base, REQUEST, tmp_path / "expanded", base_weights="link").path
-    back = strip(path, tmp_path / "back", base_weights="link").path
-    assert (base / "model.safetensors").samefile(path / "model-00001-of-00001.safetensors")
-    assert (base / "model.safetensors").samefile(back / "model.safetensors")
-    for file in ("generation_config.json", "config.json"):
-        assert not (path / file).samefile(base / file) and not (back / file).samefile(path / file)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"variant": "presrve"},
-            "--variant is 'presrve', expected one of: preserve, adapt, grow-freeze, grow-train, depth.",
-        ),
-        ({"variant": "adapt", "collaborate": "atn"}, "--collaborate is 'atn', expected one of: attn, ffn, both."),
-        ({"init_w21": "sdv"}, "init_w21 is 'sdv', expected one of: svd, random, zero."),
-        ({"dtype": "fp16"}, "--dtype is 'fp16', expected one of: float32, float16, bfloat16."),
-        ({"ratio": "x"}, "--ratio is 'x', expected a number."),
-        ({"up_width": 10.0}, "--up-width is 10.0, expected a whole number."),
-        ({"seed": None}, "seed is None, expected a whole number."),
-    ],
-)
-def test_a_python_caller_is_told_what_a_command_line_user_is_told(base: Path, options: Any, message: str) -> None:
+def test_a_python_caller_is_told_all_typos_at_once_as_a_command_line_user_is_told(base: Path) -> None:
     with pytest.raises(PlanError) as caught:
-        plan(base, Request("1", **options))
-    assert str(caught.value) == message
-
-
-def test_several_typos_are_told_at_once(base: Path) -> None:
-    with pytest.raises(PlanError) as caught:
-        plan(base, Request("1", variant="x", svd="y"))  # type: ignore[arg-type]
-    assert len(str(caught.value).splitlines()) == 2
+        plan(base, Request("1", variant="presrve", init_w21="sdv", up_width=10.0, seed=None))  # type: ignore[arg-type]
+    assert set(str(caught.value).splitlines()) == {
+        "--variant is 'presrve', expected one of: preserve, adapt, grow-freeze, grow-train, depth.",
+        "init_w21 is 'sdv', expected one of: svd, random, zero.",
+        "--up-width is 10.0, expected a whole number.",
+        "seed is None, expected a whole number.",
+    }
 
 
 @pytest.mark.parametrize(
@@ -145,35 +91,6 @@ def test_heads_and_biases_must_fit_too(own: Any, name: str, value: torch.Tensor 
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
         plan(source, REQUEST)
-
-
-def rewrite_header(file: Path, change: Any) -> None:
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-
-def test_tensors_that_overlap_are_damage(own: Any) -> None:
-    source = own("spoiled")
-
-    def overlap(header: dict[str, Any]) -> None:
-        first, second = (name for name in header if name.endswith("layernorm.weight") and ".1." in name)
-        header[second]["data_offsets"] = header[first]["data_offsets"]
-
-    rewrite_header(source / "model.safetensors", overlap)
-    with pytest.raises(CheckpointError, match=r"begins at byte \d+, expected \d+.*It is damaged"):
-        open_checkpoint(source)
-
-
-def test_bytes_behind_the_last_tensor_are_damage(own: Any) -> None:
-    source = own("spoiled")
-    with (source / "model.safetensors").open("ab") as stream:
-        stream.write(b"12345678")
-    with pytest.raises(CheckpointError, match=r"its tensors end at byte \d+, the file has \d+ bytes"):
-        open_checkpoint(source)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +118,6 @@ def test_a_file_to_be_written_is_no_input(arguments: list[str], own: Any, base: 
         result = CliRunner().invoke(main, given)
         source = text if file == text else folder
         assert result.exit_code == 1
-        # lines are broken to the width of the terminal
-        assert f"{file}: would be written into {source}, which is read. Choose another file." in joined(result.stderr)
+        said = " ".join(result.stderr.split())
+        assert f"{file}: would be written into {source}, which is read. Choose another file." in said
         assert digests(tmp_path) == before
-
-
-def joined(lines: str) -> str:
-    return " ".join(lines.split())

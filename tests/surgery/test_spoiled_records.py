@@ -27,6 +27,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from tests.conftest import shake
 
 Change = Callable[[dict[str, Any]], None]
+POSTERIOR = PosteriorRouter().for_expansions(1).settings
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def facts(content: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def refuse(path: Path, reason: str) -> None:
+def refuse(path: Path, *reasons: str) -> None:
     readers = {
         "verify": lambda: verify(path, probes=None),
         "strip": lambda: strip(path, path.with_name("out")),
@@ -66,9 +67,9 @@ def refuse(path: Path, reason: str) -> None:
     for name, read in readers.items():
         with pytest.raises(CheckpointError) as raised:
             read()
-        assert str(raised.value).startswith(f"{path / 'surgery.json'}: is incomplete ("), name
-        assert reason in str(raised.value)
-    assert not path.with_name("out").exists()
+        said = str(raised.value)
+        assert said.startswith(f"{path / 'surgery.json'}: ") and all(reason in said for reason in reasons), (name, said)
+    assert not path.with_name("out").exists() and not list(path.parent.rglob("outside.txt"))
 
 
 SPOILED: dict[str, tuple[Change, str]] = {
@@ -124,6 +125,27 @@ SPOILED: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", SPOILED)
 def test_it_is_refused_when_it_is_read(adapt: Path, name: str) -> None:
     change, reason = SPOILED[name]
+    refuse(edit(adapt, change), "is incomplete (", reason)
+
+
+def file_of_base(content: dict[str, Any], name: str, **changes: object) -> None:
+    content["base_files"][name] = content["base_files"]["config.json"] | changes
+
+
+OUTSIDE = "outside.txt' is said to be a file of the model, expected a name inside the folder"
+NAMES: dict[str, tuple[Change, str]] = {
+    "up": (lambda content: file_of_base(content, "../outside.txt"), OUTSIDE),
+    "of the system": (lambda content: file_of_base(content, "/tmp/outside.txt"), OUTSIDE),
+    "stored": (lambda content: file_of_base(content, "inside.txt", stored_as="../outside.txt"), OUTSIDE),
+    "code": (lambda content: content["code"].update({"config.json/../../outside.txt": "boo"}), OUTSIDE),
+    "text": (lambda content: content["replaced"].update({"../outside.txt": "boo"}), "is no file of the base. Restore"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_leaves_the_folder_is_refused(adapt: Path, name: str) -> None:
+    """surgery.json may come from anybody: its names are paths inside the folder, or nothing is read or written."""
+    change, reason = NAMES[name]
     refuse(edit(adapt, change), reason)
 
 
@@ -139,12 +161,24 @@ def test_a_grown_model_cannot_pass_for_another(grown: Path) -> None:
     assert "config.json: scale_surgery is not what the expansion wrote." in found.problems
 
 
-def test_a_router_s_numbers_are_in_their_ranges(adapt: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("routing", "reason"),
+    (
+        ({}, "routing.router is None, expected one of"),
+        ([], "routing is [], expected an object"),
+        ("posterior", "routing is 'posterior', expected an object"),
+        ({"router": "posterior"}, "routing.prior is missing"),
+        (POSTERIOR | {"colour": "blue"}, "routing.colour is unknown"),
+        (POSTERIOR | {"router": "oracle"}, "routing.router is 'oracle', expected one of"),
+        (POSTERIOR | {"prior": [0.5, 0.4]}, "routing.prior: is [0.5, 0.4], expected 2 positive weights"),
+        (POSTERIOR | {"prior": [0, 1]}, "routing.prior: is [0, 1], expected 2 positive weights"),
+        (POSTERIOR | {"prior": 1}, "routing.prior is 1, expected a list of numbers"),
+    ),
+    ids=str,
+)
+def test_a_router_that_makes_no_sense_is_refused(adapt: Path, tmp_path: Path, routing: object, reason: str) -> None:
     routed = route_export(adapt, tmp_path / "routed", PosteriorRouter()).path
-    refuse(
-        edit(routed, lambda content: content["routing"].update(prior=[0, 1])),
-        "routing.prior: is [0, 1], expected 2 positive weights",
-    )
+    refuse(edit(routed, lambda content: content.update(routing=routing)), "is incomplete (", reason)
 
 
 def test_trained_tensors_do_not_pass_for_untrained_ones(adapt: Path) -> None:
