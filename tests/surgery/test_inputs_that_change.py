@@ -68,24 +68,20 @@ def replace(file: Path) -> None:
 
 
 @pytest.mark.parametrize("request_", (REQUEST, pytest.param(DEEPENED, marks=pytest.mark.slow)), ids=("adapt", "depth"))
-@pytest.mark.parametrize("change", (rewrite, rewrite_and_set_back, lengthen, replace, Path.unlink))
+@pytest.mark.parametrize(
+    ("name", "change"),
+    (
+        *(("model.safetensors", change) for change in (rewrite, rewrite_and_set_back, lengthen, replace, Path.unlink)),
+        ("config.json", rewrite),
+        ("generation_config.json", rewrite),
+    ),
+)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_base_that_changes_is_not_expanded(llama_base, tmp_path, request_, change, moment):
-    target, file = tmp_path / "out" / "expanded", llama_base / "model.safetensors"
+def test_a_base_that_changes_is_not_expanded(llama_base, tmp_path, request_, name, change, moment):
+    target, file = tmp_path / "out" / "expanded", llama_base / name
     with pytest.raises(CheckpointError, match=rf"^{file}: changed while it was read\. Run again when nothing writes"):
         expand(llama_base, request_, target, track=at(moment, lambda: change(file)))
     assert not [found.name for found in target.parent.iterdir() if not found.name.startswith(".")]
-
-
-@pytest.mark.parametrize("name", ("config.json", "generation_config.json"))
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_small_files_are_looked_at_too(llama_base, tmp_path, name, moment):
-    with pytest.raises(CheckpointError, match=f"{name}: changed while it was read"):
-        expand(llama_base, REQUEST, tmp_path / "expanded", track=at(moment, lambda: rewrite(llama_base / name)))
-    assert not (tmp_path / "expanded").exists()
-    expanded = expand(llama_base, REQUEST, tmp_path / "expanded").path
-    assert verify(expanded, probes=None).passed, "a second run takes what is there now"
-    assert digests(strip(expanded, tmp_path / "back").path) == digests(llama_base)
 
 
 @pytest.mark.parametrize("request_", (REQUEST, DEEPENED), ids=("adapt", "depth"))
@@ -110,55 +106,57 @@ def test_hard_links_are_no_change(llama_base, tmp_path):
     check_unchanged(checkpoint.stamps)
 
 
-@pytest.fixture
-def expanded(pair_of, tmp_path) -> Path:
-    return Path(shutil.copytree(pair_of("llama", "adapt_without_up_stream").path, tmp_path / "expanded"))
-
-
+SHARD = "expansion-default-00001-of-00001.safetensors"
+# what works, when a file changes, and which; all in one folder
 VERBS = {
-    "route-export": ("files", lambda expanded, _, output, track: route_export(expanded, output, track=track)),
-    "extract": ("files", lambda expanded, _, output, track: extract(expanded, output, track=track)),
-    "fused": ("fused shards", lambda expanded, _, output, track: merge(expanded, output, "fused", track=track)),
-    "stock": ("stock shards", lambda expanded, _, output, track: merge(expanded, output, "stock", track=track)),
+    "route-export": ("files", "expanded", lambda own, track: route_export(own / "expanded", own / "out", track=track)),
+    "extract": ("files", "expanded", lambda own, track: extract(own / "expanded", own / "out", track=track)),
+    "fused": ("fused shards", "expanded", lambda own, track: merge(own / "expanded", own / "out", track=track)),
+    "stock": (
+        "stock shards",
+        "expanded",
+        lambda own, track: merge(own / "expanded", own / "out", "stock", track=track),
+    ),
+    "apply": ("files", "extract", lambda own, track: apply(own / "extract", own / "out", own / "base", track=track)),
+    "apply, the base": ("files", "base", lambda own, track: VERBS["apply"][2](own, track)),
 }
 
 
+@pytest.fixture
+def place(pair_of, llama_base, tmp_path) -> Path:
+    """A base, an expanded folder and an extract."""
+    shutil.copytree(pair_of("llama", "adapt_without_up_stream").path, tmp_path / "expanded")
+    extract(tmp_path / "expanded", tmp_path / "extract")
+    return tmp_path
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_looks_again(expanded, tmp_path, verb):
-    label, work = VERBS[verb]
-    file = expanded / "expansion-default-00001-of-00001.safetensors"
+def test_every_verb_looks_again(place, verb):
+    label, folder, work = VERBS[verb]
+    file = place / folder / ("model.safetensors" if folder == "base" else SHARD)
     with pytest.raises(CheckpointError, match=f"{file}: changed while it was read"):
-        work(expanded, None, tmp_path / "out", at(label, lambda: rewrite(file)))
-    assert not (tmp_path / "out").exists()
+        work(place, at(label, lambda: rewrite(file)))
+    assert not (place / "out").exists()
 
 
-@pytest.mark.parametrize("side", ("base", "extract"))
-def test_apply_looks_at_both_sides(llama_base, expanded, tmp_path, side):
-    taken = extract(expanded, tmp_path / "extract").path
-    shard = taken / "expansion-default-00001-of-00001.safetensors"
-    file = {"base": llama_base / "model.safetensors", "extract": shard}[side]
-    with pytest.raises(CheckpointError, match=f"{file}: changed while it was read"):
-        apply(taken, tmp_path / "out", llama_base, track=at("files", lambda: rewrite(file)))
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_unfinished_folder_is_not_continued_with_another_file(expanded, tmp_path):
-    """A file of the same size, written at another time, is another one, for every verb."""
-    file = expanded / "expansion-default-00001-of-00001.safetensors"
-    with pytest.raises(KeyboardInterrupt):
-        route_export(expanded, tmp_path / "out", track=at("files", _interrupt))
-    assert (tmp_path / "out.partial" / file.name).is_file()
-    rewrite(file)
-    route_export(expanded, tmp_path / "out")
-    assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def test_nobody_changed_anything(expanded, tmp_path):
+@pytest.mark.parametrize("verb", VERBS)
+def test_nobody_changed_anything(place, verb):
     """The negative control: a track that changes nothing lets every verb come to its end."""
-    for verb, (label, work) in VERBS.items():
-        work(expanded, None, tmp_path / verb, at(label, lambda: None))
-        assert (tmp_path / verb).is_dir()
+    label, _, work = VERBS[verb]
+    work(place, at(label, lambda: None))
+    assert (place / "out").is_dir()
+
+
+def test_an_unfinished_folder_is_not_continued_with_another_file(place):
+    """A file of the same size, written at another time, is another one, for every verb."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    expanded, out = place / "expanded", place / "out"
+    with pytest.raises(KeyboardInterrupt):
+        route_export(expanded, out, track=at("files", interrupt))
+    assert (place / "out.partial" / SHARD).is_file()
+    rewrite(expanded / SHARD)
+    route_export(expanded, out)
+    assert (out / SHARD).read_bytes() == (expanded / SHARD).read_bytes()

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
@@ -26,45 +25,36 @@ def small_shards(monkeypatch):
 
 
 KILLS = (
-    ("new tensors", 3),
-    ("new tensors", 40),
-    ("base shards", 0),
-    ("base shards", 2),
-    ("base hashes", 0),
-    ("rename", 0),
+    ("new tensors", 3, REQUEST),
+    ("new tensors", 40, REQUEST),
+    ("base shards", 0, REQUEST),
+    ("base shards", 2, REQUEST),
+    ("base shards", 2, DEEPENED),
+    ("base hashes", 0, REQUEST),
+    ("rename", 0, REQUEST),
 )
 
 
-@pytest.mark.parametrize(("label", "count"), mostly(KILLS, KILLS[2:3].__contains__))
+@pytest.mark.parametrize(("label", "count", "request_"), mostly(KILLS, (KILLS[2], KILLS[4]).__contains__))
 def test_a_killed_expansion_leaves_no_target_and_a_second_run_completes_it(
-    base_of, tmp_path, small_shards, label, count
+    base_of, tmp_path, small_shards, label, count, request_
 ):
     base = base_of("llama", tied=True)
     before, target, partial = digests(base), tmp_path / "out" / "expanded", tmp_path / "out" / "expanded.partial"
-    done = run_killed(label, count, REQUEST, base, target)
+    done = run_killed(label, count, request_, base, target)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not target.exists()
     assert digests(base) == before
     finished = {file: file.stat().st_mtime_ns for file in partial.glob("expansion-*.safetensors")}
     assert bool(finished) == ((label, count) != ("new tensors", 3)), "the kill falls where it is meant to"
 
-    expand(base, REQUEST, target)
-    undisturbed = expand(base, REQUEST, tmp_path / "undisturbed")
+    expand(base, request_, target)
+    undisturbed = expand(base, request_, tmp_path / "undisturbed")
     assert len(undisturbed.plan.shards) > 2
     assert digests(target) == digests(undisturbed.path)
     assert [file.name for file in target.parent.iterdir()] == ["expanded"], "nothing else is left behind"
     for file, written in finished.items():
         assert (target / file.name).stat().st_mtime_ns == written, "a finished shard is not made again"
-
-
-def test_killed_duplication_of_layers_is_completed_by_a_second_run(base_of, tmp_path):
-    base, target = base_of("llama", tied=True), tmp_path / "out" / "deep"
-    done = run_killed("base shards", 2, DEEPENED, base, target)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not target.exists()
-    undisturbed = expand(base, DEEPENED, tmp_path / "undisturbed")
-    assert digests(expand(base, DEEPENED, target).path) == digests(undisturbed.path)
-    assert [path.name for path in target.parent.iterdir()] == ["deep"]
 
 
 def test_another_request_starts_clean(base_of, tmp_path, small_shards):
@@ -100,30 +90,6 @@ def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, 
     strip(pair.path, target)
     assert digests(target) == digests(pair.base_path)
     assert [file.name for file in tmp_path.iterdir()] == ["stripped"]
-
-
-def test_a_shard_cut_short_by_the_kill_is_not_taken_for_finished(base_of, tmp_path, small_shards):
-    """An unfinished file lies in a folder of its own; one that a crash left in our unfinished folder is thrown away."""
-    base, target = base_of("llama"), tmp_path / "out" / "expanded"
-    assert run_killed("new tensors", 40, REQUEST, base, target).returncode == -signal.SIGKILL
-    partial = target.parent / "expanded.partial"
-    left = partial / f"{UNFINISHED}x1y2z3"
-    left.mkdir()
-    (left / "expansion-default-00002-of-00009.safetensors").write_bytes(b"half")
-    expand(base, REQUEST, target)
-    assert not list(target.glob(f"{UNFINISHED}*"))
-
-
-def test_an_error_in_the_middle_leaves_the_target_absent(tmp_path):
-    target = tmp_path / "out"
-    with pytest.raises(ZeroDivisionError), staged(target, {"what": 1}, overwrite=False) as partial:
-        (partial / "file").write_text("x")
-        raise ZeroDivisionError
-    assert not target.exists()
-    assert (tmp_path / "out.partial" / "file").is_file()
-    with staged(target, {"what": 1}, overwrite=False) as partial:
-        assert (partial / "file").is_file(), "the same work goes on"
-    assert [file.name for file in target.iterdir()] == ["file"]
 
 
 def test_two_processes_cannot_write_the_same_target(tmp_path):
