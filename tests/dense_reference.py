@@ -28,7 +28,7 @@ from scale_surgery.modeling.expanded_modules import (
     SameBlocks,
     stock_class,
 )
-from tests.families import get_family
+from tests.families import FAMILIES
 
 JOINT_ATTENTION = "joint_attention_of_a_test"
 
@@ -161,7 +161,7 @@ def joint(module: ExpandedAttention, parts: Any) -> Any:
 def dense_reference(model: Any, dtype: torch.dtype) -> Any:
     """A copy of a model that runs its one expansion, in which every module computes what is written above."""
     reference = copy.deepcopy(model).to(dtype)
-    style = get_family(model.config.model_type.removeprefix("scale_")).norm_style
+    style = FAMILIES[model.config.model_type.removeprefix("scale_")].norm_style
     for module in list(reference.modules()):
         if isinstance(module, ExpandedAttention):
             module.config, module.widened = SeenConfig(module.config), partial(joint, module)

@@ -1,46 +1,24 @@
-"""Facts about the supported architectures, as data: what a layer is made of and how wide its parts are.
+"""Facts about ten architectures, written by hand: what a layer is made of and how wide its parts are.
 
-One `Family` for each `model_type` of a base model. Names are those of the stock transformers modules, which
-are the names on disk. `tests/planning/test_families.py` checks every fact against a tiny model, in both directions:
-each fact names a real module of the stated shape, and each tensor of the model is covered by a fact.
-To add a family, see docs/families.md.
+Names are those of the stock transformers modules, which are the names on disk. `tests/planning/test_written.py` checks
+every fact against a tiny model, in both directions; `tests/deriving/test_oracles.py` compares what is derived.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.names import CODE_FILES
-from scale_surgery.errors import PlanError, UnsupportedFamilyError
+from scale_surgery.planning.architecture import CONFIG_KEYS as KEYS
+from scale_surgery.planning.architecture import STREAMS, Group, InnerNorm, Role, Sizes, Stream
 
-Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down"]
-Group = Literal["attn", "ffn"]
-
-# role -> (what it reads, what it writes); a stream is a pair of a base width and an up width
-STREAMS: Mapping[Role, tuple[str, str]] = {
-    "q": ("residual", "query"),
-    "k": ("residual", "key_value"),
-    "v": ("residual", "key_value"),
-    "o": ("query", "residual"),
-    "gate": ("residual", "inner"),
-    "up_proj": ("residual", "inner"),
-    "down": ("inner", "residual"),
-}
+CONFIG_KEYS = KEYS | {"epsilon": "rms_norm_eps", "is_tied": "tie_word_embeddings"}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a layer.
-
-    Attributes:
-        name: Module name inside the layer.
-        roles: What it computes; several roles are one fused projection.
-        fused_by: How fused roles share the rows: all of q, then all of k, ... (`section`), or q, k, v of
-            head 0, then of head 1, ... (`head`).
-    """
+    """A linear of a layer; several roles are one fused projection, by sections of rows or head by head."""
 
     name: str
     roles: tuple[Role, ...]
@@ -48,26 +26,15 @@ class Linear:
 
     @property
     def group(self) -> Group:
-        """Whether it belongs to attention or to the feed-forward network."""
         return "ffn" if self.roles[0] in ("gate", "up_proj", "down") else "attn"
 
     @property
-    def reads(self) -> str:
-        """Name of the stream it reads."""
+    def reads(self) -> Stream:
         return STREAMS[self.roles[0]][0]
 
-    def writes(self) -> tuple[str, ...]:
+    def writes(self) -> tuple[Stream, ...]:
         """Names of the streams it writes, one for each role."""
         return tuple(STREAMS[role][1] for role in self.roles)
-
-
-@dataclass(frozen=True)
-class InnerNorm:
-    """A norm on queries or keys: over the whole projection, or inside each head on axis `head_axis`."""
-
-    name: str
-    stream: Literal["query", "key_value"]
-    head_axis: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,33 +65,27 @@ class TypesByNumber:
 
 @dataclass(frozen=True)
 class Family:
-    """What scale-surgery knows about one architecture.
+    """What is known about one architecture.
 
     Attributes:
         model_type: `model_type` of the base model's config.json.
         stem: Stem of the names of its stock classes.
         base_model: Attribute of the language model that holds the model without its head.
-        layers: Module list of the layers, inside the base model.
-        embedding: Token embedding, inside the base model.
-        position_embedding: Learned position embedding, inside the base model, where there is one.
-        final_norm: Norm after the last layer, inside the base model.
-        linears: The linears of a layer.
+        layers: Module list of the layers, inside the base model, as are the embeddings and the final norm.
+        position_embedding: Learned position embedding, where there is one.
         pre_norms: Norms of a layer that read the residual stream.
         post_norms: Norms of a layer whose output is added to the residual stream.
         inner_norms: Norms on queries or keys.
         activation: The activation module of the feed-forward network.
-        norm_style: "rms" (gain w), "rms_plus_one" (gain 1 + w) or "layer".
         transposed: Linears store (inputs, outputs), as transformers' Conv1D does.
-        keys: Our name of a size to its key in config.json, where the two differ.
+        keys: Our name of a size to its key in config.json, where that is not the usual one.
         defaults: Values that config.json may leave out.
         attention: The attention module of a layer.
         attention_attributes: Attributes that its stock forward reads, each to the name of a size.
         attention_config: Keys of its config that its stock forward reads, each to the name of a size.
         softcap: Key of config.json that caps the logits after the head, and its default.
-        refused: Keys of config.json whose stated values this family does not support, with the reason.
         fixed_heads: Why the stock class has no form with more heads, all else equal; None where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
-        heads_fix_rope: Whether the stock config wants as many rope factors as hidden size over query heads asks for.
         types_by_number: How its layers get their types where config.json does not list them; None where all are alike.
         language_model: Its stock language model, where that has another name than `<stem>ForCausalLM`.
     """
@@ -150,12 +111,11 @@ class Family:
     attention_attributes: Mapping[str, str] = field(default_factory=dict)
     attention_config: Mapping[str, str] = field(default_factory=dict)
     softcap: tuple[str, float | None] | None = None
-    refused: Mapping[str, Any] = field(default_factory=dict)
     fixed_heads: str | None = None
     heads_divide_hidden: bool = False
-    heads_fix_rope: bool = False
     types_by_number: TypesByNumber | None = None
     language_model: str | None = None
+    own_code: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, size: str) -> str:
         """Key of a size in config.json."""
@@ -168,22 +128,10 @@ class Family:
 
     @property
     def expanded_type(self) -> str:
-        """`model_type` of the expanded model."""
         return f"scale_{self.model_type}"
 
     @property
-    def code_files(self) -> tuple[str, ...]:
-        """Names of the Python files that an expanded checkpoint carries."""
-        return CODE_FILES
-
-    @property
-    def own_code(self) -> Mapping[str, str]:
-        """None of these models has code of its own."""
-        return {}
-
-    @property
     def config_class(self) -> str:
-        """Its stock configuration class."""
         return f"{self.stem}Config"
 
     @property
@@ -193,89 +141,13 @@ class Family:
         return {"AutoModel": f"{self.stem}Model", "AutoModelForCausalLM": language_model}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a base model, in features, heads, layers or tokens."""
-
-    hidden: int
-    layers: int
-    query_heads: int
-    key_value_heads: int
-    head_size: int
-    inner: int
-    vocabulary: int
-    epsilon: float
-    is_tied: bool
-
-    @property
-    def queries_per_key_value(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.query_heads // self.key_value_heads
-
-
-CONFIG_KEYS = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "query_heads": "num_attention_heads",
-    "key_value_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "inner": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "epsilon": "rms_norm_eps",
-    "is_tied": "tie_word_embeddings",
-}
-
-
 def read_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
-    """Read the sizes of a base model from its config.json, with the family's defaults for what it leaves out.
-
-    Args:
-        family: The model's family.
-        config: Parsed config.json.
-
-    Returns:
-        The sizes; a missing number of key/value heads is that of the query heads, a missing head size is
-        hidden size over query heads, as in transformers.
-
-    Raises:
-        PlanError: If a size is missing or is not a positive whole number, or the heads do not divide evenly.
-    """
-    found = {name: _read_key(family, config, name) for name in CONFIG_KEYS}
+    """Sizes by a parsed config.json, as transformers fills in what it leaves out."""
+    found = {name: config.get(family.key(name), family.defaults.get(name)) for name in CONFIG_KEYS}
     found["key_value_heads"] = found["key_value_heads"] or found["query_heads"]
-    if found["head_size"] is None and found["hidden"] and found["query_heads"]:
-        found["head_size"] = found["hidden"] // found["query_heads"]
-    if found["inner"] is None and family.model_type == "gpt2" and found["hidden"]:
-        found["inner"] = 4 * found["hidden"]
-    _check_sizes(family, found)
+    found["head_size"] = found["head_size"] or found["hidden"] // found["query_heads"]
+    found["inner"] = found["inner"] or 4 * found["hidden"]
     return Sizes(**found)
-
-
-def _read_key(family: Family, config: Mapping[str, Any], name: str) -> Any:
-    return config.get(family.key(name), family.defaults.get(name))
-
-
-def _check_sizes(family: Family, found: Mapping[str, Any]) -> None:
-    problems = [
-        f"config.json: {family.key(name)} is {value!r}, expected a positive {kind}. Is this config.json complete?"
-        for name, value in found.items()
-        if (kind := _kind_problem(name, value)) is not None
-    ]
-    if not problems and found["query_heads"] % found["key_value_heads"]:
-        problems.append(
-            f"config.json: {found['query_heads']} query heads, expected a multiple of the "
-            f"{found['key_value_heads']} key/value heads. Is this config.json from this checkpoint?"
-        )
-    if problems:
-        raise PlanError.from_problems(problems)
-
-
-def _kind_problem(name: str, value: object) -> str | None:
-    """What a size should have been; None where it is that."""
-    if name == "is_tied":
-        return None
-    kinds, noun = ((int, float), "number") if name == "epsilon" else ((int,), "whole number")
-    is_right = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
-    return None if is_right else noun
 
 
 LLAMA_LINEARS = (
@@ -396,7 +268,6 @@ FAMILIES: Mapping[str, Family] = {
             defaults={"epsilon": 1e-5, "is_tied": False},
             attention_attributes={"num_key_value_heads": "key_value_heads"},
             attention_config={"num_attention_heads": "query_heads"},
-            heads_fix_rope=True,
         ),
         Family(
             "gpt2",
@@ -427,33 +298,12 @@ FAMILIES: Mapping[str, Family] = {
             defaults={"epsilon": 1e-5, "is_tied": True},
             attention="attn",
             attention_attributes={"split_size": "query_features", "num_heads": "query_heads"},
-            refused={
-                "add_cross_attention": "cross-attention layers are not supported",
-                "reorder_and_upcast_attn": "this form of attention is not supported, set it to false",
-            },
             fixed_heads=HEADS_SHARE_HIDDEN,
         ),
     )
 }
 
 
-def get_family(model_type: object) -> Family:
-    """Find the facts of an architecture.
-
-    Args:
-        model_type: `model_type` of a base model's config.json.
-
-    Returns:
-        The family.
-
-    Raises:
-        UnsupportedFamilyError: If the architecture is not supported; the message lists those that are.
-    """
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedFamilyError(
-            f"config.json: model_type is {model_type!r}, expected one of: {known}. "
-            "docs/families.md says how to add a family."
-        )
-    return family
+def get_family(model_type: str) -> Family:
+    """Facts about an architecture."""
+    return FAMILIES[model_type]

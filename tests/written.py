@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from scale_surgery.planning.architecture import Architecture, Block, InnerNorm, Kind, Linear, Norm, Sizes
-from tests.families import Family, get_family, read_sizes
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm, Sizes
+from tests.families import FAMILIES, Family, read_sizes
 
 OF_ATTENTION = ("q", "k", "v", "o")
 
 
 def written_sizes(config: Mapping[str, Any]) -> Sizes:
     """Sizes by a parsed config.json."""
-    found = read_sizes(get_family(config["model_type"]), config)
-    return Sizes(**vars(found))
+    return read_sizes(FAMILIES[config["model_type"]], config)
 
 
 def written_architecture(config: Mapping[str, Any]) -> Architecture:
     """Facts by the tables, for a parsed config.json."""
-    family, sizes = get_family(config["model_type"]), written_sizes(config)
+    family, sizes = FAMILIES[config["model_type"]], written_sizes(config)
     style = family.norm_style
     norms = {"pre_norms": family.pre_norms, "post_norms": family.post_norms}
     kind = Kind(_blocks(family, sizes), **{name: tuple(Norm(one, style) for one in own) for name, own in norms.items()})
     types = family.types_by_number and family.types_by_number.of(config, sizes.layers)
     return Architecture(
         model_type=family.model_type,
-        config_class=f"{family.stem}Config",
+        config_class=family.config_class,
         classes=family.classes,
         base_model=family.base_model,
         layers=family.layers,
@@ -59,7 +59,7 @@ def _blocks(family: Family, sizes: Sizes) -> tuple[Block, ...]:
     mlp = family.activation.rpartition(".")[0]
     attention = [linear for linear in made if linear.roles[0] in OF_ATTENTION]
     others = [linear for linear in made if linear.roles[0] not in OF_ATTENTION]
-    inner = tuple(InnerNorm(norm.name, norm.stream, norm.head_axis, family.norm_style) for norm in family.inner_norms)
+    inner = tuple(replace(norm, style=family.norm_style) for norm in family.inner_norms)
     return (
         Block(
             name=family.attention,

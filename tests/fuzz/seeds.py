@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from scale_surgery import (
-    EvalData,
     PosteriorRouter,
     Probes,
     Request,
@@ -83,4 +82,4 @@ def _begin_training(place: Path) -> None:
     arguments = (place / "expanded", place / "plain.txt", place / "run", SETTINGS, place / "texts.jsonl")
     done = run_apart(train_and_die_at_the_end, *arguments)
     assert done.returncode == 9, done.stderr
-    assert EvalData and list((place / "run").rglob("*.safetensors")), "the run left nothing to resume"
+    assert list((place / "run").rglob("*.safetensors")), "the run left nothing to resume"

@@ -27,30 +27,6 @@ def refuse(call: Call) -> None:
     raise SurgeryError("no")
 
 
-def escape(call: Call) -> None:
-    raise KeyError("x")
-
-
-def wait(call: Call) -> None:
-    time.sleep(30)
-
-
-def fill(call: Call) -> None:
-    bytearray(2 * case.MORE_MEMORY)
-
-
-def change_input(call: Call) -> None:
-    (call.model / "new").touch()
-
-
-def write_outside(call: Call) -> None:
-    (call.place.parent / "outside" / "canary").unlink()
-
-
-def run_code(call: Call) -> None:
-    (call.place.parent / "outside" / "it-ran").touch()
-
-
 def leave_something(call: Call) -> None:
     (call.out.parent / "made.partial").mkdir()
     refuse(call)
@@ -61,10 +37,6 @@ def write_beside(call: Call) -> None:
     (call.out.parent / ".made.lock").touch()
 
 
-def print_escapes(call: Call) -> None:
-    call.out.with_name("printed").write_text("\x1b[31mred", encoding="utf-8")
-
-
 def spoil(call: Call) -> None:
     """What expand makes, with a bit of the base changed."""
     expand(call.beside("base"), Request("1"), call.out)
@@ -72,29 +44,29 @@ def spoil(call: Call) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
 
 
-DEFECTS: dict[Callable[[Call], Any], str] = {
-    escape: "escape",
-    wait: "slow",
-    fill: "memory",
-    change_input: "input changed",
-    write_outside: "written outside",
-    run_code: "code ran",
-    leave_something: "left behind",
-    write_beside: "left beside the target",
-    print_escapes: "raw control characters",
+DEFECTS: dict[str, Callable[[Call], Any]] = {
+    "escape": lambda call: {}["x"],
+    "slow": lambda call: time.sleep(30),
+    "memory": lambda call: bytearray(2 * case.MORE_MEMORY),
+    "input changed": lambda call: (call.model / "new").touch(),
+    "written outside": lambda call: (call.place.parent / "outside" / "canary").unlink(),
+    "code ran": lambda call: (call.place.parent / "outside" / "it-ran").touch(),
+    "left behind": leave_something,
+    "left beside the target": write_beside,
+    "raw control characters": lambda call: call.out.with_name("printed").write_text("\x1b[31mred", encoding="utf-8"),
 }
 
 
 def outcome(seeds: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Call], Any], number: int = 0) -> Outcome:
-    monkeypatch.setattr(case, "SECONDS", 1 if run is wait else case.SECONDS)
     monkeypatch.setattr(case, "OPERATIONS", (Operation("x", run, ("base",)),))
     return run_case(seeds, 0, number)
 
 
-@pytest.mark.parametrize("run", DEFECTS, ids=DEFECTS.values())
-def test_a_defect_is_found(seeds: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Call], Any]) -> None:
-    found = outcome(seeds, monkeypatch, run)
-    assert (found.outcome, found.kind) == ("finding", DEFECTS[run])
+@pytest.mark.parametrize("kind", DEFECTS)
+def test_a_defect_is_found(seeds: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(case, "SECONDS", 1 if kind == "slow" else case.SECONDS)
+    found = outcome(seeds, monkeypatch, DEFECTS[kind])
+    assert (found.outcome, found.kind) == ("finding", kind)
 
 
 def test_what_has_no_defect_is_no_finding(seeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:

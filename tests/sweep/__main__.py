@@ -16,9 +16,8 @@ from pathlib import Path
 
 import click
 
-from tests.sweep.several import take_several
 from tests.sweep.table import render
-from tests.sweep.take import Row, is_broken, model_types
+from tests.sweep.take import Row, is_broken, model_types, take_several
 
 # enough that a process's imports are paid for, and few enough that what a type leaves behind does not pile up
 TYPES_AT_ONCE = 8
