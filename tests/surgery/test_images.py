@@ -22,6 +22,7 @@ from scale_surgery import (
 from scale_surgery.deriving.derive import derive
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling.expanded_routers import ROUTERS
+from tests.by_hand import save_base
 from tests.conftest import digests, shake
 from tests.each import mostly
 
@@ -68,11 +69,7 @@ def inputs(name: str, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 def write_base(config: Any, dtype: torch.dtype, path: Path) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.1))
-    model.to(dtype).save_pretrained(path)
+    save_base(path, AutoModelForImageTextToText.from_config(config), dtype)
     # what a processor reads goes along
     (path / "preprocessor_config.json").write_text('{"size": 8}')
     return path
@@ -83,9 +80,8 @@ def load(path: Path, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any, **given: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(**given).logits
-    return found
+def logits(model: Any, **given: torch.Tensor) -> Any:
+    return model(**given).logits
 
 
 @pytest.mark.parametrize(
