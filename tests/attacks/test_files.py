@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.names import INDEX_FILE, SINGLE_FILE, is_inside
 from scale_surgery.errors import CheckpointError
+from tests.fuzz.files import Planted
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -105,16 +106,6 @@ def test_what_is_inside() -> None:
 
 
 # pickles
-
-
-class Planted:
-    """What a pickle of it runs when it is read."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.marker,)
 
 
 def test_a_pickle_that_is_called_safetensors(llama_base: Path, tmp_path: Path) -> None:

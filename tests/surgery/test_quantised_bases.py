@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from scale_surgery import CheckpointError, PlanError, Request, expand, extract, load_expansion
 from tests.conftest import load, shake
+from tests.each import mostly
 from tests.families import FAMILIES
 from tests.routed import random_ids, trio_of  # noqa: F401
 
@@ -49,8 +50,8 @@ def torchao() -> Any:
 
 def kinds(*rarely: Callable[[], Any]) -> Any:
     """Run a test on every kind; some of them are slow repetitions."""
-    marks = [pytest.param(kind, marks=pytest.mark.slow if kind in rarely else ()) for kind in (nf4, int8, torchao)]
-    return pytest.mark.parametrize("kind", marks, ids=lambda kind: kind.__name__)
+    values = mostly((nf4, int8, torchao), lambda kind: kind not in rarely)
+    return pytest.mark.parametrize("kind", values, ids=lambda kind: kind.__name__)
 
 
 @pytest.fixture(scope="module")
@@ -208,19 +209,12 @@ def spread(base: Path) -> Any:
     return dispatch_model(model, {**outside, **layers}, force_hooks=True)
 
 
-def test_a_base_that_is_spread_over_devices(spread, folders, extracts):
-    found, expected = load_expansion(spread, extracts["adapt"]), load(folders["adapt"])
-    assert torch.equal(found(IDS).logits, expected(IDS).logits)
-    assert torch.equal(base_logits(found), spread(IDS).logits)
-    assert torch.equal(found.generate(IDS, max_new_tokens=4, do_sample=False), expected.generate(IDS, max_new_tokens=4))
+def test_a_base_that_is_spread_over_devices_trains_and_keeps_its_hooks(spread, extracts):
+    found, expected = load_expansion(spread, extracts["adapt"]), spread(IDS).logits
     take_steps(found)
-    hooked = {name for name, own in found.named_modules() if hasattr(own, "_hf_hook")}
-    assert {name for name in hooked if ".expansions" not in name} == {
-        name for name, own in spread.named_modules() if hasattr(own, "_hf_hook")
-    }
-    seen = watch_hook(found)
-    found(IDS)
-    assert seen, "hooks of modules that were expanded run"
+    assert torch.equal(base_logits(found), expected)
+    hooked = [{name for name, own in one.named_modules() if hasattr(own, "_hf_hook")} for one in (found, spread)]
+    assert {name for name in hooked[0] if ".expansions" not in name} == hooked[1]
 
 
 def watch_hook(model: Any) -> list[int]:
@@ -232,28 +226,22 @@ def watch_hook(model: Any) -> list[int]:
 
 
 def test_expansions_by_name_on_a_base_that_is_spread_over_devices(spread, base, folders, extracts):
-    found, expected = spread, {None: load(base), **{name: load(folder) for name, folder in folders.items()}}
+    found, whole, length = spread, load(base), {"max_new_tokens": 4, "do_sample": False}
+    expected = {None: load(base), **{name: load(folder) for name, folder in folders.items()}}
     for name, own in extracts.items():
-        found = load_expansion(found, own, name=name)
+        found, whole = (load_expansion(model, own, name=name) for model in (found, whole))
     for name, alone in expected.items():
         seen = watch_hook(found)
         with found.use_expansion(name):
-            assert torch.equal(found(IDS).logits, alone(IDS).logits) and seen
-            assert torch.equal(
-                found.generate(IDS, max_new_tokens=4, do_sample=False), alone.generate(IDS, max_new_tokens=4)
-            )
-    whole = load(base)
-    for name, own in extracts.items():
-        whole = load_expansion(whole, own, name=name)
+            assert torch.equal(found(IDS).logits, alone(IDS).logits)
+            assert seen, "hooks of modules that were expanded run"
+            assert torch.equal(found.generate(IDS, **length), alone.generate(IDS, **length))
     for model in (found, whole):
         model.set_expansion(list(extracts))
     assert torch.equal(found(IDS).logits, whole(IDS).logits), "side by side, too"
-    assert all(
-        map(torch.equal, found.path_logits(IDS), (alone(IDS, use_cache=False).logits for alone in expected.values()))
-    )
-    assert torch.equal(
-        found.generate(IDS, max_new_tokens=4, do_sample=False), whole.generate(IDS, max_new_tokens=4, do_sample=False)
-    )
+    paths = (alone(IDS, use_cache=False).logits for alone in expected.values())
+    assert all(map(torch.equal, found.path_logits(IDS), paths))
+    assert torch.equal(found.generate(IDS, **length), whole.generate(IDS, **length))
     assert found.hf_device_map == spread.hf_device_map
     assert torch.equal(spread(IDS).logits, expected[None](IDS).logits), "the base stays as it is"
 

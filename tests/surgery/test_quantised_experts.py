@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from scale_surgery import Request, expand, extract, load_expansion, plan, strip, verify
+from scale_surgery import Request, expand, extract, load_expansion, strip, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError
 from tests.conftest import digests, shake
@@ -89,16 +89,9 @@ def test_a_changed_nibble_is_noticed(base, tmp_path):
     tensors = load_file(shard)
     tensors["model.layers.0.mlp.experts.down_proj_blocks"][0, 0, 0, 0] ^= 1
     save_file(tensors, shard, metadata={"format": "pt"})
-    found = verify(made.path)
-    assert not found.passed
+    found = verify(made.path, probes=None)
     evidence = [promise.evidence for promise in found.promises if promise.holds is False]
-    # the shard and the tensor
-    assert any("2 problems" in line for line in evidence)
-
-
-def test_each_block_says_how_it_is_treated(base):
-    (kind,) = plan(base, Request("all")).architecture.kinds
-    assert [(block.name, block.treatment) for block in kind.blocks] == [("self_attn", "edges"), ("mlp", "block")]
+    assert not found.passed and any("2 problems" in line for line in evidence), "the shard and the tensor"
 
 
 @pytest.mark.slow

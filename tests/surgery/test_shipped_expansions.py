@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from scale_surgery import (
     Request,
@@ -44,14 +42,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def command(place: Path) -> Callable[..., Any]:
-    """Run a command on the composed folder, in a terminal of 80 columns."""
-
-    def run(*words: object) -> Any:
-        return CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(main, list(map(str, words)))
-
-    return run
+def command(*words: object) -> Result:
+    """Run a command in a terminal of 80 columns."""
+    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(main, list(map(str, words)))
 
 
 def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
@@ -79,9 +72,7 @@ def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inspect_says_what_lies_in_it_and_report_shows_one(
-    place: Path, tmp_path: Path, command: Callable[..., Any]
-) -> None:
+def test_inspect_says_what_lies_in_it_and_report_shows_one(place: Path, tmp_path: Path) -> None:
     folder = place / "composed"
     found, base = inspect(folder), inspect(SHIPPED_MODEL)
     assert (found.family, found.sizes, found.dtype) == (base.family, base.sizes, base.dtype)
