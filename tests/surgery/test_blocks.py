@@ -62,10 +62,12 @@ def assert_same_rows(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted * signs, rtol=1e-4, atol=1e-5)
 
 
-@each_shape
+@pytest.mark.parametrize("shape", (*SHAPES, (400, 160), (160, 400)), ids=lambda shape: "x".join(map(str, shape)))
 @each_method
 def test_w21_is_the_formula(shape, method):
+    """Of the two largest, "fast" finds the range; of smaller ones it decomposes all."""
     weight, r = matrix(*shape), 6
+    assert (2 * (r + blocks.OVERSAMPLING) <= min(shape)) == (max(shape) == 400)
     found = svd_w21(weight, r, method, generator())
     assert_same_rows(found, formula(weight, r))
     assert (found.gather(1, found.abs().argmax(dim=1, keepdim=True)) > 0).all(), "ours make the largest entry positive"
@@ -124,17 +126,6 @@ def test_generators_differ_by_name_and_seed_and_by_nothing_else():
 
     assert draw(0, "a") == draw(0, "a")
     assert len({tuple(draw(*key)) for key in ((0, "a"), (0, "b"), (1, "a"), (-1, "a"))}) == 4
-
-
-@pytest.mark.parametrize("shape", ((400, 160), (160, 400)))
-def test_fast_is_close_to_exact_where_the_spectrum_decays(shape):
-    weight, r = matrix(*shape, decay=0.95), 16
-    assert 2 * (r + blocks.OVERSAMPLING) <= min(shape), "the range finder is what runs"
-    exact, fast = (svd_w21(weight, r, method, generator()) for method in ("exact", "fast"))
-    assert (row_space(exact) - row_space(fast)).abs().max() < 1e-3
-    assert (exact - fast).norm() / exact.norm() < 1e-3
-    # negative control: the rows are not close to just any rows
-    assert (exact - fast.roll(1, dims=0)).norm() / exact.norm() > 0.1
 
 
 @each_shape

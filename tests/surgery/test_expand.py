@@ -46,26 +46,12 @@ def refusal(*args: object, error: type[Exception] = CheckpointError, **options: 
 
 
 def test_what_stands_in_the_folder(pair_of):
-    pair = pair_of("llama")
-    assert set(digests(pair.path)) == {
-        "config.json",
-        "expansion-default-00001-of-00001.safetensors",
-        "generation_config.json",
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-        "surgery.json",
-        *CODE_FILES,
-    }
-    for file in CODE_FILES:
-        assert (pair.path / file).read_bytes() == (modeling.FOLDER / file).read_bytes()
-
-
-def test_base_shards_are_the_base_files(pair_of):
     pair = pair_of("llama", tied=True)
     base, expanded = digests(pair.base_path), digests(pair.path)
-    shards = [name for name in base if name.endswith(".safetensors")]
-    assert len(shards) > 1
-    assert {name: expanded[name] for name in shards} == {name: base[name] for name in shards}
+    new = {"expansion-default-00001-of-00001.safetensors", "surgery.json", *CODE_FILES}
+    assert expanded.keys() == base.keys() | new
+    assert {name for name in base if expanded[name] != base[name]} == {"config.json", "model.safetensors.index.json"}
+    assert all((pair.path / file).read_bytes() == (modeling.FOLDER / file).read_bytes() for file in CODE_FILES)
     index = json.loads((pair.path / "model.safetensors.index.json").read_text())
     stored = open_checkpoint(pair.path).tensors
     assert {name: info.file for name, info in stored.items()} == index["weight_map"]
@@ -127,12 +113,13 @@ def test_no_path_of_this_machine_stands_in_the_folder(base_of, tmp_path, monkeyp
 
 
 def test_twice_gives_the_same_bytes_and_another_seed_does_not(base_of, tmp_path):
-    one, two = (digests(expand(base_of("llama"), REQUEST, tmp_path / name).path) for name in ("one", "two"))
+    one, two, other = (
+        digests(expand(base_of("llama"), replace(REQUEST, seed=seed), tmp_path / name).path)
+        for name, seed in (("one", 0), ("two", 0), ("other", 1))
+    )
     assert one == two
-    other = digests(expand(base_of("llama"), replace(REQUEST, seed=1), tmp_path / "other").path)
-    shard = "expansion-default-00001-of-00001.safetensors"
-    assert other[shard] != one[shard]
-    assert other["model-00001-of-00001.safetensors"] == one["model-00001-of-00001.safetensors"]
+    changed = {name for name in one if one[name] != other[name]}
+    assert changed == {"expansion-default-00001-of-00001.safetensors", "surgery.json"}
 
 
 def test_a_name_changes_no_value(base_of, tmp_path):
@@ -232,41 +219,38 @@ def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, mo
     assert not list(tmp_path.glob("out*"))
 
 
-def test_names_that_the_base_has_already(llama_base, tmp_path):
-    """Also names that are needed later: of a trained model, and of an extract."""
-    needed = ("expanded.index.json", "expanded_modules.py", "expanded_routers.py")
-    needed += ("training/log.jsonl",)
-    (llama_base / "training").mkdir()
+def test_names_that_the_base_has_already(sharded_base, tmp_path):
+    """Also names that are needed later: of a trained, a fused or a routed model, and of an extract."""
+    place = sharded_base / "model.safetensors.index.json"
+    index = json.loads(place.read_text())["weight_map"]
+    ours = ("expansion-default-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors")
+    renamed = dict(zip(sorted(set(index.values())), ours, strict=False))
+    for shard, file in renamed.items():
+        (sharded_base / shard).rename(sharded_base / file)
+    needed = ("expanded.index.json", "expanded_modules.py", "expanded_routers.py", "training/log.jsonl")
+    (sharded_base / "training").mkdir()
     for file in (*needed, "training.txt", "sub-expansions"):
-        (llama_base / file).write_text("x")
-    shard, name = llama_base / "model.safetensors", "model.layers.0.mlp.up_proj.expansions.default.w21"
-    other = name.replace("default", "law")
-    save_file(load_file(shard) | {name: torch.zeros(2), other: torch.zeros(2)}, shard)
-    lines = [
+        (sharded_base / file).write_text("x")
+    name = "model.layers.0.mlp.up_proj.expansions.default.w21"
+    other, last = name.replace("default", "law"), sharded_base / max(index.values())
+    save_file(load_file(last) | {name: torch.zeros(2), other: torch.zeros(2)}, last)
+    index = {own: renamed.get(file, file) for own, file in index.items()} | dict.fromkeys((name, other), last.name)
+    place.write_text(json.dumps({"weight_map": index}))
+    wanted = {
         f"{name}: the base model has a tensor of this name already.",
         f"{other}: the base model has a tensor with '.expansions.' in its name, which tells tensors of expansions from "
         "others. Rename it.",
         *(
             f"{file}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
             "rename it."
-            for file in needed
+            for file in (*needed, *ours)
         ),
-    ]
-    assert refusal(llama_base, REQUEST, tmp_path / "out").splitlines() == lines
+    }
+    assert set(refusal(sharded_base, REQUEST, tmp_path / "out").splitlines()) == wanted
     assert not list(tmp_path.glob("*out*"))
     with pytest.raises(CheckpointError) as found:
-        plan(llama_base, REQUEST)
-    assert str(found.value).splitlines() == lines
-
-
-@pytest.mark.parametrize("name", ["expansion-default-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors"])
-def test_shards_that_are_called_like_ours(sharded_base, tmp_path, name):
-    index = sharded_base / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
-    shard = next(iter(places.values()))
-    (sharded_base / shard).rename(sharded_base / name)
-    index.write_text(json.dumps({"weight_map": {own: name if at == shard else at for own, at in places.items()}}))
-    assert refusal(sharded_base, REQUEST, tmp_path / "out").startswith(f"{name}: the base model has a file of this")
+        plan(sharded_base, REQUEST)
+    assert set(str(found.value).splitlines()) == wanted
 
 
 def test_a_base_with_files_whose_names_end_like_temporary_ones(llama_base, tmp_path):
