@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import huggingface_hub
 from click.testing import CliRunner
+from huggingface_hub import constants
 
 import scale_surgery as s
 from scale_surgery.cli.program import main
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.running.documents import read_documents
-from tests.fuzz.hub import hub_for_one
 from tests.fuzz.requests import draw_request, draw_routing
 from tests.fuzz.seeds import BASES, EXPANDED, WHOLE
+from tests.hub_server import running
 
 TEXT_FILES = ("texts.jsonl", "array.json", "plain.txt")
 NO_TOKENS = s.Probes(new_tokens=0)
@@ -119,9 +123,25 @@ def _load_expansion(call: Call) -> None:
     s.load_expansion(call.beside("base"), call.model)
 
 
+@contextmanager
+def _hub_for_one() -> Iterator[None]:
+    """Run a Hub with one writer, and let this process ask it."""
+    huggingface_hub.utils.disable_progress_bars()
+    with (
+        patch.object(constants, "HF_HUB_OFFLINE", new=False),
+        patch.object(constants, "HF_HUB_DISABLE_XET", new=True),
+        running() as hub,
+        patch.object(constants, "ENDPOINT", hub.address),
+    ):
+        try:
+            yield
+        finally:
+            huggingface_hub.close_session()
+
+
 def _push(call: Call) -> bool:
     """Push to a Hub of its own; what a card says is looked at like what is printed."""
-    with hub_for_one():
+    with _hub_for_one():
         done = s.push(call.model, "me/wide", token="hf_writer")
     call.out.with_name("printed").write_text(done.card or "", encoding="utf-8", errors="surrogatepass")
     return True

@@ -119,7 +119,7 @@ def test_twice_gives_the_same_bytes_and_another_seed_does_not(base_of, tmp_path)
     )
     assert one == two
     changed = {name for name in one if one[name] != other[name]}
-    assert changed == {"expansion-default-00001-of-00001.safetensors", "surgery.json"}
+    assert changed == {"config.json", "expansion-default-00001-of-00001.safetensors", "surgery.json"}, "no base shard"
 
 
 def test_a_name_changes_no_value(base_of, tmp_path):
