@@ -20,6 +20,7 @@ import gc
 
 gc.disable()
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -38,7 +39,6 @@ from accelerate.utils import other
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.files import write_json
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import Expansion, expand
 from tests.tiny import save_tiny
@@ -104,24 +104,33 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@contextlib.contextmanager
+def edited(file: Path) -> Iterator[dict[str, Any]]:
+    """What a JSON or a safetensors file holds, to be changed while the block runs."""
+    if file.suffix == ".safetensors":
+        yield (tensors := load_file(file))
+        save_file(tensors, file, metadata={"format": "pt"})
+    else:
+        yield (content := json.loads(file.read_text()) if file.is_file() else {})
+        file.write_text(json.dumps(content, indent=2) + "\n")
+
+
 def shake(path: Path, seed: int = 1) -> Path:
     """Change every expansion tensor on disk, as training does, so that nothing hides behind a zero."""
     generator = torch.Generator().manual_seed(seed)
     for file in path.glob("expansion-*.safetensors"):
-        noise = {name: torch.randn(own.shape, generator=generator) for name, own in load_file(file).items()}
-        tensors = {name: (own.float() + 0.1 * noise[name]).to(own.dtype) for name, own in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
+        with edited(file) as tensors:
+            for name, own in tensors.items():
+                tensors[name] = (own.float() + 0.1 * torch.randn(own.shape, generator=generator)).to(own.dtype)
     return path
 
 
 def name_base(path: Path, name: str, revision: str) -> None:
     """Let an expanded folder say that its base is on the Hub: in its record, and where its config keeps its origin."""
-    record, config = (json.loads((path / file).read_text()) for file in ("surgery.json", "config.json"))
-    for expansion in config["scale_surgery"]["expansions"]:
-        expansion["origin"].update(base_name=name, base_revision=revision)
-    record.update(base_name=name, base_revision=revision)
-    write_json(path / "surgery.json", record)
-    write_json(path / "config.json", config)
+    with edited(path / "surgery.json") as record, edited(path / "config.json") as config:
+        for expansion in config["scale_surgery"]["expansions"]:
+            expansion["origin"].update(base_name=name, base_revision=revision)
+        record.update(base_name=name, base_revision=revision)
 
 
 def load(path: Path, **options: Any) -> Any:

@@ -22,7 +22,7 @@ from scale_surgery.modeling.expanded_attention import SPLIT_ATTENTION
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.tokenizer import load_tokenizer, need_tokenizer
 from tests.composed import Made
-from tests.conftest import Pair
+from tests.conftest import Pair, edited
 from tests.dense_reference import JOINT_ATTENTION
 
 TRUSTED = RunOptions(device="cpu", trust_remote_code=True)
@@ -33,8 +33,8 @@ REASON = (
 
 
 def edit_json(file: Path, **changes: object) -> None:
-    content = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps(content | changes))
+    with edited(file) as content:
+        content |= changes
 
 
 # each has to look into a config
@@ -122,9 +122,9 @@ def test_every_way_into_a_folder_is_guarded(speaking: tuple[Made, Path], tmp_pat
 
 def test_the_config_of_a_base_that_a_record_holds(llama: Pair, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama.path, tmp_path / "wide"))
-    record = json.loads((folder / "surgery.json").read_text())
-    config = json.loads(record["replaced"]["config.json"]) | {"attn_implementation": "org/kernel"}
-    edit_json(folder / "surgery.json", replaced={**record["replaced"], "config.json": json.dumps(config)})
+    with edited(folder / "surgery.json") as record:
+        config = json.loads(record["replaced"]["config.json"]) | {"attn_implementation": "org/kernel"}
+        record["replaced"]["config.json"] = json.dumps(config)
     with pytest.raises(CheckpointError, match=r"replaced\.config\.json\.attn_implementation is 'org/kernel'"):
         strip(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

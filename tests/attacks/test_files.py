@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.names import INDEX_FILE, SINGLE_FILE, is_inside
 from scale_surgery.errors import CheckpointError
+from tests.conftest import edited
 from tests.fuzz.files import Planted
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -89,9 +90,8 @@ def test_headers_that_lie(llama_base: Path, name: str) -> None:
     "file", ("../x.safetensors", "/etc/x.safetensors", "a/../../x", "..\\x", "a\0b.safetensors", "./x", "\ud800", 7, "")
 )
 def test_an_index_that_leaves_the_folder(sharded_base: Path, file: object) -> None:
-    index = json.loads((sharded_base / INDEX_FILE).read_text())
-    index["weight_map"]["model.norm.weight"] = file
-    (sharded_base / INDEX_FILE).write_text(json.dumps(index))
+    with edited(sharded_base / INDEX_FILE) as index:
+        index["weight_map"]["model.norm.weight"] = file
     if file == "\ud800":
         assert "it holds half a character" in refusal(sharded_base)
         return
@@ -115,9 +115,8 @@ def test_a_pickle_that_is_called_safetensors_or_that_an_index_names(
     (llama_base / SINGLE_FILE).write_bytes(planted)
     assert "It is truncated or not a safetensors file" in refusal(llama_base)
     (sharded_base / "shard.bin").write_bytes(planted)
-    index = json.loads((sharded_base / INDEX_FILE).read_text())
-    index["weight_map"]["model.norm.weight"] = "shard.bin"
-    (sharded_base / INDEX_FILE).write_text(json.dumps(index))
+    with edited(sharded_base / INDEX_FILE) as index:
+        index["weight_map"]["model.norm.weight"] = "shard.bin"
     assert "shard.bin: its first 8 bytes promise a header" in refusal(sharded_base)
     assert not (tmp_path / "it-ran").exists()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from scale_surgery import modeling
@@ -34,7 +34,7 @@ from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, load
+from tests.conftest import digests, edited, load
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
@@ -74,10 +74,9 @@ def test_the_config_keeps_everything_else(pair_of):
 
 def test_a_config_without_dtype_gets_the_base_s_and_keeps_the_base_s_own_auto_map(llama_base, tmp_path):
     """The first shard that a loader opens may be one of ours, in another dtype."""
-    config = json.loads((llama_base / "config.json").read_text())
-    del config["dtype"]
-    config["auto_map"] = {"AutoTokenizer": ["tok.Tok", None], "AutoConfig": "old.Old"}
-    (llama_base / "config.json").write_text(json.dumps(config))
+    with edited(llama_base / "config.json") as config:
+        del config["dtype"]
+        config["auto_map"] = {"AutoTokenizer": ["tok.Tok", None], "AutoConfig": "old.Old"}
     expanded = expand(llama_base, replace(REQUEST, dtype="bfloat16"), tmp_path / "expanded").path
     made = json.loads((expanded / "config.json").read_text())
     assert made["torch_dtype"] == "float32" and AutoConfig.from_pretrained(expanded).dtype == torch.float32
@@ -163,10 +162,9 @@ def test_ways_to_begin(base_of, tmp_path, init):
 
 
 def test_weights_that_are_not_finite_are_named(llama_base, tmp_path):
-    shard, name = llama_base / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
-    tensors = load_file(shard)
-    tensors[name].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    save_file(tensors, shard)
+    name = "model.layers.2.mlp.up_proj.weight"
+    with edited(llama_base / "model.safetensors") as tensors:
+        tensors[name].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     assert refusal(llama_base, REQUEST, tmp_path / "expanded") == (
         f"{name}: holds 3 NaN or infinite values of 2080, expected finite numbers to decompose. "
         "Check the checkpoint, leave out its layer, or set init_w21 to random."
@@ -185,13 +183,14 @@ TARGETS = {
     "to the base": (True, "lies inside, around or at the input"),
     "to another": (True, "to another: is a symbolic link, expected a folder to be"),
     "file": (True, "file: is a file, expected a folder to be."),
+    "begun": (False, "begun.partial: was not begun by this program, will not continue it."),
     "file/below": (False, "file is not a folder you may write to. Choose another output folder."),
 }
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path, name):
-    for folder in ("there", "mine"):
+    for folder in ("there", "mine", "begun.partial"):
         (tmp_path / folder).mkdir()
     for file in ("mine/precious", "file"):
         (tmp_path / file).write_text("x")
@@ -221,21 +220,22 @@ def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, mo
 
 def test_names_that_the_base_has_already(sharded_base, tmp_path):
     """Also names that are needed later: of a trained, a fused or a routed model, and of an extract."""
-    place = sharded_base / "model.safetensors.index.json"
-    index = json.loads(place.read_text())["weight_map"]
-    ours = ("expansion-default-00001-of-00001.safetensors", "fused-00001-of-00001.safetensors")
-    renamed = dict(zip(sorted(set(index.values())), ours, strict=False))
-    for shard, file in renamed.items():
-        (sharded_base / shard).rename(sharded_base / file)
-    needed = ("expanded.index.json", "expanded_modules.py", "expanded_routers.py", "training/log.jsonl")
+    needed = ["expanded.index.json", "expanded_modules.py", "expanded_routers.py", "training/log.jsonl"]
     (sharded_base / "training").mkdir()
     for file in (*needed, "training.txt", "sub-expansions"):
         (sharded_base / file).write_text("x")
+    shards = sorted(sharded_base.glob("*.safetensors"))
+    renamed = {shards[0].name: "expansion-default-00001-of-00001.safetensors"}
+    renamed[shards[1].name] = "fused-00001-of-00001.safetensors"
     name = "model.layers.0.mlp.up_proj.expansions.default.w21"
-    other, last = name.replace("default", "law"), sharded_base / max(index.values())
-    save_file(load_file(last) | {name: torch.zeros(2), other: torch.zeros(2)}, last)
-    index = {own: renamed.get(file, file) for own, file in index.items()} | dict.fromkeys((name, other), last.name)
-    place.write_text(json.dumps({"weight_map": index}))
+    other = name.replace("default", "law")
+    with edited(shards[-1]) as tensors, edited(sharded_base / "model.safetensors.index.json") as index:
+        tensors |= {name: torch.zeros(2), other: torch.zeros(2)}
+        index["weight_map"] |= dict.fromkeys((name, other), shards[-1].name)
+        for own, file in index["weight_map"].items():
+            index["weight_map"][own] = renamed.get(file, file)
+    for shard, file in renamed.items():
+        (sharded_base / shard).rename(sharded_base / file)
     wanted = {
         f"{name}: the base model has a tensor of this name already.",
         f"{other}: the base model has a tensor with '.expansions.' in its name, which tells tensors of expansions from "
@@ -243,7 +243,7 @@ def test_names_that_the_base_has_already(sharded_base, tmp_path):
         *(
             f"{file}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
             "rename it."
-            for file in (*needed, *ours)
+            for file in (*needed, *renamed.values())
         ),
     }
     assert set(refusal(sharded_base, REQUEST, tmp_path / "out").splitlines()) == wanted
@@ -305,8 +305,8 @@ def test_a_plan_is_executed_on_its_own_commit(base_of, tmp_path):
     commits = ["a" * 40, "b" * 40]
     for commit in commits:
         shutil.copytree(base_of("llama"), repo / "snapshots" / commit)
-    shard = repo / "snapshots" / commits[1] / "model.safetensors"
-    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
+    with edited(repo / "snapshots" / commits[1] / "model.safetensors") as tensors:
+        tensors["model.norm.weight"] += 1
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commits[0])
     made = plan("surgeons/moving", REQUEST)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import CheckpointError, PlanError, Request, expand
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.planned import plan
-from tests.conftest import digests
+from tests.conftest import digests, edited
 from tests.tiny import save_tiny
 
 REQUEST = Request("1")
@@ -84,11 +83,9 @@ def test_a_python_caller_is_told_all_typos_at_once_as_a_command_line_user_is_tol
 )
 def test_heads_and_biases_must_fit_too(own: Any, name: str, value: torch.Tensor | None, message: str) -> None:
     source = own("spoiled")
-    tensors = load_file(source / "model.safetensors")
-    tensors.pop(name)
-    if value is not None:
-        tensors[name] = value
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with edited(source / "model.safetensors") as tensors:
+        tensors.pop(name)
+        tensors |= {} if value is None else {name: value}
     with pytest.raises(CheckpointError, match=message):
         plan(source, REQUEST)
 

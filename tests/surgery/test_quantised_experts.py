@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from scale_surgery import Request, expand, extract, load_expansion, strip, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError
-from tests.conftest import digests, shake
+from tests.conftest import digests, edited, shake
 
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 3
 GROUP = 32  # values that share a scale
@@ -48,18 +46,16 @@ def base(tmp_path) -> Path:
     torch.manual_seed(0)
     folder = tmp_path / "base"
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
-    for layer in range(LAYERS):
-        path = f"model.layers.{layer}.mlp.experts."
-        for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
-            del tensors[f"{path}{name}"]
-            blocks, scales = (EXPERTS, rows, columns // GROUP, GROUP // 2), (EXPERTS, rows, columns // GROUP)
-            tensors[f"{path}{name}_blocks"] = torch.randint(0, 256, blocks, generator=generator, dtype=torch.uint8)
-            tensors[f"{path}{name}_scales"] = torch.randint(115, 120, scales, generator=generator, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": QUANTISED}))
+    with edited(folder / "model.safetensors") as tensors, edited(folder / "config.json") as own:
+        own["quantization_config"] = QUANTISED
+        for layer in range(LAYERS):
+            path = f"model.layers.{layer}.mlp.experts."
+            for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+                del tensors[f"{path}{name}"]
+                blocks, scales = (EXPERTS, rows, columns // GROUP, GROUP // 2), (EXPERTS, rows, columns // GROUP)
+                tensors[f"{path}{name}_blocks"] = torch.randint(0, 256, blocks, generator=generator).byte()
+                tensors[f"{path}{name}_scales"] = torch.randint(115, 120, scales, generator=generator).byte()
     return folder
 
 
@@ -86,9 +82,8 @@ def test_they_stay_as_they_are_stored(base, tmp_path):
 def test_a_changed_nibble_is_noticed(base, tmp_path):
     made = expand(base, Request("1", variant="preserve"), tmp_path / "expanded")
     shard = next(made.path.glob("model-*.safetensors"))
-    tensors = load_file(shard)
-    tensors["model.layers.0.mlp.experts.down_proj_blocks"][0, 0, 0, 0] ^= 1
-    save_file(tensors, shard, metadata={"format": "pt"})
+    with edited(shard) as tensors:
+        tensors["model.layers.0.mlp.experts.down_proj_blocks"][0, 0, 0, 0] ^= 1
     found = verify(made.path, probes=None)
     evidence = [promise.evidence for promise in found.promises if promise.holds is False]
     assert not found.passed and any("2 problems" in line for line in evidence), "the shard and the tensor"
@@ -110,8 +105,7 @@ def test_an_expansion_goes_onto_them_in_memory(base, tmp_path):
         "is made."
     )
     assert torch.equal(logits(load_expansion(model, extracted, check=False)), expected)
-    tensors = load_file(base / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 0, 0] += 1
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with edited(base / "model.safetensors") as tensors:
+        tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 0, 0] += 1
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj_scales: its bytes differ\."):
         load_expansion(base, extracted)

@@ -23,10 +23,10 @@ from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRoute
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
-from scale_surgery.surgery.routers import describe_router
+from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.surgery.strip import strip
 from tests import routed
-from tests.conftest import digests, load
+from tests.conftest import digests, edited, load
 from tests.routed import REQUESTS, Trio, random_ids, train
 
 trio_of = routed.trio_of
@@ -46,25 +46,16 @@ def expanded(sharded_base: Path, tmp_path: Path) -> Path:
         (sharded_base / name).parent.mkdir(parents=True, exist_ok=True)
         (sharded_base / name).write_bytes(content)
     folder = expand(sharded_base, REQUESTS["adapt"], tmp_path / "expanded").path
-    edit_manifest(folder, lambda own: own | {"verification": {"passed": True, "date": "2026-01-01"}})
+    with edited(folder / "surgery.json") as record:
+        record["verification"] = {"passed": True, "date": "2026-01-01"}
     add_run(folder, {"steps": 3})
     return folder
 
 
 def add_run(folder: Path, run: dict[str, Any]) -> None:
     """Write a training run of its expansion into surgery.json."""
-
-    def edit(content: dict[str, Any]) -> dict[str, Any]:
-        content["expansions"]["default"]["training"].append(run)
-        return content
-
-    edit_manifest(folder, edit)
-
-
-def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    file = folder / "surgery.json"
-    content = edit(json.loads(file.read_text()))
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with edited(folder / "surgery.json") as record:
+        record["expansions"]["default"]["training"].append(run)
 
 
 def weights(folder: Path) -> dict[str, Path]:
@@ -126,7 +117,8 @@ def test_what_was_verified_was_another_model(expanded: Path, tmp_path: Path) -> 
     assert added is not None and before is not None
     assert (before.verified, before.changed_since) == ("passed 2026-01-01", None)
     assert (added.verified, added.changed_since) == ("passed 2026-01-01", "the router changed since")
-    edit_manifest(path, lambda own: own | {"verification": own["verification"] | {"routing": own["routing"]}})
+    with edited(path / "surgery.json") as record:
+        record["verification"]["routing"] = record["routing"]
     assert inspect(path).expanded.changed_since is None  # type: ignore[union-attr]
     set_routing(path, PosteriorRouter(prior=0.2))
     assert inspect(path).expanded.changed_since == "the router's numbers changed since"  # type: ignore[union-attr]
@@ -173,9 +165,9 @@ def test_a_base_that_has_no_cap_gets_none_and_one_that_says_nothing_the_default(
     base_of: Callable[..., Path], tmp_path: Path, own: dict[str, None], softcap: float | None
 ) -> None:
     base = Path(shutil.copytree(base_of("gemma2"), tmp_path / "base"))
-    config = json.loads((base / "config.json").read_text())
-    del config["final_logit_softcapping"]
-    (base / "config.json").write_text(json.dumps(config | own))
+    with edited(base / "config.json") as config:
+        del config["final_logit_softcapping"]
+        config |= own
     path = route_export(expand(base, REQUESTS["deep"], tmp_path / "expanded").path, tmp_path / "routed").path
     assert json.loads((path / "config.json").read_text())["scale_surgery"]["base"]["softcap"] == softcap
     ids = random_ids(2, 9)
@@ -189,7 +181,8 @@ def test_code_of_another_release_stays(expanded: Path, tmp_path: Path) -> None:
     (expanded / file).write_bytes((expanded / file).read_bytes() + b"# of another release\r\n")
     (expanded / besides).write_bytes(b"# a file that this release has not\n")
     hashes = {name: hashlib.sha256((expanded / name).read_bytes()).hexdigest() for name in (file, besides)}
-    edit_manifest(expanded, lambda own: own | {"code": own["code"] | hashes})
+    with edited(expanded / "surgery.json") as record:
+        record["code"] |= hashes
     before = digests(expanded)
     path = route_export(expanded, tmp_path / "routed").path
     assert changed_files(before, digests(path)) == {"config.json", "surgery.json"}
@@ -276,6 +269,8 @@ def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
     assert of_four == PosteriorRouter(0.2).for_expansions(4).without_prior().for_expansions(4)
     said = describe_router(PosteriorRouter((0.5, 0.2, 0.3)), ("law", "medicine"))
     assert said == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
+    with pytest.raises(PlanError, match="--strict does not go with --router posterior"):
+        RouterOptions(strict=True).make()
 
 
 # ---- refused

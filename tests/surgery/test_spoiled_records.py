@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
@@ -24,7 +22,7 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from tests.conftest import shake
+from tests.conftest import edited, shake
 
 Change = Callable[[dict[str, Any]], None]
 POSTERIOR = PosteriorRouter().for_expansions(1).settings
@@ -41,9 +39,8 @@ def grown(base_of, tmp_path) -> Path:
 
 
 def edit(path: Path, change: Change) -> Path:
-    content = json.loads((path / "surgery.json").read_text())
-    change(content)
-    (path / "surgery.json").write_text(json.dumps(content))
+    with edited(path / "surgery.json") as record:
+        change(record)
     return path
 
 
@@ -199,10 +196,9 @@ def test_a_w12_that_no_plan_knows_is_looked_at(base_of, tmp_path) -> None:
     wide = expand(base_of("llama"), Request("1-2"), tmp_path / "wide").path
     (shard,) = wide.glob("expansion-*.safetensors")
     name = "model.layers.1.self_attn.q_proj.expansions.default.w12"
-    save_file(load_file(shard) | {name: torch.ones(40, 10)}, shard, metadata={"format": "pt"})
-    index = json.loads((wide / "model.safetensors.index.json").read_text())
-    index["weight_map"][name] = shard.name
-    (wide / "model.safetensors.index.json").write_text(json.dumps(index))
+    with edited(shard) as tensors, edited(wide / "model.safetensors.index.json") as index:
+        tensors[name] = torch.ones(40, 10)
+        index["weight_map"][name] = shard.name
     (promise,) = [own for own in verify(wide, probes=None).promises if own.name == "output_at_init"]
     assert promise.holds is False
     assert any(problem.startswith(f"{name}: 400 of 400 entries are not zero") for problem in promise.problems)

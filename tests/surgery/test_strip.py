@@ -14,7 +14,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests
+from tests.conftest import digests, edited
 
 SHARD, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
 EXTRAS = {
@@ -94,11 +94,6 @@ def expanded(pair_of, tmp_path) -> Path:
     return Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
 
 
-def edit(expanded: Path, **changes: object) -> None:
-    file = expanded / "surgery.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def test_an_altered_shard_gives_nothing_until_it_is_mended(pair_of, expanded, tmp_path):
     whole = (expanded / SHARD).read_bytes()
     (expanded / SHARD).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -133,7 +128,8 @@ def test_a_record_that_cannot_give_the_base_back_is_refused(expanded, tmp_path):
         ({"replaced": kept}, r"is incomplete, the text of config\.json is missing"),
         ({"format": 99}, r"surgery\.json: format 99, expected 3\. Use the release that made it"),
     ):
-        edit(expanded, **changes)
+        with edited(expanded / "surgery.json") as record:
+            record |= changes
         with pytest.raises(CheckpointError, match=said):
             strip(expanded, tmp_path / "stripped")
     assert not (tmp_path / "stripped").exists()
