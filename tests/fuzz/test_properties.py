@@ -30,7 +30,6 @@ from scale_surgery.checkpoint.names import is_inside
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import computed, write_shard
 from scale_surgery.cli.options import parse_size
-from scale_surgery.errors import name_some, shorten
 from scale_surgery.fields import fields_of, problems_of
 from scale_surgery.planning.request import complete
 from scale_surgery.planning.saved import save_plan
@@ -88,15 +87,6 @@ def test_what_is_visible_steers_no_terminal(text: str, piece: str) -> None:
     assert shown if text else shown.startswith("⟨")
     if text:
         assert not [sign for sign in shown if unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp")]
-
-
-@given(st.lists(ANY_TEXT, max_size=30), st.integers(1, 9))
-@REPEATED
-def test_what_is_left_out_of_a_list_is_counted(lines: list[str], most: int) -> None:
-    kept = shorten(lines, most)
-    assert kept[:most] == lines[:most]
-    assert len(lines) <= most or kept[most] == f"... and {len(lines) - most} more."
-    assert len(lines) <= most or name_some(lines, most).endswith(f" and {len(lines) - most} more")
 
 
 @given(JSON)
