@@ -41,13 +41,18 @@ EXTRAS = {
 
 @pytest.fixture
 def expanded(sharded_base: Path, tmp_path: Path) -> Path:
-    """An expanded model in several shards, with every kind of side file, verified and trained once by its record."""
+    """Several shards, every kind of side file, code of another release; verified and trained once by its record."""
     for name, content in EXTRAS.items():
         (sharded_base / name).parent.mkdir(parents=True, exist_ok=True)
         (sharded_base / name).write_bytes(content)
     folder = expand(sharded_base, REQUESTS["adapt"], tmp_path / "expanded").path
+    code = folder / "expanded_modules.py", folder / "a_file_that_this_release_has_not.py"
     with edited(folder / "surgery.json") as record:
         record["verification"] = {"passed": True, "date": "2026-01-01"}
+        for file in code:
+            with file.open("ab") as stream:
+                stream.write(b"# of another release\r\n")
+            record["code"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     add_run(folder, {"steps": 3})
     return folder
 
@@ -69,18 +74,28 @@ def changed_files(before: dict[str, str], after: dict[str, str]) -> set[str]:
 # ---- there and back
 
 
+POSTERIOR = PosteriorRouter(prior=0.2, switch_rate=0.0), {"router": "posterior", "prior": [0.2, 0.8], "switch_rate": 0}
+STRICT = CosineRouter(0.25, strict=True), {"router": "cosine", "threshold": 0.25, "strict": True}
+
+
 @pytest.mark.parametrize(
-    ("routing", "how"),
-    ((PosteriorRouter().for_expansions(1), "auto"), (COSINE, "copy"), (COSINE, "link")),
+    ("how", "asked", "settings"),
+    (("auto", *POSTERIOR), ("copy", *STRICT), ("link", *STRICT)),
     ids=("auto", "copy", "link"),
 )
 def test_config_and_manifest_change_and_every_byte_comes_back(
-    sharded_base: Path, expanded: Path, tmp_path: Path, routing: Router, how: Any
+    sharded_base: Path, expanded: Path, tmp_path: Path, how: Any, asked: Router, settings: dict[str, Any]
 ) -> None:
-    before, shards = digests(expanded), weights(expanded)
-    done = route_export(expanded, tmp_path / "routed", routing, base_weights=how)
+    before, shards, routing = digests(expanded), weights(expanded), asked.for_expansions(1)
+    done = route_export(expanded, tmp_path / "routed", asked, base_weights=how)
     there = digests(done.path)
     assert changed_files(before, there) == {"config.json", "surgery.json"}
+    config = json.loads((done.path / "config.json").read_text())
+    assert config["scale_surgery"].pop("router") == settings, (
+        "a prior for each path, and no numbers of the other router"
+    )
+    assert config == json.loads((expanded / "config.json").read_text()), "nothing else"
+    assert read_manifest(done.path) == replace(read_manifest(expanded), routing=routing), "nothing else"
     assert len(shards) > 3
     written = 0 if how == "link" else sum(file.stat().st_size for file in shards.values())
     assert done == Routed(tmp_path / "routed", "sharded", routing, (0,), 3, written)
@@ -93,21 +108,6 @@ def test_config_and_manifest_change_and_every_byte_comes_back(
     # what programs edit in place is never shared
     assert all((done.path / name).stat().st_nlink == 1 for name in ("config.json", *EXTRAS))
     assert digests(strip(done.path, tmp_path / "stripped").path) == digests(sharded_base)
-
-
-def test_what_config_and_manifest_say(expanded: Path, tmp_path: Path) -> None:
-    before = json.loads((expanded / "config.json").read_text())
-    route = CosineRouter(threshold=0.25, strict=True)
-    path = route_export(expanded, tmp_path / "routed", route).path
-    config, manifest = json.loads((path / "config.json").read_text()), read_manifest(path)
-    own = config["scale_surgery"].pop("router")
-    assert config == before, "nothing else"
-    assert own == {"router": "cosine", "threshold": 0.25, "strict": True}, "no numbers of the other router"
-    assert manifest == replace(read_manifest(expanded), routing=route), "nothing else"
-    assert manifest.training == ({"steps": 3},)
-    posterior = route_export(expanded, tmp_path / "posterior", PosteriorRouter(prior=0.2, switch_rate=0.0)).path
-    own = json.loads((posterior / "config.json").read_text())["scale_surgery"]["router"]
-    assert own == {"router": "posterior", "prior": [0.2, 0.8], "switch_rate": 0.0}, "a prior for each path"
 
 
 def test_what_was_verified_was_another_model(expanded: Path, tmp_path: Path) -> None:
@@ -173,22 +173,6 @@ def test_a_base_that_has_no_cap_gets_none_and_one_that_says_nothing_the_default(
     ids = random_ids(2, 9)
     with torch.no_grad():
         assert torch.equal(load(path)(ids).logits, load(base)(ids).logits)
-
-
-def test_code_of_another_release_stays(expanded: Path, tmp_path: Path) -> None:
-    """One set of files runs a model with a router and without."""
-    file, besides = "expanded_modules.py", "expanded_once.py"
-    (expanded / file).write_bytes((expanded / file).read_bytes() + b"# of another release\r\n")
-    (expanded / besides).write_bytes(b"# a file that this release has not\n")
-    hashes = {name: hashlib.sha256((expanded / name).read_bytes()).hexdigest() for name in (file, besides)}
-    with edited(expanded / "surgery.json") as record:
-        record["code"] |= hashes
-    before = digests(expanded)
-    path = route_export(expanded, tmp_path / "routed").path
-    assert changed_files(before, digests(path)) == {"config.json", "surgery.json"}
-    assert load(path).is_routing_enabled
-    unroute(path, tmp_path / "back")
-    assert digests(tmp_path / "back") == before
 
 
 def test_what_was_learned_since_stays(expanded: Path, tmp_path: Path) -> None:
