@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from scale_surgery import (
     Request,
@@ -19,20 +19,19 @@ from scale_surgery import (
     strip,
     verify,
 )
-from scale_surgery.deriving.derive import derive
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling.expanded_routers import ROUTERS
 from tests.by_hand import save_base
 from tests.conftest import digests, shake
 from tests.each import mostly
+from tests.sweep.take import twin_config
 
 ROWS = 9
 
 
-def twin_config(name: str) -> Any:
+def config_of(name: str) -> Any:
     """A tiny config of a model that sees images, whose parts fit each other."""
-    kind = CONFIG_MAPPING[name]
-    config = kind.from_dict(dict(derive(kind()).twins[0]))
+    config = twin_config(name)
     if hasattr(config.vision_config, "out_hidden_size"):
         # what the vision part gives is put where embeddings of tokens are
         config.vision_config.out_hidden_size = config.text_config.hidden_size
@@ -92,7 +91,7 @@ def logits(model: Any, **given: torch.Tensor) -> Any:
     ),
 )
 def test_with_an_image_and_without(tmp_path, name, dtype):
-    config = twin_config(name)
+    config = config_of(name)
     base = write_base(config, dtype, tmp_path / "base")
     made = expand(base, Request("last:2", variant="adapt", collaborate="both"), tmp_path / "expanded")
     stock, expanded, prompt = load(base), load(made.path), inputs(name, config, dtype)
@@ -128,7 +127,7 @@ def test_with_an_image_and_without(tmp_path, name, dtype):
 @pytest.mark.parametrize("router", mostly(("posterior", "cosine"), "posterior".__eq__))
 def test_what_is_added_between_layers_goes_to_both_paths(tmp_path, router):
     """The first collaborative layer is the first of the model: images are added above it, where there are two paths."""
-    config = twin_config("qwen3_vl")
+    config = config_of("qwen3_vl")
     base = write_base(config, torch.float32, tmp_path / "base")
     made = expand(base, Request("0,1", variant="adapt", collaborate="both"), tmp_path / "expanded")
     routed = route_export(shake(made.path), tmp_path / "routed", ROUTERS[router]()).path
@@ -148,7 +147,7 @@ def test_what_is_added_between_layers_goes_to_both_paths(tmp_path, router):
 )
 def test_each_part_computes_attention_as_in_the_base_in_memory(tmp_path, whole, text):
     """What looks at images may have another attention than the language model, as GOT-OCR's has by itself."""
-    config = twin_config("qwen3_vl")
+    config = config_of("qwen3_vl")
     base = write_base(config, torch.float32, tmp_path / "base")
     made = expand(base, Request("last:2", variant="adapt", collaborate="both"), tmp_path / "expanded")
     kernels = {"": whole, "text_config": text, "vision_config": whole}
@@ -165,8 +164,7 @@ def test_each_part_computes_attention_as_in_the_base_in_memory(tmp_path, whole, 
 @pytest.mark.slow
 def test_a_model_whose_language_model_transformers_lists_alone_is_taken_whole(tmp_path):
     """AutoModelForCausalLM would make another model of this type: the language model inside, which has other names."""
-    config = CONFIG_MAPPING["llama4"]()
-    base = write_base(type(config).from_dict(dict(derive(config).twins[0])), torch.float32, tmp_path / "base")
+    base = write_base(twin_config("llama4"), torch.float32, tmp_path / "base")
     made = expand(base, Request("last:1"), tmp_path / "expanded")
     found = verify(made.path, base)
     assert found.passed and found.numbers is not None
@@ -175,7 +173,7 @@ def test_a_model_whose_language_model_transformers_lists_alone_is_taken_whole(tm
 
 @pytest.mark.slow
 def test_a_cap_on_the_logits_that_the_part_for_language_names(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["gemma4"].from_dict(dict(derive(CONFIG_MAPPING["gemma4"]()).twins[0]))
+    config = twin_config("gemma4")
     config.text_config.final_logit_softcapping = 0.5
     base = write_base(config, torch.float32, tmp_path / "base")
     made = expand(base, Request("last:1", variant="adapt"), tmp_path / "wide").path
