@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scale_surgery import (
@@ -22,7 +23,6 @@ from scale_surgery import (
     route_export,
 )
 from tests.by_hand import make_base, names_of, write_expanded
-from tests.conftest import shake
 from tests.modeling.test_kinds import CASES
 from tests.tiny import FAMILIES, save_tiny
 
@@ -55,6 +55,13 @@ DEPTH = {"stock_depth": Request("0,2", method="depth"), "stock_depth_trained": R
 COMPOSED = {"law": "for_posterior", "medicine": "for_head", "chess": "for_grown"}
 # mixtures, latent attention, and positions that read a mask, with specifications that a test wrote
 BY_HAND = ("qwen3_moe", "deepseek_v3", "opt")
+
+
+def shake(path: Path) -> None:
+    """Change every expansion tensor on disk, as training does, so that the two paths differ."""
+    for file in path.glob("expansion-*.safetensors"):
+        tensors = {name: own + torch.randn_like(own) * 0.1 for name, own in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def add_old_names(config: Path) -> None:
