@@ -9,7 +9,6 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY
-from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -80,7 +79,7 @@ def with_router(config: Mapping[str, Any], routing: Router | None) -> dict[str, 
 
 def expansion_specs(plan: Plan) -> dict[str, Any]:
     """What config.json says of an expansion."""
-    problems = path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
+    problems = path_problems_of(plan)
     return {
         **plan.specs,
         ORIGIN_KEY: asdict(plan.origin),
@@ -89,12 +88,9 @@ def expansion_specs(plan: Plan) -> dict[str, Any]:
     }
 
 
-def planned_index(plans: Sequence[Plan], checkpoint: Checkpoint) -> dict[str, Any]:
-    """The index of the expanded checkpoint that plans make of a base."""
-    places = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
-    places |= {tensor.name: tensor.shard for plan in plans for tensor in plan.tensors}
-    total = sum(info.bytes for info in checkpoint.tensors.values()) + sum(plan.costs.bytes_added for plan in plans)
-    return make_index(places, plans[0].specs, total)
+def path_problems_of(plan: Plan) -> list[str]:
+    """Why the path of an expansion cannot run beside others, a line each."""
+    return path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
 
 
 def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:
