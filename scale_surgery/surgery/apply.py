@@ -159,7 +159,7 @@ def apply(
     written = _bytes_written(extracted, checkpoint, base_weights)
     check_space(target, written if base_weights == "copy" or manifest.renumbered else 0)
     state = {
-        "apply": {name: file.sha256 for name, file in extracted.files.items()},
+        "apply": {name: file.sha256 for name, file in extracted.record.files.items()},
         "base": [source.name, source.revision, compared.files],
         "base_weights": base_weights,
     }
@@ -216,7 +216,7 @@ def _compare_base(extract: Extract, source: Source, base: Checkpoint, track: Tra
 def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:
     if how == "link":
         return sum((base.path / shard).stat().st_size for shard in renumbered_shards(base, extract.manifest.numbering))
-    added = sum(file.bytes for name, file in extract.files.items() if name.endswith(".safetensors"))
+    added = sum(file.bytes for name, file in extract.record.files.items() if name.endswith(".safetensors"))
     return added + sum((base.path / shard).stat().st_size for shard in base.shards)
 
 
@@ -224,8 +224,8 @@ def _put_back(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeight
     """Put every file where it was."""
     manifest = extract.manifest
     names = {file.stored_as: name for name, file in manifest.base_files.items() if file.stored_as is not None}
-    places = {stored: base.path / names[stored] for stored in extract.from_base}
-    places |= {name: extract.path / name_in_extract(name) for name in extract.files}
+    places = {stored: base.path / names[stored] for stored in extract.record.from_base}
+    places |= {name: extract.path / name_in_extract(name) for name in extract.record.files}
     with track("files", sum(file.stat().st_size for file in places.values())) as advance:
         for name, file in places.items():
             if name in manifest.renumbered:
@@ -247,7 +247,7 @@ def _check_names(extract: Extract, base: ComparedBase) -> None:
 def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
     """Files that are taken over from the extract; the tokenizer's class is pinned for each base."""
     repinned = {TOKENIZER_CONFIG_FILE}.intersection(base.other_files)
-    return [name for name in extract.files if name not in WRITTEN and name not in repinned]
+    return [name for name in extract.record.files if name not in WRITTEN and name not in repinned]
 
 
 def _places_of_base(base: Checkpoint) -> dict[str, str]:

@@ -41,11 +41,7 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
 
 
 def check_finite(weight: Tensor, name: str) -> None:
-    """Refuse a weight that cannot be decomposed.
-
-    Raises:
-        CheckpointError: If it holds NaN or infinity.
-    """
+    """Refuse a weight that cannot be decomposed, since it holds NaN or infinity."""
     # one of the two is not finite if any value is not
     if not torch.stack(torch.aminmax(weight)).isfinite().all():
         bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in _chunks(weight, 0))
@@ -58,10 +54,6 @@ def check_finite(weight: Tensor, name: str) -> None:
 def _chunks(weight: Tensor, axis: int) -> Iterator[Tensor]:
     size = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1 - axis])) if weight.dim() == 2 else CHUNK_ELEMENTS
     return iter(torch.split(weight, size, dim=axis))
-
-
-def _work_dtype(method: SvdMethod) -> torch.dtype:
-    return torch.float64 if method == "exact" else torch.float32
 
 
 @contextlib.contextmanager
@@ -93,8 +85,8 @@ def gram(weight: Tensor, method: SvdMethod) -> Tensor:
         The Gram matrix, shape (n, n) with n = min(d_out, d_in).
     """
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
-    n = min(weight.shape)
-    total = torch.zeros(n, n, dtype=_work_dtype(method), device=weight.device)
+    n, dtype = min(weight.shape), torch.float64 if method == "exact" else torch.float32
+    total = torch.zeros(n, n, dtype=dtype, device=weight.device)
     bands = [slice(start, start + GRAM_COLUMNS) for start in range(0, n, GRAM_COLUMNS)]
     with _bfloat16_products(weight.dtype):
         for chunk in _chunks(weight, axis):
@@ -138,12 +130,12 @@ def leading_eigenpairs(
 
 def _singular_values(weight: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """Roots of eigenvalues of W^T W; of those that are lost in the rounding of the squares, the norm of W v."""
-    found = values.clamp_min(0).sqrt()
+    roots = values.clamp_min(0).sqrt()
     lost = values < torch.finfo(values.dtype).eps ** 0.5 * values[0]
     if lost.any():
         images = [chunk.to(vectors.dtype) @ vectors[:, lost] for chunk in _chunks(weight, 0)]
-        found[lost] = torch.cat(images).norm(dim=0)
-    return found
+        roots[lost] = torch.cat(images).norm(dim=0)
+    return roots
 
 
 def mean_row_norm(weight: Tensor) -> float:
@@ -179,18 +171,13 @@ def _fix_signs(rows: Tensor) -> Tensor:
     return rows * torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
-def _random_rows(rows: int, columns: int, norm: float, generator: torch.Generator) -> Tensor:
-    random: Tensor = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
-    scaled: Tensor = random * (norm / random.norm(dim=1, keepdim=True).clamp_min(1e-30))
-    return scaled
-
-
 def _rescale_and_fill(rows: Tensor, rank: int, norm: float, generator: torch.Generator) -> Tensor:
     """Scale the first `rank` rows to the mean norm `norm`, and make the others random rows of that norm."""
     kept = rows[:rank].float()
     scale = norm / max(float(kept.norm(dim=1).mean()), 1e-30) if rank else 0.0
-    random = _random_rows(rows.shape[0] - rank, rows.shape[1], norm, generator).to(kept.device)
-    return torch.cat((kept * scale, random))
+    random = torch.randn(rows.shape[0] - rank, rows.shape[1], generator=generator, dtype=torch.float32)
+    random = random * (norm / random.norm(dim=1, keepdim=True).clamp_min(1e-30))
+    return torch.cat((kept * scale, random.to(kept.device)))
 
 
 def svd_w21(weight: Tensor, up_out: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
@@ -242,9 +229,8 @@ def svd_w22(weight: Tensor, up_out: int, up_in: int, method: SvdMethod, generato
 
 def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor:
     """A block with He's normal initialisation: standard deviation sqrt(2 / inputs), float32."""
-    normal = torch.randn(up_out, inputs, generator=generator, dtype=torch.float32)
-    scaled: Tensor = normal * (2.0 / inputs) ** 0.5
-    return scaled
+    block: Tensor = torch.randn(up_out, inputs, generator=generator, dtype=torch.float32) * (2.0 / inputs) ** 0.5
+    return block
 
 
 def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 base, or expanded folder  --as files-->                      the same
 each extract              --as files, shards by its name-->  expansion-NAME-*.safetensors
-config.json, *.py, index, surgery.json                       say which expansions there are, and how they are routed
+config.json, *.py, index, surgery.json                       list the expansions, and how they are routed
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def compose(
     alone = base_alone(given)
     for extract in opened.values():
         check_fit(extract, alone, source.name)
-    # deriving whether transformers has the name takes seconds, so it comes later
+    # torch, which takes some names for itself, takes seconds to import
     _check_names(opened, kept)
     base_name, revision = (source.name, source.revision) if before is None else (before.base_name, before.base_revision)
     added = dict[str, ExpansionRecord]()
@@ -123,7 +123,7 @@ def compose(
     routing = routing_beside(before, len(expansions), asked)
     bytes_added = sum(plan.costs.bytes_added for plan in plans)
     check_space(target, bytes_added + least_base_bytes(given, before, plans[0], base_weights))
-    # what can be known without reading the base was asked before
+    # reading the base takes longest, so all other checks come before
     if before is None:
         check_clashes(given)
         hashes: Mapping[str, str] = hash_base(given, track)

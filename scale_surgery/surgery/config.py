@@ -1,4 +1,4 @@
-"""All that config.json and the index of a model folder say, whatever was done to it."""
+"""config.json and the index of an expanded folder, in any of its forms."""
 
 from __future__ import annotations
 
@@ -37,12 +37,9 @@ def expanded_config(
     Args:
         config: Parsed config.json of the base.
         plans: Plan of each expansion, in the order of the paths.
-        dtype: Dtype of the base model, written where the config names none, since the first shard that a loader opens
-            may now be one of ours.
+        dtype: Dtype of the base model, written where the config names none: the first shard that a loader opens may
+            be that of an expansion.
         routing: How it routes, or None.
-
-    Returns:
-        The new config.
     """
     facts = plans[0]
     architecture = facts.architecture
@@ -55,7 +52,7 @@ def expanded_config(
             "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
             CONFIG_KEY: {
                 BASE_KEY: base_specs(architecture, facts.sizes, config),
-                EXPANSIONS_KEY: [expansion_specs(plan) for plan in plans],
+                EXPANSIONS_KEY: [_expansion_specs(plan) for plan in plans],
             },
         }
     if not {"dtype", "torch_dtype"}.intersection(config):
@@ -64,28 +61,15 @@ def expanded_config(
 
 
 def with_router(config: Mapping[str, Any], routing: Router | None) -> dict[str, Any]:
-    """Edit config.json of an expanded model: its router, or none.
-
-    Args:
-        config: Parsed config.json.
-        routing: How to route, or None.
-
-    Returns:
-        The new config.
-    """
-    own = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
-    return {**config, CONFIG_KEY: own if routing is None else {**own, ROUTER_KEY: routing.settings}}
+    """Edit config.json of an expanded model: its router, or none."""
+    specs = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
+    return {**config, CONFIG_KEY: specs if routing is None else {**specs, ROUTER_KEY: routing.settings}}
 
 
-def expansion_specs(plan: Plan) -> dict[str, Any]:
-    """What config.json says of an expansion."""
+def _expansion_specs(plan: Plan) -> dict[str, Any]:
+    # why it cannot run beside others
     problems = path_problems_of(plan)
-    return {
-        **plan.specs,
-        ORIGIN_KEY: asdict(plan.origin),
-        # why it cannot run beside others
-        **({"problems": problems} if problems else {}),
-    }
+    return {**plan.specs, ORIGIN_KEY: asdict(plan.origin), **({"problems": problems} if problems else {})}
 
 
 def path_problems_of(plan: Plan) -> list[str]:
@@ -94,13 +78,7 @@ def path_problems_of(plan: Plan) -> list[str]:
 
 
 def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:
-    """The index of an expanded checkpoint.
-
-    Args:
-        places: Shard of each tensor, by the names that tensors have in this package.
-        specs: Module specifications of the plan.
-        total_bytes: Bytes of all tensors.
-    """
+    """The index of an expanded checkpoint; `places` has the shard of each tensor by its name in this package."""
     weight_map = {stored_name(specs, name): shard for name, shard in places.items()}
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
@@ -124,13 +102,7 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
 
 
 def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """What config.json of an expanded model says on a base: expanded, routed and fused as surgery.json has it.
-
-    Args:
-        manifest: surgery.json.
-        base: Parsed config.json of the base.
-        dtype: Dtype of the base, for a config that names none.
-    """
+    """config.json of an expanded model, of that of its base: expanded, routed and fused as surgery.json has it."""
     written = expanded_config(base, list(manifest.plans.values()), dtype, manifest.routing)
     return written if manifest.fused is None else fused_config(written, manifest)
 
