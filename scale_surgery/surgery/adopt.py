@@ -148,7 +148,7 @@ def adopt(
     given = open_saved(saved, {} if trained is None else trained.config)
     # imports torch, so that a folder in the wrong place is refused before
     run = run.placed()
-    trained = trained or _expand_again(given, base, run, track)
+    trained = trained or _plan_again(given, base, run, track)
     checkpoint, before = trained.checkpoint, trained.manifest
     target = Path(output) if output is not None else default_output(saved)
     check_target(target, [given.checkpoint.path, checkpoint.path], overwrite=overwrite)
@@ -228,7 +228,7 @@ def _open_expanded(expanded: str | Path) -> Trained:
     return Trained(str(expanded), checkpoint, manifest.plans, checkpoint.config, manifest)
 
 
-def _expand_again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
+def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
     """Plan again what was trained, from its base and what config.json keeps of the request."""
     if not saved.config:
         raise CheckpointError(
@@ -272,20 +272,17 @@ def _write_new_tensors(saved: Saved, trained: Trained, match: Match, partial: Pa
 def _records(
     saved: Saved, trained: Trained, compared: BaseComparison, partial: Path, run: RunOptions, track: Track
 ) -> dict[str, ExpansionRecord]:
-    """What surgery.json says of each expansion after the run, which it keeps with those that the trainer changed."""
-    began = _start_again(trained, run, track) if trained.manifest is None else dict(trained.manifest.expansions)
+    """The record of each expansion; the run is added to those that it changed, or to all where it changed nothing."""
+    records = _start_again(trained, run, track) if trained.manifest is None else dict(trained.manifest.expansions)
     shards = [shard for plan in trained.plans.values() for shard in plan.shards]
     headers = {name: info for shard in shards for name, info in read_header(partial, shard).items()}
     tensors = name_tensors(headers, trained.first_plan.numbering)
-    new = Checkpoint(partial, {}, tensors, tuple(shards), (), ())
-    after = {
-        name: replace(
-            record, trained=changed_tensors(new, [tensor.name for tensor in record.plan.tensors], record.tensors)
-        )
-        for name, record in began.items()
+    written = Checkpoint(partial, {}, tensors, tuple(shards), (), ())
+    changed = {
+        name: changed_tensors(written, [tensor.name for tensor in record.plan.tensors], record.tensors)
+        for name, record in records.items()
     }
-    # where the run changed nothing, it may have been of any
-    ran = [name for name, record in after.items() if record.trained != (began[name].trained or {})] or list(after)
+    ran = [name for name, record in records.items() if changed[name] != (record.trained or {})] or list(records)
     left = saved.left
     entry = {
         "by": "another trainer",
@@ -299,10 +296,10 @@ def _records(
         "tool": tool_versions(),
     }
     for name in ran:
-        parameters = sum(tensors[tensor].elements for tensor in after[name].trained or ())
-        training = (*began[name].training, {**entry, "trained_parameters": parameters})
-        after[name] = replace(after[name], training=training)
-    return {name: record if name in ran else began[name] for name, record in after.items()}
+        run_entry = {**entry, "trained_parameters": sum(tensors[tensor].elements for tensor in changed[name])}
+        training = (*records[name].training, run_entry)
+        records[name] = replace(records[name], trained=changed[name], training=training)
+    return records
 
 
 def _start_again(trained: Trained, run: RunOptions, track: Track) -> dict[str, ExpansionRecord]:

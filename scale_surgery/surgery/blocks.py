@@ -75,14 +75,9 @@ def _bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def gram(weight: Tensor, method: SvdMethod) -> Tensor:
-    """The smaller of W^T W and W W^T, added up chunk by chunk along the longer axis, one triangle of it.
+    """The smaller of W^T W and W W^T, shape (n, n) with n = min(d_out, d_in), of a weight (d_out, d_in).
 
-    Args:
-        weight: Base weight, shape (d_out, d_in).
-        method: "exact" works in float64, "fast" in float32.
-
-    Returns:
-        The Gram matrix, shape (n, n) with n = min(d_out, d_in).
+    One triangle is added up chunk by chunk along the longer axis: "exact" in float64, "fast" in float32.
     """
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     n, dtype = min(weight.shape), torch.float64 if method == "exact" else torch.float32
@@ -101,16 +96,10 @@ def gram(weight: Tensor, method: SvdMethod) -> Tensor:
 def leading_eigenpairs(
     matrix: Tensor, count: int, method: SvdMethod, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Leading eigenvalues and eigenvectors of a symmetric positive semi-definite matrix.
+    """Leading eigenvalues and eigenvectors of a symmetric positive semi-definite matrix (n, n).
 
     "exact" is a full eigendecomposition. "fast" is a randomized range finder with power passes; it gives way
     to the eigendecomposition where it would look for more than half of the directions.
-
-    Args:
-        matrix: Shape (n, n).
-        count: How many, 1 to n.
-        method: "exact" or "fast".
-        generator: Source of the random start of "fast".
 
     Returns:
         The eigenvalues in descending order, shape (count,), and orthonormal columns, shape (n, count).
@@ -188,14 +177,8 @@ def svd_w21(weight: Tensor, up_out: int, method: SvdMethod, generator: torch.Gen
     c makes the mean row norm that of W, so new outputs have the size of old ones. Where r exceeds the rank of
     W, the remaining rows are random, of the same norm. No promise depends on this block.
 
-    Args:
-        weight: Base weight, shape (d_out, d_in); read, never written.
-        up_out: Added outputs, 1 or more.
-        method: "exact" (the reference) or "fast".
-        generator: Source of randomness.
-
     Returns:
-        W21, shape (up_out, d_in), float32, rows by descending singular value.
+        W21 of a weight (d_out, d_in): shape (up_out, d_in), float32, rows by descending singular value.
     """
     rows = principal_rows(weight, min(up_out, *weight.shape), method, generator)
     norms = rows.norm(dim=1)
@@ -208,13 +191,6 @@ def svd_w22(weight: Tensor, up_out: int, up_in: int, method: SvdMethod, generato
     """Build W22 as W seen in its own leading coordinates on both sides: c U_r^T W V_c = c diag(S).
 
     This repeats the paper's (0, SVD) pair, which also names no formula; the choice is ours.
-
-    Args:
-        weight: Base weight, shape (d_out, d_in).
-        up_out: Added outputs.
-        up_in: Added inputs.
-        method: "exact" or "fast".
-        generator: Source of randomness.
 
     Returns:
         W22, shape (up_out, up_in), float32; rows without a singular value are random, of the same norm.
@@ -234,16 +210,10 @@ def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor
 
 
 def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """New columns of the embedding: E V_r, rescaled to the embedding's mean row norm.
-
-    Args:
-        weight: Embedding E, shape (v, d).
-        up: Added columns, u.
-        method: "exact" or "fast".
-        generator: Source of randomness.
+    """New columns of the embedding E (v, d): E V_r, rescaled to the mean row norm of E.
 
     Returns:
-        Shape (v, u), float32; columns beyond the rank of E are zero.
+        Shape (v, up), float32; columns beyond the rank of E are zero.
     """
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     if axis == 0:
@@ -266,14 +236,8 @@ def copied_w12(weight: Tensor, copies: int, generator: torch.Generator, dtype: t
     of each has a hundredth of the entries' root mean square). Copies read the same features at first, so that the
     noise, whose differences add up to zero, adds nothing.
 
-    Args:
-        weight: Down projection, shape (d_out, d_in), rows are outputs.
-        copies: New copies.
-        generator: Source of the noise.
-        dtype: Dtype of the result.
-
     Returns:
-        Shape (d_out, copies * d_in).
+        Shape (d_out, copies * d_in), of a weight (d_out, d_in).
     """
     share = weight.float() / (copies + 1)
     if copies == 1:

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scale_surgery.checkpoint.expansions import BASE_KEY, DEFAULT_NAME, EXPANSIONS_KEY, renamed
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import MANIFEST_FILE
-from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -33,7 +32,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.config import path_problems_of
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
+from scale_surgery.surgery.record import ExpansionRecord, Manifest, only, read_manifest, refuse_fused, refuse_linked
 from scale_surgery.surgery.renumbered import aligned_header, write_with_header
 from scale_surgery.surgery.routers import router_for
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
@@ -128,7 +127,9 @@ def compose(
         check_clashes(given)
         hashes: Mapping[str, str] = hash_base(given, track)
     else:
-        refuse_damaged(_without_router(given, before), replace(before, routing=None), track)
+        # without its router, which weighs what is removed too
+        view, record = only(given, before, *before.expansions)
+        refuse_damaged(replace(given, config=view.config), record, track)
         hashes = before.base_hashes
     for name, extract in opened.items():
         differing = find_differing(extract, alone, hashes)
@@ -222,15 +223,6 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
     kept = {name: record for name, record in manifest.expansions.items() if name not in remove}
     routing = manifest.routing.without_prior() if manifest.routing and remove else manifest.routing
     return checkpoint, replace(manifest, expansions=kept, routing=routing)
-
-
-def _without_router(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:
-    """The folder as if config.json named the expansions of the record alone, and no router, which weighs others too."""
-    specs = checkpoint.config[CONFIG_KEY]
-    kept = [expansion for expansion in specs[EXPANSIONS_KEY] if expansion.get("name") in manifest.expansions]
-    return replace(
-        checkpoint, config={**checkpoint.config, CONFIG_KEY: {BASE_KEY: specs[BASE_KEY], EXPANSIONS_KEY: kept}}
-    )
 
 
 def _open_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, Extract]:

@@ -8,7 +8,6 @@ extract.json           which base, and which files are the expansion's and the b
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,11 +135,7 @@ def read_extract(file: Path) -> ExtractRecord:
 
 
 def check_own_files(extract: Extract, track: Track = no_track) -> None:
-    """Compare the files of an extract with the hashes in extract.json.
-
-    Raises:
-        CheckpointError: If some differ; each is named.
-    """
+    """Compare the files of an extract with the hashes in extract.json; all that differ are refused by name."""
     names = {name_in_extract(name): file for name, file in extract.record.files.items()}
     with track("extract hashes", sum(file.bytes for file in names.values())) as advance:
         hashes = hash_files(extract.path, list(names), advance)
@@ -162,21 +157,11 @@ def content_problems(
 ) -> list[str]:
     """What speaks against an expansion: tensors that no plan names, a changed config.json, unknown code, pickles.
 
-    Args:
-        path: The extract, or the expanded folder.
-        manifest: surgery.json of the expanded folder.
-        config: Its parsed config.json.
-        files: Its files that are not the base's.
-        tensors: Tensors of its shards that are not the base's.
+    `files` and `tensors` are those of the extract, or of the expanded folder, that are not the base's.
     """
     return [
         *_tensor_problems(manifest, tensors),
-        *(
-            f"{MANIFEST_FILE}: its text of the base's {name} is not what it was."
-            for name, text in manifest.replaced.items()
-            if name not in manifest.base_files
-            or hashlib.sha256(text.encode("utf-8")).hexdigest() != manifest.base_files[name].sha256
-        ),
+        *(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was." for name in manifest.changed_texts),
         *config_problems(manifest, config),
         *_code_problems(manifest, files),
         *_remote_code_problems(path, manifest, files),

@@ -6,7 +6,6 @@ would vouch for the damage.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -55,16 +54,7 @@ class IntegrityReport:
 
 
 def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> IntegrityReport:
-    """Check an expanded checkpoint against its surgery.json.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        advance: Called with the bytes done.
-
-    Returns:
-        Every problem, each naming its tensor or file.
-    """
+    """Check an expanded checkpoint against its surgery.json; each problem names its tensor or file."""
     planned = manifest.planned
     files, hashes = _hash_base(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
@@ -100,11 +90,8 @@ def refuse_damaged(
         checkpoint: The expanded checkpoint.
         manifest: Its surgery.json.
         track: Makes progress bars.
-        also: What else speaks against it; the same lines count once.
-        is_trusted: Whether its own code and config are let run, whoever wrote them.
-
-    Raises:
-        CheckpointError: If it is not; every problem is named.
+        also: Further problems; equal lines are listed once.
+        is_trusted: Whether its own code and config may run, whoever wrote them.
     """
     check_numbering(checkpoint, manifest)
     with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
@@ -166,12 +153,12 @@ def _other_sum(name: str, found: str, expected: str) -> str:
 def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
     # the bytes of a fused model's shards are known by the tensors that they were
-    joined = record.joined_shards
+    joined, changed = record.joined_shards, record.changed_texts
     for name, file in record.base_files.items():
         if file.stored_as in joined:
             continue
         if file.stored_as is None:
-            if hashlib.sha256(record.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
+            if name in changed:
                 problems.append(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was.")
         elif file.stored_as not in hashes:
             problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -168,7 +169,7 @@ class Manifest:
         return self.expansions[self.name].forced_base
 
     def with_expansion(self, **changes: Any) -> Manifest:
-        """The same with other values of the only expansion."""
+        """A copy with other values of the only expansion."""
         return replace(self, expansions={self.name: replace(self.expansions[self.name], **changes)})
 
     @property
@@ -200,6 +201,12 @@ class Manifest:
     def planned(self) -> dict[str, TensorPlan]:
         """Every tensor of every expansion, by its name."""
         return {tensor.name: tensor for plan in self.plans.values() for tensor in plan.tensors}
+
+    @property
+    def changed_texts(self) -> tuple[str, ...]:
+        """Base files whose text in `replaced` is not what it was."""
+        hashes = {name: sha256(text.encode("utf-8")).hexdigest() for name, text in self.replaced.items()}
+        return tuple(name for name, digest in hashes.items() if digest != self.base_files[name].sha256)
 
     @property
     def foreign_code(self) -> tuple[str, ...]:
@@ -418,17 +425,17 @@ def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Man
     return only(checkpoint, manifest, name or manifest.name)
 
 
-def only(checkpoint: Checkpoint, manifest: Manifest, name: str) -> tuple[Checkpoint, Manifest]:
-    """A folder of several expansions as if it held one: the others, and a router over all, are left out."""
-    tensors = {tensor: info for tensor, info in checkpoint.tensors.items() if expansion_of(tensor) in (None, name)}
+def only(checkpoint: Checkpoint, manifest: Manifest, *names: str) -> tuple[Checkpoint, Manifest]:
+    """A folder as if it held some of its expansions alone: the others, and a router over all, are left out."""
+    tensors = {name: info for name, info in checkpoint.tensors.items() if expansion_of(name) in (None, *names)}
     files = {info.file for info in tensors.values()}
     specs = checkpoint.config[CONFIG_KEY]
-    expansions = [expansion for expansion in specs[EXPANSIONS_KEY] if expansion["name"] == name]
+    expansions = [expansion for expansion in specs[EXPANSIONS_KEY] if expansion.get("name") in names]
     view = replace(
         checkpoint,
         config={**checkpoint.config, CONFIG_KEY: {BASE_KEY: specs[BASE_KEY], EXPANSIONS_KEY: expansions}},
         tensors=tensors,
         shards=tuple(shard for shard in checkpoint.shards if shard in files),
     )
-    record = {name: manifest.expansions[name]}
-    return view, replace(manifest, expansions=record, routing=None, verification=None)
+    records = {name: manifest.expansions[name] for name in names}
+    return view, replace(manifest, expansions=records, routing=None, verification=None)

@@ -38,14 +38,7 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
 
 
 def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, given: Shapes, name: str) -> None:
-    """Check config and shapes of a base, on disk or in memory.
-
-    Args:
-        extract: The expansion.
-        config: The base's config as plain values.
-        shapes: Shapes of the tensors that are expected.
-        given: Shapes of the base's.
-        name: What the base is called.
+    """Check config and shapes of a base, on disk or in memory; `shapes` are expected, `given` are the base's.
 
     Raises:
         CheckpointError: If they do not fit; a few problems are listed, of many the first.
@@ -81,18 +74,7 @@ def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]
 
 
 def refuse_differing(extract: Extract, name: str, differing: Mapping[str, str], count: int, advice: str) -> None:
-    """Refuse a base whose tensors differ.
-
-    Args:
-        extract: The expansion.
-        name: What the base is called.
-        differing: How tensors differ, by name.
-        count: How many tensors were compared.
-        advice: What to do.
-
-    Raises:
-        CheckpointError: If there are some; all are counted, a few are named, of many the first.
-    """
+    """Refuse a base if any of its `count` tensors differ; all are counted, a few are named, of many the first."""
     if differing:
         head = f"{name}: {len(differing)} of {count} tensors differ from those of {base_title(extract.manifest)}, on "
         problems = [f"{tensor}: {how}" for tensor, how in differing.items()]

@@ -367,11 +367,7 @@ class BaseComparison:
 def compare_base(
     saved: Saved, trained: Trained, match: Match, base_hashes: Mapping[str, str], track: Track
 ) -> BaseComparison:
-    """Compare every base tensor that was saved with the base's.
-
-    Raises:
-        CheckpointError: If one is another; all are counted, the first are named with what differs.
-    """
+    """Compare every base tensor that was saved with the base's; others are refused, the first with what differs."""
     pairs = [pair for pair in match.pairs if pair.wanted in trained.base_tensors]
     dtypes = {pair: (saved.checkpoint.tensors[pair.saved].dtype, trained.tensors[pair.wanted].dtype) for pair in pairs}
     by_hash = [pair for pair in pairs if pair.part is None and len(set(dtypes[pair])) == 1]

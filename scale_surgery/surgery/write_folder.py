@@ -11,7 +11,6 @@ from __future__ import annotations
 import filecmp
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import expansion_of
@@ -240,6 +239,6 @@ def _with_base_hashes(manifest: Manifest, base: Checkpoint, written: Checkpoint,
         stored = sums.files | hash_stored(written.path, manifest, moved, advance)
         tensors = sums.tensors | hash_tensors(written, beside, advance)
     hashes = {file: stored[place] for file, place in taken.items()}
-    hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
+    hashes |= hash_texts(manifest.replaced)
     files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}
     return replace(manifest, base_files=files, base_tensors=base_tensors(base, tensors))
