@@ -151,7 +151,8 @@ def _refuse_other_forms(name: str, checkpoint: Checkpoint) -> None:
     if specs[0].get("fused"):
         refuse_form(name, "fused", "saved")
     files = (checkpoint.manifest or {}).get("base_files")
-    stored = [entry.get("stored_as") for entry in files.values()] if isinstance(files, dict) else []
+    entries = files.values() if isinstance(files, dict) else ()
+    stored = [entry.get("stored_as") for entry in entries if isinstance(entry, dict)]
     # one that a trainer wrote into an expanded folder has another layout than its surgery.json
     if set(checkpoint.shards).intersection(map(str, stored)):
         raise CheckpointError(
