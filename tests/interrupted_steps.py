@@ -35,7 +35,6 @@ from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.running import drift  # noqa: F401
 from scale_surgery.show import console  # noqa: F401
-from scale_surgery.surgery import rebase  # noqa: F401
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import set_routing
 from scale_surgery.surgery.strip import strip

@@ -24,7 +24,7 @@ from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_la
 from scale_surgery.evidence.report_streams import compare_streams
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest, are_numbers, open_expansion, refuse_fused
+from scale_surgery.surgery.record import Manifest, open_expansion, refuse_fused
 
 
 def report(
@@ -118,7 +118,7 @@ def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
             continue
         if isinstance(entry, dict):
             drawn = (entry[key] for key in CURVES if entry.get(key) is not None)
-            if are_numbers([entry.get("step"), *drawn]):
+            if all(isinstance(value, int | float) for value in (entry.get("step"), *drawn)):
                 yield entry
 
 

@@ -1,12 +1,8 @@
 """Make an expanded folder of what another trainer saved: its new tensors in the layout of `expand`.
 
-With the expanded folder that was trained:
-
-expanded folder  --as files, compared by hash-->  base shards, config, code, everything else
-saved folder     --tensor by tensor-->            expansion-*.safetensors
-
-Without it, its base and what config.json says of the request make all but the new tensors again, as `expand` would.
-Every base tensor that was saved is compared with the base's first; one that differs ends it.
+what was trained   an expanded folder; or its base, expanded again as the saved config.json says
+what was saved     matched with it tensor by tensor; every base tensor is compared with the base's
+the new folder     what was trained, with the saved tensors in place of its new ones
 """
 
 from __future__ import annotations
@@ -19,29 +15,28 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_text
+from scale_surgery.checkpoint.folder import Checkpoint, name_tensors, open_checkpoint
 from scale_surgery.checkpoint.forms import Form, form_of
 from scale_surgery.checkpoint.hashes import changed_tensors
-from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.headers import read_header
+from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.shards import tensor_bytes, write_shard
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, PlanError, shorten
-from scale_surgery.planning.plan import Origin, Plan
+from scale_surgery.planning.plan import Origin
 from scale_surgery.planning.saved import saved_origins
-from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.config import expanded_config
-from scale_surgery.surgery.expand import least_base_bytes
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     ExpansionRecord,
-    Manifest,
     check_numbering,
     read_manifest,
     refuse_fused,
@@ -51,16 +46,18 @@ from scale_surgery.surgery.record import (
 from scale_surgery.surgery.routers import router_of
 from scale_surgery.surgery.same_base import hash_base
 from scale_surgery.surgery.saved import (
+    BaseComparison,
     Saved,
     Trained,
     check_specs,
-    fit,
+    compare_base,
+    compare_settings,
+    match_tensors,
+    new_entries,
     open_saved,
-    other_computation,
-    other_settings,
+    rounded_dtypes,
 )
-from scale_surgery.surgery.saved_values import Compared, compare_base, new_entries, rounded_dtypes
-from scale_surgery.surgery.write_folder import base_shards, running_dtype, write_anew, write_around
+from scale_surgery.surgery.write_folder import least_base_bytes, running_dtype, write_folder
 
 # what folders are called that stand in each other's place
 TITLES: Mapping[Form, str] = {
@@ -147,84 +144,77 @@ def adopt(
     if expanded is not None and base is not None:
         raise PlanError("--base with --expanded: an expanded model holds its base. Leave out one of the two.")
     _check_places(saved, expanded, base)
-    wide = None if expanded is None else _open_expanded(expanded)
-    found = open_saved(saved, None if wide is None else wide.checkpoint.config)
+    trained = None if expanded is None else _open_expanded(expanded)
+    given = open_saved(saved, {} if trained is None else trained.config)
+    # imports torch, so that a folder in the wrong place is refused before
     run = run.placed()
-    trained = _again(found, base, run, track) if wide is None else wide.trained
+    trained = trained or _plan_again(given, base, run, track)
+    checkpoint, before = trained.checkpoint, trained.manifest
     target = Path(output) if output is not None else default_output(saved)
-    check_target(target, [found.checkpoint.path, trained.checkpoint.path], overwrite=overwrite)
-    check_specs(found, trained)
-    match = fit(found, trained)
-    base_hashes = hash_base(trained.checkpoint, track) if wide is None else wide.manifest.base_hashes
-    compared = compare_base(found, trained, match, base_hashes, track)
-    settings, computation = tuple(other_settings(found, trained)), tuple(other_computation(found, trained))
-    if wide is not None:
-        refuse_damaged(wide.checkpoint, wide.manifest, track)
-    check_space(target, _needed_bytes(trained, wide, base_weights))
+    check_target(target, [given.checkpoint.path, checkpoint.path], overwrite=overwrite)
+    check_specs(given, trained)
+    match = match_tensors(given, trained)
+    base_hashes = hash_base(checkpoint, track) if before is None else before.base_hashes
+    compared = compare_base(given, trained, match, base_hashes, track)
+    other_settings, other_computation = compare_settings(given, trained)
+    if before is not None:
+        refuse_damaged(checkpoint, before, track)
+    base_bytes = least_base_bytes(checkpoint, before, trained.first_plan, base_weights)
+    check_space(target, trained.bytes_added + base_bytes)
     state = {
         "adopt": [plan.to_json() for plan in trained.plans.values()],
-        "base": dict(base_hashes),
+        "base": base_hashes,
         "base_weights": base_weights,
     }
-    stamps = {**found.checkpoint.stamps, **trained.checkpoint.stamps}
-    with staged(target, state, stamps, overwrite=overwrite) as partial:
-        _write_new(found, trained, match, partial, track)
-        if wide is None:
-            written = _write_again(found, trained, partial, base_weights, run, track)
-        else:
-            written = write_anew(wide.checkpoint, wide.manifest, trained.plans, partial, base_weights, track)
-        manifest = _write_records(found, wide, compared, partial)
+    routing = router_of(trained.config[CONFIG_KEY]) if before is None else before.routing
+    with staged(target, state, {**given.checkpoint.stamps, **checkpoint.stamps}, overwrite=overwrite) as partial:
+        _write_new_tensors(given, trained, match, partial, track)
+        expansions = _records(given, trained, compared, partial, run, track)
+        written = write_folder(checkpoint, before, expansions, partial, base_weights, run, track, routing)
+        if given.left.log:
+            lines = (json.dumps(entry) + "\n" for entry in given.left.log)
+            write_text(partial / TRAINING_FOLDER / LOG_FILE, "".join(lines))
     return Adopted(
         path=target,
-        base_name=manifest.base_name,
+        base_name=written.manifest.base_name,
         base_tensors=compared.count,
         widened=compared.widened,
         expansion_tensors=len(trained.planned),
-        trained_tensors=sum(len(own.trained or ()) for own in manifest.expansions.values()),
-        rounded=rounded_dtypes(found, trained, match),
-        steps=found.left.steps,
-        read=found.left.read,
-        not_read=found.left.not_read,
-        other_settings=settings,
-        other_computation=computation,
-        bytes_written=written + trained.bytes_added,
+        trained_tensors=sum(len(record.trained or ()) for record in expansions.values()),
+        rounded=rounded_dtypes(given, trained, match),
+        steps=given.left.steps,
+        read=given.left.read,
+        not_read=given.left.not_read,
+        other_settings=tuple(other_settings),
+        other_computation=tuple(other_computation),
+        bytes_written=written.base_bytes + trained.bytes_added,
     )
 
 
 def _check_places(saved: str | Path, expanded: str | Path | None, base: str | Path | None) -> None:
     """Refuse folders that stand in each other's place, and a base as --expanded or the other way around."""
-    given = base if expanded is None else expanded
+    wanted: Form = "base" if expanded is None else "expanded"
+    option, given = f"--{wanted}", base if expanded is None else expanded
     if given is None:
         return
-    option = "--base" if expanded is None else "--expanded"
-    wanted: Form = "base" if expanded is None else "expanded"
-    found, other = (form_of(find_source(own).path) for own in (given, saved))
-    if found == "saved" and other == wanted:
+    form = form_of(find_source(given).path)
+    if form == "saved" and form_of(find_source(saved).path) == wanted:
         raise CheckpointError(
-            f"{saved}: is {TITLES[wanted]}, and {given}, given as {option}, is {TITLES[found]}. Exchange them: "
-            f"{_line(given, option, saved)}"
+            f"{saved}: is {TITLES[wanted]}, and {given}, given as {option}, is {TITLES[form]}. Exchange them: "
+            f"{_command_line(given, option, saved)}"
         )
-    if found != wanted and found in ("base", "expanded"):
-        right = "--base" if found == "base" else "--expanded"
+    if form != wanted and form in ("base", "expanded"):
         raise CheckpointError(
-            f"{given}: is {TITLES[found]}, expected {TITLES[wanted]} as {option}. Type: {_line(saved, right, given)}"
+            f"{given}: is {TITLES[form]}, expected {TITLES[wanted]} as {option}. "
+            f"Type: {_command_line(saved, f'--{form}', given)}"
         )
 
 
-def _line(*words: str | Path) -> str:
+def _command_line(*words: str | Path) -> str:
     return shlex.join(["scale-surgery", "adopt", *map(str, words), "-o", "OUT"])
 
 
-@dataclass(frozen=True)
-class _Wide:
-    """The expanded folder that was trained."""
-
-    checkpoint: Checkpoint
-    manifest: Manifest
-    trained: Trained
-
-
-def _open_expanded(expanded: str | Path) -> _Wide:
+def _open_expanded(expanded: str | Path) -> Trained:
     path = find_source(expanded).path
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     refuse_fused(path, manifest)
@@ -235,13 +225,11 @@ def _open_expanded(expanded: str | Path) -> _Wide:
     ]
     if missing:
         raise CheckpointError.from_problems([*shorten(missing), "Restore its shard."])
-    base = {name: info for name, info in checkpoint.tensors.items() if name in manifest.base_tensors}
-    trained = Trained(str(expanded), checkpoint, manifest.plans, base, checkpoint.config)
-    return _Wide(checkpoint, manifest, trained)
+    return Trained(str(expanded), checkpoint, manifest.plans, checkpoint.config, manifest)
 
 
-def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
-    """What was trained, planned again from its base and what config.json says of the request."""
+def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
+    """Plan again what was trained, from its base and what config.json keeps of the request."""
     if not saved.config:
         raise CheckpointError(
             f"{saved.name}: has no {CONFIG_FILE}, as what is put together of shares, so that nothing names its base. "
@@ -251,15 +239,15 @@ def _again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track)
     source = _find_base(saved, origins[0], base)
     checkpoint = open_checkpoint(source.path)
     plans = {
-        own.request.name: make_plan(
-            checkpoint, own.request, name=source.name, revision=source.revision, run=run, track=track
+        origin.request.name: make_plan(
+            checkpoint, origin.request, name=source.name, revision=source.revision, run=run, track=track
         )
-        for own in origins
+        for origin in origins
     }
     load_base_config(source.path, source.name, run)
     routing = router_of(saved.config[CONFIG_KEY])
     config = expanded_config(checkpoint.config, list(plans.values()), running_dtype(checkpoint), routing)
-    return Trained(str(base or source.name), checkpoint, plans, checkpoint.tensors, plain_json(config))
+    return Trained(str(base or source.name), checkpoint, plans, plain_json(config))
 
 
 def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
@@ -273,15 +261,7 @@ def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
     return find_source(origin.base_name, origin.base_revision)
 
 
-def _needed_bytes(trained: Trained, wide: _Wide | None, how: BaseWeights) -> int:
-    if wide is None:
-        return trained.bytes_added + least_base_bytes(trained.checkpoint, trained.facts, how)
-    shards = base_shards(wide.checkpoint, wide.manifest) if how == "copy" else []
-    sizes = ((wide.checkpoint.path / shard).stat().st_size for shard in shards)
-    return sum(sizes) + trained.bytes_added
-
-
-def _write_new(saved: Saved, trained: Trained, match: Match, partial: Path, track: Track) -> None:
+def _write_new_tensors(saved: Saved, trained: Trained, match: Match, partial: Path, track: Track) -> None:
     """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
     with track("new tensors", trained.bytes_added) as advance:
         for shard, entries in new_entries(saved, trained, match).items():
@@ -289,35 +269,22 @@ def _write_new(saved: Saved, trained: Trained, match: Match, partial: Path, trac
                 write_shard(partial / shard, entries, advance)
 
 
-def _write_again(saved: Saved, trained: Trained, partial: Path, how: BaseWeights, run: RunOptions, track: Track) -> int:
-    """Write what `expand` and `route_export` would, but the new tensors; their start is recorded as they made it."""
-    routing = router_of(saved.config[CONFIG_KEY])
-    with track("their start", sum(plan.costs.parameters_added for plan in trained.plans.values())) as advance:
-        began = {
-            name: ExpansionRecord(plan, _starts(plan, trained.checkpoint, run, advance))
-            for name, plan in trained.plans.items()
-        }
-    written, _ = write_around(began, trained.checkpoint, partial, how, run, track, routing)
-    return written
-
-
-def _starts(plan: Plan, base: Checkpoint, run: RunOptions, advance: Progress) -> dict[str, str]:
-    """sha256 of each new tensor as `expand` makes it."""
-    from scale_surgery.surgery.initialise import make_tensor
-
-    found = dict[str, str]()
-    for tensor in plan.tensors:
-        found[tensor.name] = hashlib.sha256(tensor_bytes(make_tensor(plan, tensor, base, run.device))).hexdigest()
-        advance(tensor.elements)
-    return found
-
-
-def _write_records(saved: Saved, wide: _Wide | None, compared: Compared, partial: Path) -> Manifest:
-    """Write what the trainer logged, and what surgery.json keeps of the run, with each expansion that it trained."""
-    left, manifest, written = saved.left, read_manifest(partial), open_checkpoint(partial)
-    if left.log:
-        write_text(partial / TRAINING_FOLDER / LOG_FILE, "".join(json.dumps(entry) + "\n" for entry in left.log))
-    run = {
+def _records(
+    saved: Saved, trained: Trained, compared: BaseComparison, partial: Path, run: RunOptions, track: Track
+) -> dict[str, ExpansionRecord]:
+    """The record of each expansion; the run is added to those that it changed, or to all where it changed nothing."""
+    records = _start_again(trained, run, track) if trained.manifest is None else dict(trained.manifest.expansions)
+    shards = [shard for plan in trained.plans.values() for shard in plan.shards]
+    headers = {name: info for shard in shards for name, info in read_header(partial, shard).items()}
+    tensors = name_tensors(headers, trained.first_plan.numbering)
+    written = Checkpoint(partial, {}, tensors, tuple(shards), (), ())
+    changed = {
+        name: changed_tensors(written, [tensor.name for tensor in record.plan.tensors], record.tensors)
+        for name, record in records.items()
+    }
+    ran = [name for name, record in records.items() if changed[name] != (record.trained or {})] or list(records)
+    left = saved.left
+    entry = {
         "by": "another trainer",
         "adopted": datetime.now(UTC).isoformat(timespec="seconds"),
         **({} if left.steps is None else {"steps": left.steps}),
@@ -328,20 +295,24 @@ def _write_records(saved: Saved, wide: _Wide | None, compared: Compared, partial
         "not_read": list(left.not_read),
         "tool": tool_versions(),
     }
-    now = {
-        name: changed_tensors(written, [tensor.name for tensor in own.plan.tensors], own.tensors)
-        for name, own in manifest.expansions.items()
-    }
-    before = {} if wide is None else {name: own.trained or {} for name, own in wide.manifest.expansions.items()}
-    # where nothing differs it may have been any
-    ran = [name for name, trained in now.items() if trained != before.get(name, {})] or list(now)
-    expansions = dict(manifest.expansions)
     for name in ran:
-        own = expansions[name]
-        sizes = (tensor.elements for tensor in own.plan.tensors if tensor.name in now[name])
-        entry = {**run, "trained_parameters": sum(sizes)}
-        expansions[name] = replace(own, trained=now[name], training=(*own.training, entry))
-    # what was verified is what was expanded
-    manifest = replace(manifest, expansions=expansions, verification=None)
-    write_json(partial / MANIFEST_FILE, manifest.to_json())
-    return manifest
+        run_entry = {**entry, "trained_parameters": sum(tensors[tensor].elements for tensor in changed[name])}
+        training = (*records[name].training, run_entry)
+        records[name] = replace(records[name], trained=changed[name], training=training)
+    return records
+
+
+def _start_again(trained: Trained, run: RunOptions, track: Track) -> dict[str, ExpansionRecord]:
+    """Records of expansions as they begin; their tensors are made again to be hashed, and not written."""
+    from scale_surgery.surgery.initialise import make_tensor
+
+    records = dict[str, ExpansionRecord]()
+    with track("their start", sum(plan.costs.parameters_added for plan in trained.plans.values())) as advance:
+        for name, plan in trained.plans.items():
+            hashes = dict[str, str]()
+            for tensor in plan.tensors:
+                value = make_tensor(plan, tensor, trained.checkpoint, run.device)
+                hashes[tensor.name] = hashlib.sha256(tensor_bytes(value)).hexdigest()
+                advance(tensor.elements)
+            records[name] = ExpansionRecord(plan, hashes)
+    return records

@@ -3,29 +3,66 @@
 base files    --as files, compared by hash-->   base files
 the extract   --as files, compared by hash-->   everything else
 
-Where the base has the same tensors in other files (other shards, another README), the folder is made anew around
-these files: see `rebase`. Where tensors differ the base is another one, and is refused.
+Where the base has the same tensors in other files (other shards, another README), the folder is made around these
+files: base files and expansion shards as files, config.json and tokenizer_config.json edited anew where the base's are
+others, index and surgery.json written for this base, so that `strip` gives its files back. Where tensors differ the
+base is another one, and is refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.hashes import hash_file, hash_files
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.base import Base
+from scale_surgery.planning.plan import plan_expansion
+from scale_surgery.planning.reserved import name_clash, reserved_names
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, pin_tokenizer_class
+from scale_surgery.surgery.config import make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
-from scale_surgery.surgery.rebase import ComparedBase, check_names, rebase
+from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
+from scale_surgery.surgery.write_folder import running_dtype, take_over_shards
 
 ADVICE = "Give that base; or --force, and no promise but recoverable is made."
+# written for each base, never taken over from the extract as they are
+WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
+
+
+@dataclass(frozen=True)
+class ComparedBase:
+    """A base model, compared with the one that an expansion was made on.
+
+    Attributes:
+        source: Where it is.
+        checkpoint: Its config and headers.
+        files: sha256 of each of its files.
+        tensors: sha256 of each of its tensors.
+        differing: How tensors differ, by name.
+        other_files: Names of files that are changed, new or missing.
+    """
+
+    source: Source
+    checkpoint: Checkpoint
+    files: Mapping[str, str]
+    tensors: Mapping[str, str]
+    differing: Mapping[str, str]
+    other_files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -105,47 +142,66 @@ def apply(
             counted, the first are named), or the output cannot be written.
         PlanError: If the base is of another architecture.
     """
-    found = open_extract(extract, extract_revision)
+    extracted = open_extract(extract, extract_revision)
+    manifest = extracted.manifest
     wanted = base if isinstance(base, GivenBase) else GivenBase(base)
-    source = find_base(found, wanted.model, wanted.revision)
-    given, target = open_checkpoint(source.path), Path(output)
+    source = _find_base(extracted, wanted)
+    checkpoint, target = open_checkpoint(source.path), Path(output)
     title = source.name if wanted.model is None else str(wanted.model)
-    check_fit(found, given, title)
-    check_target(target, [found.path, source.path], overwrite=overwrite)
-    check_own_files(found, track)
-    read = _read_base(found, source, given, track)
+    check_fit(extracted, checkpoint, title)
+    check_target(target, [extracted.path, source.path], overwrite=overwrite)
+    check_own_files(extracted, track)
+    compared = _compare_base(extracted, source, checkpoint, track)
     if not wanted.force:
-        refuse_differing(found, title, read.differing, len(given.tensors), ADVICE)
-    if read.other_files:
-        check_names(found, read)
-    written = _bytes_written(found, given, base_weights)
-    check_space(target, written if base_weights == "copy" or found.manifest.renumbered else 0)
+        refuse_differing(extracted, title, compared.differing, len(checkpoint.tensors), ADVICE)
+    if compared.other_files:
+        _check_names(extracted, compared)
+    written = _bytes_written(extracted, checkpoint, base_weights)
+    check_space(target, written if base_weights == "copy" or manifest.renumbered else 0)
     state = {
-        "apply": {name: file.sha256 for name, file in found.files.items()},
-        "base": [source.name, source.revision, read.files],
+        "apply": {name: file.sha256 for name, file in extracted.record.files.items()},
+        "base": [source.name, source.revision, compared.files],
         "base_weights": base_weights,
     }
-    with staged(target, state, {**found.stamps, **given.stamps}, overwrite=overwrite) as partial:
-        if read.other_files:
-            rebase(found, read, partial, base_weights, run, track)
+    with staged(target, state, {**extracted.stamps, **checkpoint.stamps}, overwrite=overwrite) as partial:
+        if compared.other_files:
+            _write_around(extracted, compared, partial, base_weights, run, track)
         else:
-            _rebuild(found, given, partial, base_weights, track)
-        _check_written(found, partial)
+            _put_back(extracted, checkpoint, partial, base_weights, track)
+        # a loader must find the tensors of the expansion and of the base, and no others
+        if set(open_checkpoint(partial).tensors) != {*manifest.base_tensors, *extracted.tensors}:
+            raise CheckpointError(
+                f"{extracted.name}: its files and its index do not make the model that its surgery.json describes. "
+                "Download the extract again."
+            )
     return Applied(
         path=target,
-        base_name=source.name if read.other_files else found.manifest.base_name,
-        base_revision=source.revision if read.other_files else found.manifest.base_revision,
-        base_tensors=len(given.tensors),
-        expansion_tensors=len(found.tensors),
-        other_files=read.other_files,
-        differing=tuple(read.differing),
-        foreign_code=found.manifest.foreign_code,
+        base_name=source.name if compared.other_files else manifest.base_name,
+        base_revision=source.revision if compared.other_files else manifest.base_revision,
+        base_tensors=len(checkpoint.tensors),
+        expansion_tensors=len(extracted.tensors),
+        other_files=compared.other_files,
+        differing=tuple(compared.differing),
+        foreign_code=manifest.foreign_code,
         bytes_written=written,
-        left_out=given.left_out,
+        left_out=checkpoint.left_out,
     )
 
 
-def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> ComparedBase:
+def _find_base(extract: Extract, wanted: GivenBase) -> Source:
+    """Find the base that the user named, or the one that the extract names."""
+    manifest = extract.manifest
+    if wanted.model is not None:
+        return find_source(wanted.model, wanted.revision)
+    if manifest.base_revision is None:
+        raise CheckpointError(
+            f"{extract.name}: was made on a folder called {manifest.base_name}, which cannot be looked up, expected a "
+            "Hub repository. Give the base: --base MODEL."
+        )
+    return find_source(manifest.base_name, wanted.revision or manifest.base_revision)
+
+
+def _compare_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> ComparedBase:
     """Hash a base and compare it with the recorded one; tensors whose shards are the recorded files are not read."""
     files = [*base.shards, *base.side_files]
     with track("base hashes", sum((base.path / file).stat().st_size for file in files)) as advance:
@@ -157,57 +213,124 @@ def _read_base(extract: Extract, source: Source, base: Checkpoint, track: Track)
     return ComparedBase(source, base, hashes, tensors, find_differing(extract, base, tensors), others)
 
 
-def find_base(extract: Extract, base: str | Path | None, revision: str | None) -> Source:
-    """Find the base that the user named, or the one that an extract names.
-
-    Args:
-        extract: The extract.
-        base: A folder or a Hub id, or None.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        Where it is.
-
-    Raises:
-        CheckpointError: If it cannot be had, or nobody names it.
-    """
-    manifest = extract.manifest
-    if base is None and manifest.base_revision is None:
-        raise CheckpointError(
-            f"{extract.name}: was made on a folder called {manifest.base_name}, which cannot be looked up, expected a "
-            "Hub repository. Give the base: --base MODEL."
-        )
-    if base is None:
-        return find_source(manifest.base_name, revision or manifest.base_revision)
-    return find_source(base, revision)
-
-
 def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:
-    own = sum(file.bytes for name, file in extract.files.items() if name.endswith(".safetensors"))
-    renumbered = renumbered_shards(base, extract.manifest.plan.numbering)
-    written = renumbered if how == "link" else base.shards
-    return (0 if how == "link" else own) + sum((base.path / shard).stat().st_size for shard in written)
+    if how == "link":
+        return sum((base.path / shard).stat().st_size for shard in renumbered_shards(base, extract.manifest.numbering))
+    added = sum(file.bytes for name, file in extract.record.files.items() if name.endswith(".safetensors"))
+    return added + sum((base.path / shard).stat().st_size for shard in base.shards)
 
 
-def _rebuild(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> None:
+def _put_back(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> None:
     """Put every file where it was."""
     manifest = extract.manifest
     names = {file.stored_as: name for name, file in manifest.base_files.items() if file.stored_as is not None}
-    places = {stored: base.path / names[stored] for stored in extract.from_base}
-    places |= {name: extract.path / name_in_extract(name) for name in extract.files}
+    places = {stored: base.path / names[stored] for stored in extract.record.from_base}
+    places |= {name: extract.path / name_in_extract(name) for name in extract.record.files}
     with track("files", sum(file.stat().st_size for file in places.values())) as advance:
         for name, file in places.items():
             if name in manifest.renumbered:
                 write_renumbered(file, partial / name, numbering_in(manifest), advance)
-                continue
-            take_over(file, partial / name, how, advance)
+            else:
+                take_over(file, partial / name, how, advance)
 
 
-def _check_written(extract: Extract, partial: Path) -> None:
-    """Refuse a folder in which a loader would find other tensors than the expansion's and the base's."""
-    written = set(open_checkpoint(partial).tensors)
-    if written != {*extract.manifest.base_tensors, *extract.tensors}:
-        raise CheckpointError(
-            f"{extract.name}: its files and its index do not make the model that its surgery.json describes. "
-            "Download the extract again."
+def _check_names(extract: Extract, base: ComparedBase) -> None:
+    """Refuse files of which two would have one name; a side file that the expansion replaced before is no clash."""
+    taken, places = _taken_from_extract(extract, base), _places_of_base(base.checkpoint)
+    known = {file.stored_as or name for name, file in extract.manifest.base_files.items()}
+    uses = Counter([*places.values(), *(name for name in taken if name not in known or name.endswith(".safetensors"))])
+    clashing = sorted({*reserved_names(base.checkpoint), *(name for name, count in uses.items() if count > 1)})
+    if clashing:
+        raise CheckpointError.from_problems(map(name_clash, clashing))
+
+
+def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
+    """Files that are taken over from the extract; the tokenizer's class is pinned for each base."""
+    repinned = {TOKENIZER_CONFIG_FILE}.intersection(base.other_files)
+    return [name for name in extract.record.files if name not in WRITTEN and name not in repinned]
+
+
+def _places_of_base(base: Checkpoint) -> dict[str, str]:
+    """Names that the base's files get; config and index are written anew."""
+    return {file: stored_shard(file) for file in (*base.shards, *base.side_files) if file not in WRITTEN}
+
+
+def _write_around(
+    extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights, run: RunOptions, track: Track
+) -> None:
+    """Write an expanded checkpoint around the files of a base; names and shapes of its tensors fit."""
+    checkpoint, made = base.checkpoint, extract.manifest.plan
+    places = _places_of_base(checkpoint)
+    taken = {stored: checkpoint.path / file for file, stored in places.items() if file not in checkpoint.shards}
+    # where both have a file, that of the expansion stays: somebody changed it there on purpose
+    taken |= {name: extract.path / name_in_extract(name) for name in _taken_from_extract(extract, base)}
+    shard_bytes = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
+    with track("files", shard_bytes + sum(file.stat().st_size for file in taken.values())) as advance:
+        take_over_shards(checkpoint, folder, made.numbering, how, advance)
+        for name, file in taken.items():
+            take_over(file, folder / name, how, advance)
+    manifest = _named(extract.manifest, base)
+    write_json(folder / CONFIG_FILE, written_config(manifest, checkpoint.config, running_dtype(checkpoint)))
+    if TOKENIZER_CONFIG_FILE in base.other_files:
+        pin_tokenizer_class(checkpoint.path, folder, run)
+    shards = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
+    shards |= {name: info.file for name, info in extract.tensors.items()}
+    total = sum(info.bytes for info in (*checkpoint.tensors.values(), *extract.tensors.values()))
+    write_json(folder / INDEX_FILE, make_index(shards, made.specs, total))
+    if base.differing:
+        manifest = manifest.with_expansion(
+            forced_base={
+                "expected_name": extract.manifest.base_name,
+                "expected_revision": extract.manifest.base_revision,
+                "differing": list(base.differing),
+            }
         )
+    replaced = {
+        file: _read_text(checkpoint.path / file)
+        for file in checkpoint.side_files
+        if file in WRITTEN or hash_file(folder / places[file]) != base.files[file]
+    }
+    files = {
+        file: BaseFile(digest, (checkpoint.path / file).stat().st_size, None if file in replaced else places[file])
+        for file, digest in base.files.items()
+    }
+    renumbered = renumbered_shards(checkpoint, made.numbering)
+    manifest = replace(
+        manifest,
+        base_files=files,
+        base_tensors=base_tensors(checkpoint, base.tensors),
+        left_out=checkpoint.left_out,
+        replaced=replaced,
+        tool=tool_versions(),
+        verification=None,
+        renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
+    )
+    write_json(folder / MANIFEST_FILE, manifest.to_json())
+
+
+def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
+    """A record that names this base, in its plan too."""
+    name, revision, made = base.source.name, base.source.revision, manifest.plan
+    facts = Base(base.checkpoint, made.facts)
+    plan = plan_expansion(facts, made.request, name=name, revision=revision)
+    dtypes = {tensor.dtype for tensor in made.tensors}
+    if [tensor.dtype for tensor in plan.tensors] != [tensor.dtype for tensor in made.tensors]:
+        # put by force on a base that was cast: blocks stay what they are, and the request says so
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{name}: is of other dtypes than the base that the expansion was made on, whose blocks are of several "
+                f"({', '.join(sorted(dtypes))}), expected the dtypes of that base. Cast this one."
+            )
+        dtype: Any = next(torch_name for torch_name, stored in FLOAT_DTYPES.items() if stored in dtypes)
+        plan = plan_expansion(facts, replace(made.request, dtype=dtype), name=name, revision=revision)
+    return replace(manifest, base_name=name, base_revision=revision).with_expansion(plan=plan)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return read_bytes(file).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{file.name}: the expansion has another file of this name, and the base's is no text that surgery.json "
+            "could keep. Take it out of the base."
+        ) from error

@@ -41,11 +41,7 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
 
 
 def check_finite(weight: Tensor, name: str) -> None:
-    """Refuse a weight that cannot be decomposed.
-
-    Raises:
-        CheckpointError: If it holds NaN or infinity.
-    """
+    """Refuse a weight that cannot be decomposed, since it holds NaN or infinity."""
     # one of the two is not finite if any value is not
     if not torch.stack(torch.aminmax(weight)).isfinite().all():
         bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in _chunks(weight, 0))
@@ -58,10 +54,6 @@ def check_finite(weight: Tensor, name: str) -> None:
 def _chunks(weight: Tensor, axis: int) -> Iterator[Tensor]:
     size = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1 - axis])) if weight.dim() == 2 else CHUNK_ELEMENTS
     return iter(torch.split(weight, size, dim=axis))
-
-
-def _work_dtype(method: SvdMethod) -> torch.dtype:
-    return torch.float64 if method == "exact" else torch.float32
 
 
 @contextlib.contextmanager
@@ -83,18 +75,13 @@ def _bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def gram(weight: Tensor, method: SvdMethod) -> Tensor:
-    """The smaller of W^T W and W W^T, added up chunk by chunk along the longer axis, one triangle of it.
+    """The smaller of W^T W and W W^T, shape (n, n) with n = min(d_out, d_in), of a weight (d_out, d_in).
 
-    Args:
-        weight: Base weight, shape (d_out, d_in).
-        method: "exact" works in float64, "fast" in float32.
-
-    Returns:
-        The Gram matrix, shape (n, n) with n = min(d_out, d_in).
+    One triangle is added up chunk by chunk along the longer axis: "exact" in float64, "fast" in float32.
     """
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
-    n = min(weight.shape)
-    total = torch.zeros(n, n, dtype=_work_dtype(method), device=weight.device)
+    n, dtype = min(weight.shape), torch.float64 if method == "exact" else torch.float32
+    total = torch.zeros(n, n, dtype=dtype, device=weight.device)
     bands = [slice(start, start + GRAM_COLUMNS) for start in range(0, n, GRAM_COLUMNS)]
     with _bfloat16_products(weight.dtype):
         for chunk in _chunks(weight, axis):
@@ -109,16 +96,10 @@ def gram(weight: Tensor, method: SvdMethod) -> Tensor:
 def leading_eigenpairs(
     matrix: Tensor, count: int, method: SvdMethod, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Leading eigenvalues and eigenvectors of a symmetric positive semi-definite matrix.
+    """Leading eigenvalues and eigenvectors of a symmetric positive semi-definite matrix (n, n).
 
     "exact" is a full eigendecomposition. "fast" is a randomized range finder with power passes; it gives way
     to the eigendecomposition where it would look for more than half of the directions.
-
-    Args:
-        matrix: Shape (n, n).
-        count: How many, 1 to n.
-        method: "exact" or "fast".
-        generator: Source of the random start of "fast".
 
     Returns:
         The eigenvalues in descending order, shape (count,), and orthonormal columns, shape (n, count).
@@ -138,12 +119,12 @@ def leading_eigenpairs(
 
 def _singular_values(weight: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """Roots of eigenvalues of W^T W; of those that are lost in the rounding of the squares, the norm of W v."""
-    found = values.clamp_min(0).sqrt()
+    roots = values.clamp_min(0).sqrt()
     lost = values < torch.finfo(values.dtype).eps ** 0.5 * values[0]
     if lost.any():
         images = [chunk.to(vectors.dtype) @ vectors[:, lost] for chunk in _chunks(weight, 0)]
-        found[lost] = torch.cat(images).norm(dim=0)
-    return found
+        roots[lost] = torch.cat(images).norm(dim=0)
+    return roots
 
 
 def mean_row_norm(weight: Tensor) -> float:
@@ -179,18 +160,13 @@ def _fix_signs(rows: Tensor) -> Tensor:
     return rows * torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
-def _random_rows(rows: int, columns: int, norm: float, generator: torch.Generator) -> Tensor:
-    random: Tensor = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
-    scaled: Tensor = random * (norm / random.norm(dim=1, keepdim=True).clamp_min(1e-30))
-    return scaled
-
-
 def _rescale_and_fill(rows: Tensor, rank: int, norm: float, generator: torch.Generator) -> Tensor:
     """Scale the first `rank` rows to the mean norm `norm`, and make the others random rows of that norm."""
     kept = rows[:rank].float()
     scale = norm / max(float(kept.norm(dim=1).mean()), 1e-30) if rank else 0.0
-    random = _random_rows(rows.shape[0] - rank, rows.shape[1], norm, generator).to(kept.device)
-    return torch.cat((kept * scale, random))
+    random = torch.randn(rows.shape[0] - rank, rows.shape[1], generator=generator, dtype=torch.float32)
+    random = random * (norm / random.norm(dim=1, keepdim=True).clamp_min(1e-30))
+    return torch.cat((kept * scale, random.to(kept.device)))
 
 
 def svd_w21(weight: Tensor, up_out: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
@@ -201,14 +177,8 @@ def svd_w21(weight: Tensor, up_out: int, method: SvdMethod, generator: torch.Gen
     c makes the mean row norm that of W, so new outputs have the size of old ones. Where r exceeds the rank of
     W, the remaining rows are random, of the same norm. No promise depends on this block.
 
-    Args:
-        weight: Base weight, shape (d_out, d_in); read, never written.
-        up_out: Added outputs, 1 or more.
-        method: "exact" (the reference) or "fast".
-        generator: Source of randomness.
-
     Returns:
-        W21, shape (up_out, d_in), float32, rows by descending singular value.
+        W21 of a weight (d_out, d_in): shape (up_out, d_in), float32, rows by descending singular value.
     """
     rows = principal_rows(weight, min(up_out, *weight.shape), method, generator)
     norms = rows.norm(dim=1)
@@ -221,13 +191,6 @@ def svd_w22(weight: Tensor, up_out: int, up_in: int, method: SvdMethod, generato
     """Build W22 as W seen in its own leading coordinates on both sides: c U_r^T W V_c = c diag(S).
 
     This repeats the paper's (0, SVD) pair, which also names no formula; the choice is ours.
-
-    Args:
-        weight: Base weight, shape (d_out, d_in).
-        up_out: Added outputs.
-        up_in: Added inputs.
-        method: "exact" or "fast".
-        generator: Source of randomness.
 
     Returns:
         W22, shape (up_out, up_in), float32; rows without a singular value are random, of the same norm.
@@ -242,22 +205,15 @@ def svd_w22(weight: Tensor, up_out: int, up_in: int, method: SvdMethod, generato
 
 def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor:
     """A block with He's normal initialisation: standard deviation sqrt(2 / inputs), float32."""
-    normal = torch.randn(up_out, inputs, generator=generator, dtype=torch.float32)
-    scaled: Tensor = normal * (2.0 / inputs) ** 0.5
-    return scaled
+    block: Tensor = torch.randn(up_out, inputs, generator=generator, dtype=torch.float32) * (2.0 / inputs) ** 0.5
+    return block
 
 
 def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """New columns of the embedding: E V_r, rescaled to the embedding's mean row norm.
-
-    Args:
-        weight: Embedding E, shape (v, d).
-        up: Added columns, u.
-        method: "exact" or "fast".
-        generator: Source of randomness.
+    """New columns of the embedding E (v, d): E V_r, rescaled to the mean row norm of E.
 
     Returns:
-        Shape (v, u), float32; columns beyond the rank of E are zero.
+        Shape (v, up), float32; columns beyond the rank of E are zero.
     """
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     if axis == 0:
@@ -280,14 +236,8 @@ def copied_w12(weight: Tensor, copies: int, generator: torch.Generator, dtype: t
     of each has a hundredth of the entries' root mean square). Copies read the same features at first, so that the
     noise, whose differences add up to zero, adds nothing.
 
-    Args:
-        weight: Down projection, shape (d_out, d_in), rows are outputs.
-        copies: New copies.
-        generator: Source of the noise.
-        dtype: Dtype of the result.
-
     Returns:
-        Shape (d_out, copies * d_in).
+        Shape (d_out, copies * d_in), of a weight (d_out, d_in).
     """
     share = weight.float() / (copies + 1)
     if copies == 1:

@@ -1,4 +1,4 @@
-"""All that config.json and the index of a model folder say, whatever was done to it."""
+"""config.json and the index of an expanded folder, in any of its forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY
-from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -38,12 +37,9 @@ def expanded_config(
     Args:
         config: Parsed config.json of the base.
         plans: Plan of each expansion, in the order of the paths.
-        dtype: Dtype of the base model, written where the config names none, since the first shard that a loader opens
-            may now be one of ours.
+        dtype: Dtype of the base model, written where the config names none: the first shard that a loader opens may
+            be that of an expansion.
         routing: How it routes, or None.
-
-    Returns:
-        The new config.
     """
     facts = plans[0]
     architecture = facts.architecture
@@ -56,7 +52,7 @@ def expanded_config(
             "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
             CONFIG_KEY: {
                 BASE_KEY: base_specs(architecture, facts.sizes, config),
-                EXPANSIONS_KEY: [expansion_specs(plan) for plan in plans],
+                EXPANSIONS_KEY: [_expansion_specs(plan) for plan in plans],
             },
         }
     if not {"dtype", "torch_dtype"}.intersection(config):
@@ -65,46 +61,24 @@ def expanded_config(
 
 
 def with_router(config: Mapping[str, Any], routing: Router | None) -> dict[str, Any]:
-    """Edit config.json of an expanded model: its router, or none.
-
-    Args:
-        config: Parsed config.json.
-        routing: How to route, or None.
-
-    Returns:
-        The new config.
-    """
-    own = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
-    return {**config, CONFIG_KEY: own if routing is None else {**own, ROUTER_KEY: routing.settings}}
+    """Edit config.json of an expanded model: its router, or none."""
+    specs = {name: value for name, value in config[CONFIG_KEY].items() if name != ROUTER_KEY}
+    return {**config, CONFIG_KEY: specs if routing is None else {**specs, ROUTER_KEY: routing.settings}}
 
 
-def expansion_specs(plan: Plan) -> dict[str, Any]:
-    """What config.json says of an expansion."""
-    problems = path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
-    return {
-        **plan.specs,
-        ORIGIN_KEY: asdict(plan.origin),
-        # why it cannot run beside others
-        **({"problems": problems} if problems else {}),
-    }
+def _expansion_specs(plan: Plan) -> dict[str, Any]:
+    # why it cannot run beside others
+    problems = path_problems_of(plan)
+    return {**plan.specs, ORIGIN_KEY: asdict(plan.origin), **({"problems": problems} if problems else {})}
 
 
-def planned_index(plans: Sequence[Plan], checkpoint: Checkpoint) -> dict[str, Any]:
-    """The index of the expanded checkpoint that plans make of a base."""
-    places = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
-    places |= {tensor.name: tensor.shard for plan in plans for tensor in plan.tensors}
-    total = sum(info.bytes for info in checkpoint.tensors.values()) + sum(plan.costs.bytes_added for plan in plans)
-    return make_index(places, plans[0].specs, total)
+def path_problems_of(plan: Plan) -> list[str]:
+    """Why the path of an expansion cannot run beside others, a line each."""
+    return path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
 
 
 def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:
-    """The index of an expanded checkpoint.
-
-    Args:
-        places: Shard of each tensor, by the names that tensors have in this package.
-        specs: Module specifications of the plan.
-        total_bytes: Bytes of all tensors.
-    """
+    """The index of an expanded checkpoint; `places` has the shard of each tensor by its name in this package."""
     weight_map = {stored_name(specs, name): shard for name, shard in places.items()}
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
@@ -128,13 +102,7 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
 
 
 def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """What config.json of an expanded model says on a base: expanded, routed and fused as surgery.json has it.
-
-    Args:
-        manifest: surgery.json.
-        base: Parsed config.json of the base.
-        dtype: Dtype of the base, for a config that names none.
-    """
+    """config.json of an expanded model, of that of its base: expanded, routed and fused as surgery.json has it."""
     written = expanded_config(base, list(manifest.plans.values()), dtype, manifest.routing)
     return written if manifest.fused is None else fused_config(written, manifest)
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, write_tensors
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
+from scale_surgery.errors import counted
 from scale_surgery.planning.base import base_in
 from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
@@ -21,12 +22,16 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.added_tokens import warn_of_untrained_tokens
-from scale_surgery.surgery.beside import check_beside, with_expansions
+from scale_surgery.running.tokenizer import load_tokenizer
+from scale_surgery.surgery.compose import check_beside, routing_beside
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_linked
-from scale_surgery.surgery.renumbered import renumbered_shards
-from scale_surgery.surgery.write_folder import tool_on, write_anew, write_around
+from scale_surgery.surgery.write_folder import least_base_bytes, tool_on, write_folder
+
+# untrained rows of the embedding lie nearer to the mean of all than this share of the usual distance; transformers
+# begins new rows at a hundred-thousandth of it
+NEAR_THE_MEAN = 0.01
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -90,77 +95,100 @@ def expand(
     planned = None if isinstance(plan_or_request, Request) else plan_or_request
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
-    checkpoint = open_checkpoint(source.path)
-    before = read_manifest(source.path) if checkpoint.manifest is not None else None
-    made, run = _plan_for(source, checkpoint, plan_or_request, run, before), run.placed()
+    given = open_checkpoint(source.path)
+    before = read_manifest(source.path) if given.manifest is not None else None
+    made, run = _plan_for(source, given, plan_or_request, run, before), run.placed()
     target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     load_base_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
+    expansions = {**(before.expansions if before else {}), made.request.name: ExpansionRecord(made, {})}
     if before is not None:
-        check_beside([*before.plans.values(), made])
+        check_beside(record.plan for record in expansions.values())
         refuse_linked(source.path, before)
-    base = base_in(checkpoint, made.request.name)
-    check_space(target, least_base_bytes(base, made, base_weights) + made.costs.bytes_added)
+    routing = routing_beside(before, len(expansions))
+    base = base_in(given, made.request.name)
+    check_space(target, least_base_bytes(given, before, made, base_weights) + made.costs.bytes_added)
     if before is not None:
-        refuse_damaged(checkpoint, before, track, is_trusted=run.trust_remote_code)
+        refuse_damaged(given, before, track, is_trusted=run.trust_remote_code)
     state = {
         "plan": made.to_json(),
         "base_weights": base_weights,
         # tensors of two devices are not mixed
         "tool": tool_on(run),
     }
-    with staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial:
-        write_expansion(made, base, partial, run.device, track)
-        added = {made.request.name: ExpansionRecord(made, {})}
-        if before is None:
-            written, pinned = write_around(added, checkpoint, partial, base_weights, run, track)
-        else:
-            grown = with_expansions(before, {**before.expansions, **added})
-            written, pinned = write_anew(checkpoint, grown, list(added), partial, base_weights, track), None
-    return Expansion(target, made, written, checkpoint.left_out, pinned, warn_of_untrained_tokens(base, made, run))
+    with staged(target, state, given.stamps, overwrite=overwrite) as partial:
+        _write_new_tensors(made, base, partial, run.device, track)
+        written = write_folder(given, before, expansions, partial, base_weights, run, track, routing)
+    return Expansion(
+        path=target,
+        plan=made,
+        base_bytes_written=written.base_bytes,
+        left_out=given.left_out,
+        pinned_tokenizer=written.pinned_tokenizer,
+        warnings=_warn_of_untrained_tokens(base, made, run),
+    )
 
 
 def _plan_for(
-    source: Source, checkpoint: Checkpoint, plan_or_request: Plan | Request, run: RunOptions, before: Manifest | None
+    source: Source, given: Checkpoint, plan_or_request: Plan | Request, run: RunOptions, before: Manifest | None
 ) -> Plan:
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     name, revision = (source.name, source.revision) if before is None else (before.base_name, before.base_revision)
     if isinstance(plan_or_request, Request):
-        return make_plan(checkpoint, plan_or_request, name=name, revision=revision, run=run)
-    base = base_in(checkpoint, plan_or_request.request.name)
+        return make_plan(given, plan_or_request, name=name, revision=revision, run=run)
+    base = base_in(given, plan_or_request.request.name)
     check_fits(plan_or_request, base)
     check_clashes(base, plan_or_request.tensors)
     return replace(plan_or_request, base_name=name, base_revision=revision)
 
 
-def least_base_bytes(checkpoint: Checkpoint, plan: Plan, base_weights: BaseWeights) -> int:
-    """Bytes that a base takes on disk for sure, beside an expansion of it."""
-    # a reflink takes no space either, but whether it works is only known when it is tried
-    copied = checkpoint.shards if base_weights == "copy" else renumbered_shards(checkpoint, plan.numbering)
-    return sum((checkpoint.path / shard).stat().st_size for shard in copied)
-
-
-def write_expansion(plan: Plan, checkpoint: Checkpoint, partial: Path, device: str, track: Track) -> None:
-    """Write the shards of new tensors; one that is there already, from an interrupted run, stays.
-
-    Args:
-        plan: What to write.
-        checkpoint: The base.
-        partial: Where the shards go.
-        device: Where the decompositions are computed.
-        track: Makes progress bars.
-    """
+def _write_new_tensors(plan: Plan, base: Checkpoint, partial: Path, device: str, track: Track) -> None:
+    """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
     from scale_surgery.surgery.initialise import make_tensor
 
     with track("new tensors", plan.costs.parameters_added) as advance:
         for shard in plan.shards:
             planned = [tensor for tensor in plan.tensors if tensor.shard == shard]
-            if not (partial / shard).exists():
-                tensors = {}
-                for tensor in planned:
-                    stored = plan.stored_name(tensor.name)
-                    tensors[stored] = make_tensor(plan, tensor, checkpoint, device)
-                    advance(tensor.elements)
-                write_tensors(partial / shard, tensors)
-            else:
+            if (partial / shard).exists():
                 advance(sum(tensor.elements for tensor in planned))
+                continue
+            tensors = {}
+            for tensor in planned:
+                tensors[plan.stored_name(tensor.name)] = make_tensor(plan, tensor, base, device)
+                advance(tensor.elements)
+            write_tensors(partial / shard, tensors)
+
+
+def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, run: RunOptions) -> tuple[str, ...]:
+    """Warn where tokens were added to the tokenizer whose rows of the embedding nobody trained; one warning, or none.
+
+    Chat models have added tokens that are trained, and special ones that no text has. What `resize_token_embeddings`
+    makes lies where all rows have their mean, and two such rows cannot be told apart.
+    """
+    name = f"{plan.prefix}{plan.architecture.embedding_weight}"
+    tokenizer = load_tokenizer(base.path, run)
+    if tokenizer is None or name not in base.tensors:
+        return ()
+    added = {
+        number: str(token)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if tokenizer.vocab_size <= number < plan.sizes.embedded and not token.special
+    }
+    if not added:
+        return ()
+    import torch
+
+    rows = read_tensor(base, name)
+    old, new = rows[: min(added)], rows[torch.tensor(list(added))].float()
+    mean = old.mean(dim=0, dtype=torch.float32)
+    # a sample says how far rows usually are from their mean
+    usual = (old[:: max(1, len(old) // 1000)].float() - mean).norm(dim=-1).median()
+    near = (new - mean).norm(dim=-1) < NEAR_THE_MEAN * usual
+    untrained = [repr(token) for token, is_near in zip(added.values(), near.tolist(), strict=True) if is_near]
+    if not untrained:
+        return ()
+    return (
+        f"the tokenizer has {counted(len(untrained), 'added token')} that nobody trained, such as "
+        f"{', '.join(untrained[:MOST_NAMED])}. Their rows of embedding and head belong to the base, which stays "
+        "as it is, so the expansion cannot learn them. Train these rows first, or use the base without them.",
+    )

@@ -1,16 +1,16 @@
 """Take an expansion alone out of an expanded checkpoint: a folder without the base, which names its base.
 
 expansion shards, *.py                   --as files-->   the same
-config.json, surgery.json                --as texts->    the same; of several expansions what they say of this one
+config.json, surgery.json                --as texts->    the same; of several expansions this one alone
 model.safetensors.index.json             --as a text->   expanded.index.json
-what is the base's, or another's                         stays out; extract.json lists what is the base's
+files of the base, or of other expansions                stay out; extract.json lists those of the base
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -42,7 +42,8 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import make_index
 from scale_surgery.surgery.extract_folder import (
     EXTRACT_FORMAT,
-    OwnFile,
+    ExpansionFile,
+    ExtractRecord,
     content_problems,
     name_in_extract,
 )
@@ -114,45 +115,50 @@ def extract(
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_target(target, [path], overwrite=overwrite)
-    _check_clashes(checkpoint)
+    if taken := [file for file in (EXTRACT_FILE, STORED_INDEX) if file in checkpoint.side_files]:
+        raise CheckpointError.from_problems(
+            f"{file}: lies in {path}, and an extract needs this name. Move that file away." for file in taken
+        )
     from_base = tuple(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
     texts = _texts(checkpoint, manifest)
-    files, left_out = _own_files(checkpoint, manifest, from_base, texts)
-    refuse_damaged(checkpoint, manifest, track, _own_problems(checkpoint, manifest, files))
-    licences = tuple(name for name in from_base if LICENCE.match(PurePosixPath(name).name))
-    sizes = {name: files[name].bytes if name in texts else (path / name).stat().st_size for name in (*files, *licences)}
+    files, left_out = _expansion_files(checkpoint, manifest, from_base, texts)
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in manifest.base_tensors}
+    problems = content_problems(path, manifest, checkpoint.config, files, tensors)
+    refuse_damaged(checkpoint, manifest, track, problems)
+    licences = tuple(file for file in from_base if LICENCE.match(PurePosixPath(file).name))
+    sizes = {file: files[file].bytes if file in texts else (path / file).stat().st_size for file in (*files, *licences)}
     check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
-    content = {
-        "format": EXTRACT_FORMAT,
-        "base_name": manifest.base_name,
-        "base_revision": manifest.base_revision,
-        "files": {name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in files.items()},
-        "from_base": list(from_base),
-        "licence": _named_licence(path, manifest, from_base),
-        "licences": list(licences),
-        "tool": tool_versions(),
-    }
-    state = {"extract": content, "base_weights": base_weights}
+    record = ExtractRecord(
+        format=EXTRACT_FORMAT,
+        base_name=manifest.base_name,
+        base_revision=manifest.base_revision,
+        files=files,
+        from_base=from_base,
+        licence=_named_licence(path, manifest, from_base),
+        licences=licences,
+        tool=tool_versions(),
+    )
+    state = {"extract": asdict(record), "base_weights": base_weights}
     with (
         staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
         track("files", sum(sizes.values())) as advance,
     ):
-        for name, size in sizes.items():
-            if name in texts:
-                write_text(partial / name_in_extract(name), texts[name])
+        for file, size in sizes.items():
+            if file in texts:
+                write_text(partial / name_in_extract(file), texts[file])
                 advance(size)
             else:
-                take_over(path / name, partial / name_in_extract(name), base_weights, advance)
-        write_json(partial / EXTRACT_FILE, content)
+                take_over(path / file, partial / name_in_extract(file), base_weights, advance)
+        write_json(partial / EXTRACT_FILE, asdict(record))
     return Extracted(
         path=target,
         base_name=manifest.base_name,
         base_revision=manifest.base_revision,
         tensors=len(manifest.plan.tensors),
-        files={name: file.bytes for name, file in files.items()},
+        files={file: entry.bytes for file, entry in files.items()},
         licences=licences,
         bytes=sum(sizes.values()),
-        base_bytes=sum((path / name).stat().st_size for name in from_base),
+        base_bytes=sum((path / file).stat().st_size for file in from_base),
         left_out=left_out,
     )
 
@@ -165,18 +171,9 @@ def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -
     return read_licence(read_bytes(path / str(card.stored_as)).decode("utf-8", errors="replace"))
 
 
-def _check_clashes(checkpoint: Checkpoint) -> None:
-    taken = [name for name in (EXTRACT_FILE, STORED_INDEX) if name in checkpoint.side_files]
-    if taken:
-        raise CheckpointError.from_problems(
-            f"{name}: lies in {checkpoint.path}, and an extract needs this name. Move that file away." for name in taken
-        )
-
-
 def _texts(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
-    """What a folder of several expansions says of one; one that has no other says it as it lies there."""
-    recorded = checkpoint.manifest or {}
-    if len(recorded.get("expansions", ())) == 1:
+    """Texts of a folder of several expansions, rewritten for one; none where it holds one, whose files fit."""
+    if len((checkpoint.manifest or {}).get("expansions", ())) == 1:
         return {}
     places = {name: info.file for name, info in checkpoint.tensors.items()}
     total = sum(info.bytes for info in checkpoint.tensors.values())
@@ -187,27 +184,26 @@ def _texts(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _own_files(
+def _expansion_files(
     checkpoint: Checkpoint, manifest: Manifest, from_base: tuple[str, ...], texts: Mapping[str, str]
-) -> tuple[dict[str, OwnFile], tuple[str, ...]]:
-    """The expansion's own files with their hashes, and what is left out."""
-    others = [name for name in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE) if name not in from_base]
-    # logs of a folder of several are of whichever was trained last
-    logs = f"{TRAINING_FOLDER}/" if texts else None
+) -> tuple[dict[str, ExpansionFile], tuple[str, ...]]:
+    """The files that are not the base's, with their hashes, and those that are left out."""
+    others = [file for file in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE) if file not in from_base]
     known = {*checkpoint.shards, *manifest.base_files}
-    stays = tuple(
-        name
-        for name in others
-        if name not in known and (stays_behind(checkpoint.path, name) or (logs is not None and name.startswith(logs)))
+    left_out = tuple(
+        file
+        for file in others
+        if file not in known
+        # logs of a folder of several are of whichever was trained last
+        and (stays_behind(checkpoint.path, file) or (texts and file.startswith(f"{TRAINING_FOLDER}/")))
     )
-    own = [name for name in others if name not in stays]
-    hashes = hash_files(checkpoint.path, [name for name in own if name not in texts])
-    hashes |= {name: sha256(text.encode("utf-8")).hexdigest() for name, text in texts.items()}
-    sizes = {name: len(text.encode("utf-8")) for name, text in texts.items()}
-    files = {name: OwnFile(hashes[name], sizes.get(name) or (checkpoint.path / name).stat().st_size) for name in own}
-    return files, (*stays, *checkpoint.left_out)
-
-
-def _own_problems(checkpoint: Checkpoint, manifest: Manifest, files: dict[str, OwnFile]) -> list[str]:
-    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in manifest.base_tensors}
-    return content_problems(checkpoint.path, manifest, checkpoint.config, files, tensors)
+    taken = [file for file in others if file not in left_out]
+    hashes = hash_files(checkpoint.path, [file for file in taken if file not in texts])
+    files = {}
+    for file in taken:
+        if file in texts:
+            text = texts[file].encode("utf-8")
+            files[file] = ExpansionFile(sha256(text).hexdigest(), len(text))
+        else:
+            files[file] = ExpansionFile(hashes[file], (checkpoint.path / file).stat().st_size)
+    return files, (*left_out, *checkpoint.left_out)

@@ -3,12 +3,11 @@
 expansion-*.safetensors, config.json, surgery.json, *.py, training/   as they lie in the expanded folder
 expanded.index.json    its index, under a name by which no loader takes the folder for a whole model
 LICENSE, NOTICE, ...   those of the base: the expansion's tensors are made from its tensors
-extract.json           which base, which files, and dtype and shape of each base tensor
+extract.json           which base, and which files are the expansion's and the base's
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import read_record_file, reading
-from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError
 from scale_surgery.fields import Range
 from scale_surgery.progress import Track, no_track
@@ -40,7 +39,7 @@ EXTRACT_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class OwnFile:
+class ExpansionFile:
     """A file of the expanded folder that is not the base's: its sha256 and size."""
 
     sha256: str
@@ -49,12 +48,23 @@ class OwnFile:
 
 @dataclass(frozen=True)
 class ExtractRecord:
-    """What extract.json holds."""
+    """What extract.json holds.
+
+    Attributes:
+        format: Version of the record.
+        base_name: What the base model is called.
+        base_revision: Commit of its Hub repository, where known.
+        files: Files of the expanded folder that lie in the extract, by their names there.
+        from_base: Files of the expanded folder that are the base's, by their names there.
+        licence: The licence that the base's card names.
+        licences: Licence files of the base, which lie in the extract too.
+        tool: Versions of what wrote it.
+    """
 
     format: int
     base_name: str
     base_revision: str | None
-    files: Mapping[str, OwnFile]
+    files: Mapping[str, ExpansionFile]
     from_base: tuple[str, ...]
     licence: Mapping[str, Any]
     licences: tuple[str, ...]
@@ -63,25 +73,15 @@ class ExtractRecord:
 
 @dataclass(frozen=True)
 class Extract:
-    """An expansion without its base.
+    """An expansion without its base: its folder, its name, both of its records, and where its tensors lie.
 
-    Attributes:
-        path: The folder.
-        name: What it is called.
-        manifest: surgery.json of the expanded folder.
-        files: Files of the expanded folder that lie in the extract, by their names there.
-        from_base: Files of the expanded folder that are the base's, by their names there.
-        licences: Those of them that lie in the extract all the same.
-        tensors: The expansion tensors: where each lies in the extract.
-        stamps: What the system said of its files before the first of them was read.
+    `stamps` is what the system said of its files before the first of them was read.
     """
 
     path: Path
     name: str
+    record: ExtractRecord
     manifest: Manifest
-    files: Mapping[str, OwnFile]
-    from_base: tuple[str, ...]
-    licences: tuple[str, ...]
     tensors: Mapping[str, TensorInfo]
     stamps: Stamps
 
@@ -92,14 +92,7 @@ def name_in_extract(file: str) -> str:
 
 
 def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
-    """Read and check an extract; nothing in it is trusted.
-
-    Args:
-        extract: A folder or a Hub id.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The extract; no tensor has been read.
+    """Read and check an extract, a folder or a Hub id; nothing in it is trusted, and no tensor is read.
 
     Raises:
         CheckpointError: If this is no extract, it is incomplete, or it holds what no expansion wrote.
@@ -108,52 +101,42 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     path, file = source.path, source.path / EXTRACT_FILE
     if not file.is_file():
         raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
-    stamps = take_stamps(found for found in path.rglob("*") if found.is_file())
+    stamps = take_stamps(child for child in path.rglob("*") if child.is_file())
     record, manifest = read_extract(file), read_manifest(path)
     refuse_fused(path, manifest)
     with reading(file):
-        found = _read(source, record, manifest, stamps)
+        _check_names(path, record.files, (*record.from_base, *record.licences))
+        shards = sorted(name for name in record.files if name.endswith(".safetensors"))
+        tensors = {name: info for shard in shards for name, info in read_header(path, shard).items()}
+        opened = Extract(
+            path=path,
+            name=source.name,
+            record=record,
+            manifest=manifest,
+            tensors=name_tensors(tensors, manifest.plan.numbering),
+            stamps={path / name: stamps[path / name] for name in map(name_in_extract, record.files)},
+        )
         config = read_config(path / CONFIG_FILE)
-        problems = [*content_problems(path, manifest, config, found.files, found.tensors), *_list_problems(found)]
+        problems = content_problems(path, manifest, config, record.files, opened.tensors)
+        stored = {entry.stored_as for entry in manifest.base_files.values()}
+        problems += [
+            f"{EXTRACT_FILE}: {name} is said to be the base's, which {MANIFEST_FILE} does not say."
+            for name in record.from_base
+            if name not in stored or name in record.files
+        ]
     if problems:
         raise CheckpointError.from_problems(problems)
-    return found
+    return opened
 
 
 def read_extract(file: Path) -> ExtractRecord:
-    """Read extract.json.
-
-    Raises:
-        CheckpointError: If it is missing, is of another format or holds what `extract` does not write.
-    """
+    """Read extract.json; refused if it is missing, is of another format or holds what `extract` does not write."""
     return read_record_file(file, ExtractRecord, EXTRACT_FORMAT)
 
 
-def _read(source: Source, record: ExtractRecord, manifest: Manifest, stamps: Stamps) -> Extract:
-    files = record.files
-    _check_names(source.path, files, (*record.from_base, *record.licences))
-    return Extract(
-        path=source.path,
-        name=source.name,
-        manifest=manifest,
-        files=files,
-        from_base=record.from_base,
-        licences=record.licences,
-        tensors=name_tensors(
-            {name: info for shard in sorted(_shards(files)) for name, info in read_header(source.path, shard).items()},
-            manifest.plan.numbering,
-        ),
-        stamps={source.path / name: stamps[source.path / name] for name in map(name_in_extract, files)},
-    )
-
-
 def check_own_files(extract: Extract, track: Track = no_track) -> None:
-    """Compare the files of an extract with the hashes in extract.json.
-
-    Raises:
-        CheckpointError: If some differ; each is named.
-    """
-    names = {name_in_extract(name): file for name, file in extract.files.items()}
+    """Compare the files of an extract with the hashes in extract.json; all that differ are refused by name."""
+    names = {name_in_extract(name): file for name, file in extract.record.files.items()}
     with track("extract hashes", sum(file.bytes for file in names.values())) as advance:
         hashes = hash_files(extract.path, list(names), advance)
     changed = [
@@ -169,24 +152,16 @@ def content_problems(
     path: Path,
     manifest: Manifest,
     config: Mapping[str, Any],
-    files: Mapping[str, OwnFile],
+    files: Mapping[str, ExpansionFile],
     tensors: Mapping[str, TensorInfo],
 ) -> list[str]:
     """What speaks against an expansion: tensors that no plan names, a changed config.json, unknown code, pickles.
 
-    Args:
-        path: The extract, or the expanded folder.
-        manifest: surgery.json of the expanded folder.
-        config: Its parsed config.json.
-        files: Its files that are not the base's.
-        tensors: Tensors of its shards that are not the base's.
-
-    Returns:
-        A line for each problem.
+    `files` and `tensors` are those of the extract, or of the expanded folder, that are not the base's.
     """
     return [
         *_tensor_problems(manifest, tensors),
-        *_text_problems(manifest),
+        *(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was." for name in manifest.changed_texts),
         *config_problems(manifest, config),
         *_code_problems(manifest, files),
         *_remote_code_problems(path, manifest, files),
@@ -203,18 +178,11 @@ def _tensor_problems(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> I
             yield f"{name}: shape {info.shape}, expected {planned[name]} from the plan."
 
 
-def _text_problems(manifest: Manifest) -> Iterator[str]:
-    for name, text in manifest.replaced.items():
-        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-        if name not in manifest.base_files or digest != manifest.base_files[name].sha256:
-            yield f"{MANIFEST_FILE}: its text of the base's {name} is not what it was."
-
-
-def _code_problems(manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
+def _code_problems(manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[str]:
     code = {name for name in files if name.endswith(".py")}
-    known = set(manifest.plan.code_files)
-    yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - known))
-    for name in sorted(code & known):
+    planned = set(manifest.plan.code_files)
+    yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - planned))
+    for name in sorted(code & planned):
         if manifest.code.get(name) != files[name].sha256:
             yield f"{name}: is not the code that the expansion wrote. Read it before you trust it."
     yield from (f"{name}: code file is missing." for name in sorted(set(manifest.code) - code))
@@ -222,7 +190,7 @@ def _code_problems(manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator
     yield from (f"{name}: holds weights in another format, expected none in an expansion." for name in pickles)
 
 
-def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, OwnFile]) -> Iterator[str]:
+def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[str]:
     """Configs of tokenizers and processors that name code which the base's do not."""
     for name in files:
         if not name.endswith("_config.json"):
@@ -232,11 +200,7 @@ def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, Ow
             yield f"{name}: auto_map names code that the base does not name. Read it before you trust it."
 
 
-def _shards(files: Mapping[str, OwnFile]) -> Iterator[str]:
-    return (name for name in files if name.endswith(".safetensors"))
-
-
-def _check_names(path: Path, files: Mapping[str, OwnFile], from_base: tuple[str, ...]) -> None:
+def _check_names(path: Path, files: Mapping[str, ExpansionFile], from_base: tuple[str, ...]) -> None:
     file = path / EXTRACT_FILE
     problems = [
         f"{file}: {name!r} is said to be a file of the model, expected a name inside the folder. "
@@ -253,11 +217,3 @@ def _check_names(path: Path, files: Mapping[str, OwnFile], from_base: tuple[str,
         ]
     if problems:
         raise CheckpointError.from_problems(problems)
-
-
-def _list_problems(extract: Extract) -> Iterator[str]:
-    """Lists in extract.json that do not agree with surgery.json."""
-    stored = {entry.stored_as for entry in extract.manifest.base_files.values()}
-    for name in extract.from_base:
-        if name not in stored or name in extract.files:
-            yield f"{EXTRACT_FILE}: {name} is said to be the base's, which {MANIFEST_FILE} does not say."

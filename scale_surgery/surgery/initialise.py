@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 
 
 def make_tensor(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str = "cpu") -> Tensor:
-    """Make one new tensor.
+    """Make one new tensor of a plan; at most one tensor of the base is read.
 
     Args:
         plan: The plan that it belongs to.
         tensor: What to make.
-        checkpoint: The base model, from which at most one tensor is read.
+        checkpoint: The base model.
         device: Where to compute, such as "cpu" or "cuda".
 
     Returns:
@@ -34,64 +34,33 @@ def make_tensor(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: 
     Raises:
         CheckpointError: If the base tensor holds NaN or infinity and is to be decomposed.
     """
-    make = _copy if tensor.init == "copy" else _make_float32
-    value = make(plan, tensor, checkpoint, device)
+    value = _copy(plan, tensor, checkpoint) if tensor.init == "copy" else _compute(plan, tensor, checkpoint, device)
     return value.to(device="cpu", dtype=TORCH_DTYPES[tensor.dtype]).contiguous()
 
 
-def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
+def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint) -> Tensor:
     """Copy a base tensor as its block wants it: W21 once for each new copy, W12 a share of W for each."""
     value = read_tensor(checkpoint, tensor.source)
     if plan.numbering is not None or tensor.block in ("weight", "bias", "bias11"):
         return value
-    new = tensor.elements // value.numel()
-    is_transposed = plan.architecture.transposed and value.dim() == 2
-    rows = value.T if is_transposed else value
+    copies = tensor.elements // value.numel()
+    rows = value.T if plan.architecture.transposed and value.dim() == 2 else value
     if tensor.block == "w11":
         return rows
     if tensor.block == "w12":
-        generator = _generator(plan, tensor)
-        return blocks.copied_w12(rows, new, generator, TORCH_DTYPES[tensor.dtype])
+        return blocks.copied_w12(rows, copies, _generator(plan, tensor), TORCH_DTYPES[tensor.dtype])
     _, linear = _linear_of(plan, tensor)
     parts = torch.split(rows, list(linear.outputs))
-    return torch.cat([part for part in parts for _ in range(new)])
+    return torch.cat([part for part in parts for _ in range(copies)])
 
 
 def _generator(plan: Plan, tensor: TensorPlan) -> torch.Generator:
-    """Where the randomness of a tensor comes from: what its expansion is called changes no value."""
+    """The random generator of a tensor; the name of its expansion changes no value."""
     return blocks.seeded_generator(plan.request.seed, nameless(tensor.name))
 
 
-def altered_copies(
-    plan: Plan, copies: Sequence[TensorPlan], checkpoint: Checkpoint, advance: Progress = no_progress
-) -> list[str]:
-    """Copies of base tensors in an expanded checkpoint that are none any more, a line each.
-
-    Args:
-        plan: Its plan.
-        copies: Tensors of it that began as copies.
-        checkpoint: The expanded checkpoint, with the base tensors.
-        advance: Called with the bytes of each copy.
-
-    Returns:
-        The lines; tensors that are missing or of a wrong shape are left to other checks.
-    """
-    lines = []
-    for tensor in copies:
-        advance(tensor.bytes)
-        info = checkpoint.tensors.get(tensor.name)
-        source = checkpoint.tensors.get(tensor.source)
-        if info is None or info.shape != tensor.shape or source is None:
-            continue
-        found, made = read_tensor(checkpoint, tensor.name), make_tensor(plan, tensor, checkpoint)
-        # on another processor the noise of several copies may be rounded another way
-        is_near = tensor.elements > source.elements and torch.allclose(found.float(), made.float(), 1e-2, 1e-6)
-        if not (is_near or torch.equal(found, made)):
-            lines.append(f"{tensor.name}: is not the copy of {tensor.source} that it began as.")
-    return lines
-
-
-def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
+def _compute(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
+    """Make a tensor in float32: a constant, random numbers, or what a base weight gives when it is decomposed."""
     generator = _generator(plan, tensor)
     if tensor.init == "zero":
         return torch.zeros(tensor.shape)
@@ -108,25 +77,44 @@ def _make_float32(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device
     method = plan.request.svd
     if tensor.block == "up_weight":
         return blocks.svd_embedding(weight, tensor.shape[1], method, generator)
-    if tensor.block == "w21":
-        return _by_role(plan, tensor, weight, lambda part, up: blocks.svd_w21(part, up, method, generator))
-    up_in = tensor.shape[1]
-    return _by_role(plan, tensor, weight, lambda part, up: blocks.svd_w22(part, up, up_in, method, generator))
-
-
-def _by_role(plan: Plan, tensor: TensorPlan, weight: Tensor, make: Callable[[Tensor, int], Tensor]) -> Tensor:
     block, linear = _linear_of(plan, tensor)
     rows = weight.T if plan.architecture.transposed else weight
     parts = split_roles(rows, linear, block.head_size)
     ups = [up for _, up in linear_widths(block, linear, plan.widths).outputs]
-    made = [make(part, up) for part, up in zip(parts, ups, strict=True)]
+    made = [
+        blocks.svd_w21(part, up, method, generator)
+        if tensor.block == "w21"
+        else blocks.svd_w22(part, up, tensor.shape[1], method, generator)
+        for part, up in zip(parts, ups, strict=True)
+    ]
     return join_roles(made, linear, block.head_size)
 
 
+def altered_copies(
+    plan: Plan, copies: Sequence[TensorPlan], checkpoint: Checkpoint, advance: Progress = no_progress
+) -> list[str]:
+    """Tensors of an expanded checkpoint that began as copies of base tensors and are none any more, a line each.
+
+    Tensors that are missing or of a wrong shape are left to other checks.
+    """
+    lines = []
+    for tensor in copies:
+        advance(tensor.bytes)
+        info, source = checkpoint.tensors.get(tensor.name), checkpoint.tensors.get(tensor.source)
+        if info is None or info.shape != tensor.shape or source is None:
+            continue
+        value, copy = read_tensor(checkpoint, tensor.name), make_tensor(plan, tensor, checkpoint)
+        # on another processor the noise of several copies may be rounded another way
+        is_near = tensor.elements > source.elements and torch.allclose(value.float(), copy.float(), 1e-2, 1e-6)
+        if not (is_near or torch.equal(value, copy)):
+            lines.append(f"{tensor.name}: is not the copy of {tensor.source} that it began as.")
+    return lines
+
+
 def _linear_of(plan: Plan, tensor: TensorPlan) -> tuple[Block, Linear]:
-    found = plan.architecture.find_linear(tensor.source.rpartition(".")[0])
-    assert found is not None, tensor.source
-    return found
+    block_and_linear = plan.architecture.find_linear(tensor.source.rpartition(".")[0])
+    assert block_and_linear is not None, tensor.source
+    return block_and_linear
 
 
 def split_roles(weight: Tensor, linear: Linear, head_size: int, rows: Sequence[int] | None = None) -> list[Tensor]:
@@ -150,5 +138,5 @@ def join_roles(parts: list[Tensor], linear: Linear, head_size: int) -> Tensor:
 
 
 def _groups(widths: Sequence[int], head_size: int) -> int:
-    """Groups of rows head by head: a key, a value, and the queries that share them; so many as the fewest heads."""
+    """Number of groups of rows head by head: a key, a value, and the queries that share them."""
     return min(widths) // head_size

@@ -1,12 +1,11 @@
-"""What files alone can show of an expanded checkpoint: whether it holds what was written, all of it and nothing else.
+"""Checks of the files of an expanded checkpoint against surgery.json: all that was written is there, and nothing else.
 
-`verify` says what it found. What writes a folder out of this one refuses a damaged one: a copy would carry the damage
-on, with a record that says otherwise.
+`verify` reports the result. Commands that make another folder from an expanded one refuse a damaged one: its record
+would vouch for the damage.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from scale_surgery.surgery.renumbered import hash_stored
 
 @dataclass(frozen=True)
 class IntegrityReport:
-    """What is not as it was written, by kind; an empty tuple means that the check passed.
+    """What differs from what was written, by kind; an empty tuple means that the check passed.
 
     Attributes:
         base: Base tensors and files that are not what they were.
@@ -55,16 +54,7 @@ class IntegrityReport:
 
 
 def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> IntegrityReport:
-    """Check an expanded checkpoint against its surgery.json.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        advance: Called with the bytes done.
-
-    Returns:
-        Every problem, each naming its tensor or file.
-    """
+    """Check an expanded checkpoint against its surgery.json; each problem names its tensor or file."""
     planned = manifest.planned
     files, hashes = _hash_base(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
@@ -94,26 +84,21 @@ def bytes_of_model(checkpoint: Checkpoint, manifest: Manifest) -> int:
 def refuse_damaged(
     checkpoint: Checkpoint, manifest: Manifest, track: Track, also: Iterable[str] = (), *, is_trusted: bool = False
 ) -> None:
-    """Refuse an expanded checkpoint that is not what was written; expansion tensors are, as the last run left them.
-
-    Every byte of the model is read.
+    """Refuse an expanded checkpoint that is not what was written, or what the last run left; every byte is read.
 
     Args:
         checkpoint: The expanded checkpoint.
         manifest: Its surgery.json.
         track: Makes progress bars.
-        also: What else speaks against it; the same lines count once.
-        is_trusted: Whether its own code and config are let run, whoever wrote them.
-
-    Raises:
-        CheckpointError: If it is not; every problem is named.
+        also: Further problems; equal lines are listed once.
+        is_trusted: Whether its own code and config may run, whoever wrote them.
     """
     check_numbering(checkpoint, manifest)
     with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
-        found = check_integrity(checkpoint, manifest, advance)
+        report = check_integrity(checkpoint, manifest, advance)
     # another release may have written other code files
-    own = () if is_trusted else (*found.config, *_code_problems(checkpoint, manifest, manifest.code))
-    if problems := list(dict.fromkeys([*found.base, *found.structure, *own, *also])):
+    code = () if is_trusted else (*report.config, *_code_problems(checkpoint, manifest, manifest.code))
+    if problems := list(dict.fromkeys([*report.base, *report.structure, *code, *also])):
         advice = (
             f"{checkpoint.path}: is not what was written, so nothing is made of it. Restore what is named, or expand "
             f"the base again; scale-surgery verify {checkpoint.path} shows all."
@@ -137,17 +122,7 @@ def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) ->
 
 
 def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple[str, ...]:
-    """Tensors and files of a base that are not what they were.
-
-    Args:
-        checkpoint: The expanded folder.
-        record: Its surgery.json.
-        sums: sha256 of the base's files, by the names that they are stored under, and of its tensors; of those that are
-            there.
-
-    Returns:
-        Every problem, each naming its tensor or file.
-    """
+    """Tensors of a base, and files by the names that they are stored under, that are not what they were."""
     return (*_tensor_problems(record, sums.tensors), *_file_problems(checkpoint, record, sums.files))
 
 
@@ -178,12 +153,12 @@ def _other_sum(name: str, found: str, expected: str) -> str:
 def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
     # the bytes of a fused model's shards are known by the tensors that they were
-    joined = record.joined_shards
+    joined, changed = record.joined_shards, record.changed_texts
     for name, file in record.base_files.items():
         if file.stored_as in joined:
             continue
         if file.stored_as is None:
-            if hashlib.sha256(record.replaced[name].encode("utf-8")).hexdigest() != file.sha256:
+            if name in changed:
                 problems.append(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was.")
         elif file.stored_as not in hashes:
             problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
@@ -219,39 +194,24 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
 
 def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """What a tokenizer would read that is not the base's: files, and names in its config, which can be of code."""
-    return [*_added_vocabulary(checkpoint, manifest), *_other_settings(checkpoint, manifest)]
+    problems = []
+    # to a base that has no tokenizer a user may add one
+    if manifest.base_files.keys() & set(TOKENIZER_FILES):
+        # the config is compared by its keys
+        names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
+        added = added_files(checkpoint, manifest, names)
+        problems = [f"{name}: the base's tokenizer has no such file, expected the base's alone." for name in added]
+    stored, file = manifest.base_files.get(TOKENIZER_CONFIG_FILE), checkpoint.path / TOKENIZER_CONFIG_FILE
+    if not file.is_file() or (stored is not None and stored.stored_as is not None):
+        return problems  # compared as a file
+    recorded = parse_json(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
+    differing = [key for key in differing_keys(read_config(file), recorded) if key != "tokenizer_class"]
+    return problems + [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
 
 
 def added_files(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Those of some files that lie in a folder and are not the base's.
-
-    Args:
-        checkpoint: The folder.
-        manifest: Its surgery.json.
-        names: Names of files at its top level.
-    """
+    """Those of some names of files at the top level that lie in a folder and are not the base's."""
     return [name for name in names if name in checkpoint.side_files and name not in manifest.base_files]
-
-
-def _added_vocabulary(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """Files that change token ids; to a base that has no tokenizer a user may add one."""
-    if not manifest.base_files.keys() & set(TOKENIZER_FILES):
-        return []
-    # what is said in the config is compared by its keys
-    names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
-    added = added_files(checkpoint, manifest, names)
-    return [f"{name}: the base's tokenizer has no such file, expected the base's alone." for name in added]
-
-
-def _other_settings(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    stored = manifest.base_files.get(TOKENIZER_CONFIG_FILE)
-    file = checkpoint.path / TOKENIZER_CONFIG_FILE
-    if not file.is_file() or (stored is not None and stored.stored_as is not None):
-        return []  # compared as a file
-    wants = parse_json(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
-    has = read_config(file)
-    differing = [key for key in differing_keys(has, wants) if key != "tokenizer_class"]
-    return [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
 
 
 def _unexpected(checkpoint: Checkpoint, name: str) -> str:

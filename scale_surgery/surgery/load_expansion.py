@@ -7,7 +7,7 @@ model stays as it is. A model that has expansions takes up one more.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,53 +95,60 @@ def load_expansion(
     # the classes then take their code along when the model is saved
     modeling.register()
     check_name(name, model.expansions if is_expanded(model) else ())
-    found = open_extract(extract, extract_revision)
-    refuse(found.manifest.plan.method, "load_expansion", extract)
-    if found.manifest.plan.architecture.own_code:
+    extracted = open_extract(extract, extract_revision)
+    architecture = extracted.manifest.plan.architecture
+    refuse(extracted.manifest.plan.method, "load_expansion", extract)
+    if architecture.own_code:
         raise PlanError(
             f"{extract}: was made on a model with code of its own, whose classes its folder has to name. Write the "
             "folder (scale-surgery apply), and load that."
         )
-    check_own_files(found, track)
+    check_own_files(extracted, track)
     if isinstance(model, str | Path):
-        model, check = _load_base(found, model, revision, options, track, check=check), False
+        model, check = _load_base(extracted, model, revision, options, track, check=check), False
     elif options:
         raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
-    check_class(model, found.manifest.plan.architecture)
-    _check_model(found, model, track, check=check)
-    config = written_config(found.manifest, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
-    return put_expansion(model, StoredExpansion(found.name, found.path, found.tensors, config), name)
+    check_class(model, architecture)
+    _check_model(extracted, model, track, check=check)
+    config = written_config(extracted.manifest, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
+    return put_expansion(model, StoredExpansion(extracted.name, extracted.path, extracted.tensors, config), name)
 
 
 def _load_base(
-    extract: Extract, base: str | Path, revision: str | None, options: Mapping[str, Any], track: Track, *, check: bool
+    extract: Extract, model: str | Path, revision: str | None, options: Mapping[str, Any], track: Track, *, check: bool
 ) -> Any:
     """Load a base whose files were compared; then it may be cast."""
-    source = find_source(base, revision)
-    given = open_checkpoint(source.path)
-    check_fit(extract, given, str(base))
+    source = find_source(model, revision)
+    base = open_checkpoint(source.path)
+    check_fit(extract, base, str(model))
     if check:
-        differing = find_differing(extract, given, hash_base(given, track))
-        refuse_differing(extract, str(base), differing, len(given.tensors), LOAD_IT)
-    with translated(str(base), "cannot be loaded", "Check the options, and whether transformers alone loads it."):
-        return auto_class_of(given.config).from_pretrained(source.path, **options)
+        differing = find_differing(extract, base, hash_base(base, track))
+        refuse_differing(extract, str(model), differing, len(base.tensors), LOAD_IT)
+    with translated(str(model), "cannot be loaded", "Check the options, and whether transformers alone loads it."):
+        return auto_class_of(base.config).from_pretrained(source.path, **options)
 
 
 def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> None:
     """Refuse a loaded model that is not the base, or that lies where it cannot be shared."""
     check_shareable(model)
-    base = InMemory(model, extract.manifest.base_tensors)
-    before = {f"{name}.weight": quantised_shape(module) for name, module in quantised_modules(model).items()}
-    quantised = {name: before[place.name] for name, place in base.places.items() if place.name in before}
+    expected = extract.manifest.base_tensors
+    base = InMemory(model, expected)
+    modules = {f"{name}.weight": quantised_shape(module) for name, module in quantised_modules(model).items()}
+    quantised = {name: modules[place.name] for name, place in base.places.items() if place.name in modules}
     if quantised:
         refuse(extract.manifest.plan.method, "quantised", extract.name)
     headers = base.headers([name for name in base.places if name not in quantised])
-    unfed = {name: own for name, own in base.unfed.items() if expansion_of(name) is None}
-    if unfed and _is_quantised(extract):
+    unfed = {name: tensor for name, tensor in base.unfed.items() if expansion_of(name) is None}
+    # the files of the base may hold quantised tensors, such as the experts of gpt-oss
+    if unfed and "quantization_config" in parse_json(extract.manifest.replaced[CONFIG_FILE]):
         if check:
-            _refuse_dequantised(extract, unfed)
+            raise CheckpointError(
+                f"model: {len(unfed)} of its tensors, such as {next(iter(unfed))}, were dequantised while it was "
+                f"loaded, and cannot be compared with those of {base_title(extract.manifest)}. Give its folder or Hub "
+                "id; or check=False, and no promise is made."
+            )
         unfed = {}
-    shapes = {name: extract.manifest.base_tensors[name].shape for name in base.places}
+    shapes = {name: expected[name].shape for name in base.places}
     given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()} | quantised
     check_sizes(extract, _base_config(model), shapes, given, "model")
     if check:
@@ -158,32 +165,19 @@ def _base_config(model: Any) -> dict[str, Any]:
     return kept | {"model_type": modeling.stock_type(model.config.model_type)}
 
 
-def _is_quantised(extract: Extract) -> bool:
-    """Whether the files of the base hold quantised tensors, such as the experts of gpt-oss."""
-    return "quantization_config" in parse_json(extract.manifest.replaced[CONFIG_FILE])
-
-
-def _refuse_dequantised(extract: Extract, found: Collection[str]) -> None:
-    """Refuse what was made of quantised tensors: it is not what the files hold."""
-    raise CheckpointError(
-        f"model: {len(found)} of its tensors, such as {next(iter(found))}, were dequantised while it was loaded, and "
-        f"cannot be compared with those of {base_title(extract.manifest)}. Give its folder or Hub id; or check=False, "
-        "and no promise is made."
-    )
-
-
 def _check_dtypes(extract: Extract, base: InMemory, headers: Mapping[str, Tensor]) -> None:
     """Refuse a model that was cast; what its class keeps in float32 is compared by its value."""
-    found = {name: _stored_dtype(tensor) for name, tensor in headers.items()}
-    other = {name: dtype for name, dtype in found.items() if dtype != extract.manifest.base_tensors[name].dtype}
-    kept = kept_in_float32(base.model) if other else ()
-    cast = {name: dtype for name, dtype in other.items() if dtype != "F32" or base.places[name].name not in kept}
+    expected = extract.manifest.base_tensors
+    dtypes = {name: _stored_dtype(tensor) for name, tensor in headers.items()}
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != expected[name].dtype}
+    kept = kept_in_float32(base.model) if others else ()
+    cast = {name: dtype for name, dtype in others.items() if dtype != "F32" or base.places[name].name not in kept}
     if cast:
         name, dtype = next(iter(cast.items()))
         raise CheckpointError(
             f"model: {len(cast)} of {len(headers)} tensors were cast, {name} is {dtype}, expected "
-            f"{extract.manifest.base_tensors[name].dtype} as it is stored. Load it without a dtype; or give its folder "
-            "or Hub id, and the dtype."
+            f"{expected[name].dtype} as it is stored. Load it without a dtype; or give its folder or Hub id, and the "
+            "dtype."
         )
 
 
@@ -192,11 +186,9 @@ def _check_values(extract: Extract, base: InMemory, headers: Mapping[str, Tensor
     differing = {}
     with track("base tensors", sum(tensor.nbytes for tensor in headers.values())) as advance:
         for name, tensor in base.tensors(only=headers):
-            stored = _as_stored(tensor, extract.manifest.base_tensors[name].dtype)
-            if (
-                stored is None
-                or hashlib.sha256(tensor_bytes(stored)).hexdigest() != extract.manifest.base_tensors[name].sha256
-            ):
+            expected = extract.manifest.base_tensors[name]
+            stored = _as_stored(tensor, expected.dtype)
+            if stored is None or hashlib.sha256(tensor_bytes(stored)).hexdigest() != expected.sha256:
                 differing[name] = "its bytes differ."
             advance(tensor.nbytes)
     refuse_differing(extract, "model", differing, len(headers), LOAD_IT)
@@ -209,12 +201,12 @@ def _stored_dtype(tensor: Tensor) -> str:
 
 
 def _as_stored(tensor: Tensor, dtype: str) -> Tensor | None:
-    """A tensor in the dtype in which it is stored; None where it holds more than that can."""
+    """A tensor in the dtype in which it is stored; None where that does not hold its values."""
     import torch
 
     if _stored_dtype(tensor) == dtype:
         return tensor
-    name = next((own for own, stored in FLOAT_DTYPES.items() if stored == dtype), None)
+    name = next((torch_name for torch_name, stored_name in FLOAT_DTYPES.items() if stored_name == dtype), None)
     if name is None:
         return None
     stored = tensor.to(getattr(torch, name))

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callable[[], Tensor]]:
     """How to read every base tensor and every block of an expanded model, fused or not, by name.
 
-    Args:
-        checkpoint: The model.
-        manifest: Its surgery.json.
-
-    Returns:
-        The readers; what lies in a joined tensor that is missing or of a wrong shape has none.
+    Pieces of a joined tensor that is missing or of a wrong shape have no reader.
     """
     found: dict[str, Callable[[], Tensor]] = {
         name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
@@ -47,12 +42,7 @@ def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callab
 
 
 def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, TensorInfo]:
-    """Dtype, shape and size of every base tensor and block of an expanded model, fused or not, by name.
-
-    Args:
-        checkpoint: The model.
-        manifest: Its surgery.json; of a fused model it says what lay where before.
-    """
+    """Dtype, shape and size of every base tensor and block of an expanded model, fused or not, by name."""
     if manifest.fused is None:
         return checkpoint.tensors
     headers = {shard: parse_json(record["header"]) for shard, record in manifest.joined_shards.items()}
@@ -85,14 +75,7 @@ def hash_parts(
 
 
 def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[Path, Path], None]) -> None:
-    """Put the base model's files into a folder, under their own names.
-
-    Args:
-        expanded: Folder of the expanded checkpoint.
-        folder: Where the files go.
-        manifest: Its surgery.json.
-        place: Gets a stored file and the path that it is to have, and puts it there.
-    """
+    """Put the base model's files into a folder, under their own names; `place` gets a stored file and its new path."""
     for name, file in manifest.base_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if file.stored_as is None:
@@ -104,16 +87,10 @@ def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[P
 def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str]:
     """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied.
 
-    Args:
-        expanded: Folder of the expanded checkpoint.
-        folder: Where the links go.
-        manifest: Its surgery.json.
-
-    Returns:
-        What `from_pretrained` has to be given as `key_mapping`: where layers were duplicated, the shards name tensors
-        by position, and these patterns make base names of them.
+    Returns the `key_mapping` for `from_pretrained`: where layers were duplicated, the shards name tensors by position,
+    and these patterns make base names of them.
     """
-    link_files(expanded, folder, manifest)
+    restore(expanded, folder, manifest, lambda stored, link: link.symlink_to(stored.resolve()))
     numbering = manifest.numbering
     if numbering is None:
         return {}
@@ -125,38 +102,10 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
     return numbering.as_key_mapping(manifest.first_plan.sizes.layers)
 
 
-def link_files(expanded: Path, folder: Path, manifest: Manifest) -> None:
-    """Put links to the base model's files into a folder, under their own names; what was replaced is written."""
-    restore(expanded, folder, manifest, lambda source, link: link.symlink_to(source.resolve()))
-
-
-def check_present(expanded: Path, manifest: Manifest) -> None:
-    """Check that the files are there that hold the base's.
-
-    Raises:
-        CheckpointError: If some are not; each is named.
-    """
-    joined = manifest.joined_shards
-    missing = [
-        f"{file.stored_as}: not found in {expanded}, it holds the base's {name}. Restore it from where you got it."
-        for name, file in manifest.base_files.items()
-        if file.stored_as is not None and file.stored_as not in joined and not (expanded / file.stored_as).is_file()
-    ]
-    if missing:
-        raise CheckpointError.from_problems(missing)
-
-
 def rebuild_shard(
     checkpoint: Checkpoint, manifest: Manifest, shard: str, file: Path, advance: Progress = no_progress
 ) -> None:
-    """Write a shard again as it was before its tensors were joined.
-
-    Args:
-        checkpoint: The fused model.
-        manifest: Its surgery.json.
-        shard: Name that the shard had.
-        file: The file to be.
-        advance: Called with the bytes done.
+    """Write a shard of a fused model again as it was before its tensors were joined.
 
     Raises:
         CheckpointError: If surgery.json does not say what the shard held.

@@ -1,16 +1,17 @@
-"""surgery.json: what an expanded checkpoint stands on, what was done, and how to take it back.
+"""surgery.json: the base of an expanded checkpoint, its expansions, and how to take them off again.
 
-It records sha256 of every base file and tensor, the text of each base file that the expansion replaces, what was asked
-for and known when each expansion was planned, the versions, and the last verification. It is enough to verify and to
-strip without the base at hand. What follows from these is not stored: a plan is made again of its request and facts.
+It records the sha256 of every base file and tensor, the text of each base file that the expansion replaces, the request
+and the facts from which each expansion was planned, versions, and the last verification. It is enough to verify and to
+strip without the base at hand. What follows from these is not stored: a plan is made again from its request and facts.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -37,7 +38,7 @@ from scale_surgery.surgery.record_schema import Certificate, ForcedBase, Fused, 
 from scale_surgery.surgery.routers import read_router
 
 MANIFEST_FORMAT = 3
-# a package's record is read once: what was imported stays what it is
+# the record of a package is read once: it stays as it was imported
 _version = cache(version)
 
 
@@ -69,7 +70,7 @@ class BaseTensor:
 
 @dataclass(frozen=True)
 class RecordEntry:
-    """What surgery.json holds of an expansion; see `ExpansionRecord`, whose plan follows from request and facts."""
+    """An expansion as it is stored; the plan of its `ExpansionRecord` follows from request and facts."""
 
     request: Request
     facts: BaseFacts
@@ -81,14 +82,14 @@ class RecordEntry:
 
 @dataclass(frozen=True)
 class ExpansionRecord:
-    """What surgery.json says of an expansion.
+    """An expansion in surgery.json.
 
     Attributes:
-        plan: Everything that was planned, made again of its request and facts.
+        plan: Its plan, made again from its request and facts.
         tensors: sha256 of each of its tensors as it began.
-        trained: sha256 of those that the last run left otherwise than they began; None where none has ended.
-        training: An entry a training run: settings, data, steps, what was measured.
-        forced_base: Of one that `apply --force` put on another base: the base that it was made on, and what differs.
+        trained: sha256 of those that differ from that since the last training run; None where no run has ended.
+        training: An entry for each training run: settings, data, steps, measurements.
+        forced_base: After `apply --force` on another base: the base that it was made on, and what differs.
     """
 
     plan: Plan
@@ -110,11 +111,11 @@ class Manifest:
         left_out: Files of its folder that were not taken along.
         replaced: Texts of its files that the folder replaces.
         code: sha256 of each code file of the folder.
-        expansions: What is said of each expansion, by its name, in the order of the paths.
-        tool: Versions of what wrote the folder.
-        verification: What `verify` found last.
+        expansions: Each expansion, by its name, in the order of the paths.
+        tool: Versions of the programs that wrote the folder.
+        verification: The last result of `verify`.
         routing: How it routes, or None.
-        fused: Of a fused model: headers and texts of what it was made of, and the drift that was measured.
+        fused: Of a fused model: headers and texts of the files that it was made from, and the measured drift.
         renumbered: Of a model with duplicated layers: the base's header of each shard in which tensors got other names.
     """
 
@@ -168,7 +169,7 @@ class Manifest:
         return self.expansions[self.name].forced_base
 
     def with_expansion(self, **changes: Any) -> Manifest:
-        """The same with other values of the only expansion."""
+        """A copy with other values of the only expansion."""
         return replace(self, expansions={self.name: replace(self.expansions[self.name], **changes)})
 
     @property
@@ -202,6 +203,12 @@ class Manifest:
         return {tensor.name: tensor for plan in self.plans.values() for tensor in plan.tensors}
 
     @property
+    def changed_texts(self) -> tuple[str, ...]:
+        """Base files whose text in `replaced` is not what it was."""
+        hashes = {name: sha256(text.encode("utf-8")).hexdigest() for name, text in self.replaced.items()}
+        return tuple(name for name, digest in hashes.items() if digest != self.base_files[name].sha256)
+
+    @property
     def foreign_code(self) -> tuple[str, ...]:
         """Code files that this release did not write."""
         facts = self.first_plan.architecture
@@ -216,14 +223,14 @@ class Manifest:
         """What surgery.json holds, as plain JSON values."""
         expansions = {
             name: {
-                "request": asdict(own.plan.request),
-                "facts": asdict(own.plan.facts),
-                "tensors": own.tensors,
-                "trained": own.trained,
-                "training": own.training,
-                "forced_base": own.forced_base,
+                "request": asdict(record.plan.request),
+                "facts": asdict(record.plan.facts),
+                "tensors": record.tensors,
+                "trained": record.trained,
+                "training": record.training,
+                "forced_base": record.forced_base,
             }
-            for name, own in self.expansions.items()
+            for name, record in self.expansions.items()
         }
         routing = None if self.routing is None else self.routing.settings
         return {**asdict(replace(self, expansions={}, routing=None)), "expansions": expansions, "routing": routing}
@@ -231,7 +238,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class StoredManifest(Manifest):
-    """surgery.json as it lies there: plans and the router are made of what it holds."""
+    """surgery.json as it is stored, from which plans and the router are made."""
 
     expansions: Mapping[str, RecordEntry]  # type: ignore[assignment]
     verification: Certificate | None = None
@@ -240,17 +247,12 @@ class StoredManifest(Manifest):
 
 
 def base_tensors(base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, BaseTensor]:
-    """What surgery.json says of the tensors of a base.
-
-    Args:
-        base: Its headers.
-        hashes: sha256 of each tensor.
-    """
+    """The tensors of a base for surgery.json; `hashes` has the sha256 of each."""
     return {name: BaseTensor(hashes[name], info.dtype, info.shape) for name, info in base.tensors.items()}
 
 
 def tool_versions() -> dict[str, str]:
-    """Versions of this program and of what it stands on."""
+    """Versions of this program and of the libraries under it."""
     names = ("scale-surgery", "torch", "transformers", "safetensors")
     return {name: _version(name) for name in names} | {"python": platform.python_version()}
 
@@ -273,10 +275,22 @@ def read_manifest(path: Path) -> Manifest:
         if not stored.expansions:
             raise PlanError("expansions is empty")
         routing = read_router(stored.routing, len(stored.expansions), "routing")
-        base = _recorded_base(path, stored)
-        expansions = {name: _planned(file, stored, base, name, own) for name, own in stored.expansions.items()}
+        # a config that is missing is named with other files
+        config = parse_json(stored.replaced.get(CONFIG_FILE, "{}"))
+        if not isinstance(config, dict):
+            raise PlanError(f"replaced.{CONFIG_FILE}")
+        if problems := list(kernel_problems(config)):
+            raise CheckpointError.from_problems(
+                f"{MANIFEST_FILE}: replaced.{CONFIG_FILE}.{problem}" for problem in problems
+            )
+        tensors = {
+            name: TensorInfo(name, "", info.dtype, info.shape, 0, prod(info.shape) * DTYPE_BYTES.get(info.dtype, 1))
+            for name, info in stored.base_tensors.items()
+        }
+        base = Checkpoint(path, config, tensors, (), (), ())
+        expansions = {name: _planned(file, stored, base, name, entry) for name, entry in stored.expansions.items()}
         manifest = Manifest(**{**vars(stored), "expansions": expansions, "routing": routing})
-        _check_names(file, manifest.base_files, manifest.replaced, [*manifest.code, *_fused_names(manifest.fused)])
+        _check_names(file, manifest)
         _check_renumbered(manifest)
     return manifest
 
@@ -290,42 +304,14 @@ def read_stored(file: Path) -> StoredManifest:
     return read_record_file(file, StoredManifest, MANIFEST_FORMAT)
 
 
-def _recorded_base(path: Path, manifest: Manifest) -> Checkpoint:
-    """Config and headers of the base, as surgery.json has them; a config that is missing is named with other files."""
-    tensors = {
-        name: TensorInfo(name, "", own.dtype, own.shape, 0, prod(own.shape) * DTYPE_BYTES.get(own.dtype, 1))
-        for name, own in manifest.base_tensors.items()
-    }
-    return Checkpoint(path, _base_config(manifest), tensors, (), (), ())
-
-
-def _base_config(manifest: Manifest) -> dict[str, Any]:
-    config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
-    if not isinstance(config, dict):
-        raise PlanError(f"replaced.{CONFIG_FILE}")
-    if problems := list(kernel_problems(config)):
-        raise CheckpointError.from_problems(
-            f"{MANIFEST_FILE}: replaced.{CONFIG_FILE}.{problem}" for problem in problems
-        )
-    return config
-
-
 def refuse_fused(path: Path, manifest: Manifest) -> None:
-    """Refuse a model whose blocks are joined with base tensors.
-
-    Raises:
-        CheckpointError: If it is one.
-    """
+    """Refuse a model whose blocks are joined with base tensors."""
     if manifest.fused is not None:
         refuse_form(path, "fused", "expanded")
 
 
 def refuse_linked(path: Path, manifest: Manifest) -> None:
-    """Refuse a model that would not be whole elsewhere, since a file of it is a link that is never taken along.
-
-    Raises:
-        CheckpointError: If it is one; every link is named.
-    """
+    """Refuse a model whose copy would lack files: those that are links out of its folder; each is named."""
     stored = dict.fromkeys([*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code])
     problems = [
         f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. "
@@ -337,39 +323,34 @@ def refuse_linked(path: Path, manifest: Manifest) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, stored: RecordEntry) -> ExpansionRecord:
-    """What is said of an expansion, its plan made again."""
-    if stored.request.name != name or not name.isidentifier():
-        raise PlanError(f"expansions.{name} is called {stored.request.name!r} in its request")
-    check_layers(stored.facts.architecture, stored.facts.sizes.layers, base.tensors)
+def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry: RecordEntry) -> ExpansionRecord:
+    """The record of an expansion, its plan made again."""
+    request, facts = entry.request, entry.facts
+    if request.name != name or not name.isidentifier():
+        raise PlanError(f"expansions.{name} is called {request.name!r} in its request")
+    check_layers(facts.architecture, facts.sizes.layers, base.tensors)
     try:
-        check_facts(stored.facts)
-        plan = plan_expansion(
-            Base(base, stored.facts), stored.request, name=manifest.base_name, revision=manifest.base_revision
-        )
+        check_facts(facts)
+        plan = plan_expansion(Base(base, facts), request, name=manifest.base_name, revision=manifest.base_revision)
     except SurgeryError as error:
         raise PlanError(f"expansions.{name}: {in_one_line([line.rstrip('.') for line in error.lines])}") from error
     both = [tensor.name for tensor in plan.tensors if tensor.name in base.tensors]
     if both:
         raise CheckpointError.from_problems(
-            f"{file}: {name} is said to be a base tensor and a new one. Do not use this checkpoint before you know who "
-            "made it."
-            for name in both[:10]
+            f"{file}: {tensor} is said to be a base tensor and a new one. Do not use this checkpoint before you know "
+            "who made it."
+            for tensor in both[:10]
         )
-    return ExpansionRecord(plan, stored.tensors, stored.trained, stored.training, stored.forced_base)
+    return ExpansionRecord(plan, entry.tensors, entry.trained, entry.training, entry.forced_base)
 
 
 def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Check that config.json names layers, and the same duplicated ones as surgery.json, by which tensors have names.
-
-    Raises:
-        CheckpointError: If not.
-    """
-    found, wanted = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.numbering
-    if found != wanted:
+    """Check that config.json names the same duplicated layers as surgery.json: names of tensors follow from them."""
+    numbering, expected = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.numbering
+    if numbering != expected:
         raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(found)} as duplicated, expected "
-            f"{_copied(wanted)} from {MANIFEST_FILE}. Restore config.json from where you got it."
+            f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(numbering)} as duplicated, expected "
+            f"{_copied(expected)} from {MANIFEST_FILE}. Restore config.json from where you got it."
         )
     if CONFIG_KEY not in checkpoint.config:
         raise CheckpointError(
@@ -383,18 +364,13 @@ def _copied(numbering: Numbering | None) -> str:
 
 
 def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:
-    """Names of files that un-fusing writes."""
+    """Names of files that taking a fused model apart writes."""
     if fused is None:
         return []
     if not fused["shards"]:
         raise PlanError("fused.shards is empty")
-    check_headers({shard: own["header"] for shard, own in fused["shards"].items()}, "fused.shards")
+    check_headers({shard: record["header"] for shard, record in fused["shards"].items()}, "fused.shards")
     return [*fused["shards"], *fused["texts"]]
-
-
-def are_numbers(values: Iterable[object]) -> bool:
-    """Whether values are numbers, all of them."""
-    return all(isinstance(value, int | float) for value in values)
 
 
 def _check_renumbered(manifest: Manifest) -> None:
@@ -406,12 +382,14 @@ def _check_renumbered(manifest: Manifest) -> None:
     check_headers(headers, "renumbered")
 
 
-def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[str, str], ours: list[str]) -> None:
-    names = [*files, *(entry.stored_as for entry in files.values() if entry.stored_as is not None), *ours]
+def _check_names(file: Path, manifest: Manifest) -> None:
+    """Refuse names of files that lead out of the folder, and files of which a text is missing."""
+    files, replaced = manifest.base_files, manifest.replaced
+    stored = [entry.stored_as for entry in files.values() if entry.stored_as is not None]
     problems = [
         f"{file}: {name!r} is said to be a file of the model, expected a name inside the folder. "
         "Do not use this checkpoint before you know who made it."
-        for name in names
+        for name in [*files, *stored, *manifest.code, *_fused_names(manifest.fused)]
         if not is_inside(name)
     ]
     problems += [
@@ -433,18 +411,11 @@ def _check_names(file: Path, files: Mapping[str, BaseFile], replaced: Mapping[st
 
 
 def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Manifest]:
-    """Read an expanded folder as if it held one expansion: the others, and a router over all, are left out.
-
-    Args:
-        path: The folder.
-        name: Name of the expansion; needed where there are several.
-
-    Returns:
-        The checkpoint, and its surgery.json, both with the tensors and texts of that expansion alone.
+    """Read an expanded folder and its surgery.json as if it held one expansion; see `only`.
 
     Raises:
         CheckpointError: If this is no expanded folder.
-        PlanError: If there is no such expansion, or there are several and none is named.
+        PlanError: If there is no expansion called `name`, or there are several and none is named.
     """
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     if name is not None and name not in manifest.expansions:
@@ -454,14 +425,17 @@ def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Man
     return only(checkpoint, manifest, name or manifest.name)
 
 
-def only(checkpoint: Checkpoint, manifest: Manifest, name: str) -> tuple[Checkpoint, Manifest]:
-    """A folder of several expansions as if it held one."""
-    tensors = {key: info for key, info in checkpoint.tensors.items() if expansion_of(key) in (None, name)}
-    held = {info.file for info in tensors.values()}
+def only(checkpoint: Checkpoint, manifest: Manifest, *names: str) -> tuple[Checkpoint, Manifest]:
+    """A folder as if it held some of its expansions alone: the others, and a router over all, are left out."""
+    tensors = {name: info for name, info in checkpoint.tensors.items() if expansion_of(name) in (None, *names)}
+    files = {info.file for info in tensors.values()}
     specs = checkpoint.config[CONFIG_KEY]
-    alone = {BASE_KEY: specs[BASE_KEY], EXPANSIONS_KEY: [own for own in specs[EXPANSIONS_KEY] if own["name"] == name]}
-    shards = tuple(shard for shard in checkpoint.shards if shard in held)
-    config = {**checkpoint.config, CONFIG_KEY: alone}
-    view = replace(checkpoint, config=config, tensors=tensors, shards=shards)
-    one = {name: manifest.expansions[name]}
-    return view, replace(manifest, expansions=one, routing=None, verification=None)
+    expansions = [expansion for expansion in specs[EXPANSIONS_KEY] if expansion.get("name") in names]
+    view = replace(
+        checkpoint,
+        config={**checkpoint.config, CONFIG_KEY: {BASE_KEY: specs[BASE_KEY], EXPANSIONS_KEY: expansions}},
+        tensors=tensors,
+        shards=tuple(shard for shard in checkpoint.shards if shard in files),
+    )
+    records = {name: manifest.expansions[name] for name in names}
+    return view, replace(manifest, expansions=records, routing=None, verification=None)

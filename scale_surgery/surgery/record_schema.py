@@ -1,4 +1,4 @@
-"""What is relied on in the parts of surgery.json and merge.json that are kept as plain values."""
+"""Fields that this program reads in the parts of surgery.json and merge.json that are kept as plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JoinedShard(TypedDict):
 
 @open_record
 class MeasuredDrift(TypedDict):
-    """What a model card says of a drift."""
+    """A drift, for the model card."""
 
     drift: float
     dtype: str
@@ -43,7 +43,7 @@ class Fused(TypedDict):
 
 @open_record
 class Certificate(TypedDict):
-    """`verification`: what `inspect` and a model card say of it."""
+    """`verification`, for `inspect` and the model card."""
 
     passed: bool
     date: str
@@ -91,7 +91,7 @@ class StockFile:
 @open_record
 @dataclass(frozen=True)
 class StockRecord:
-    """What a push relies on in merge.json of a stock export."""
+    """merge.json of a stock export, for a push."""
 
     base_name: str
     base_files: Mapping[str, StockFile]
@@ -103,15 +103,7 @@ class StockRecord:
 
 
 def check_headers(headers: Mapping[str, str], place: str) -> None:
-    """Check recorded headers of shards.
-
-    Args:
-        headers: Texts of the headers by shard.
-        place: What they are called.
-
-    Raises:
-        ValueError: If one is no header of a shard.
-    """
+    """Check the texts of recorded headers, by shard; a ValueError calls them by their `place` in the record."""
     parsed = {}
     for shard, text in headers.items():
         try:

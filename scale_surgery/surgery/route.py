@@ -8,7 +8,6 @@ surgery.json               --edited-->    the same; a verification stays, and na
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.planning.methods import refuse
-from scale_surgery.planning.paths import path_problems
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import with_router
+from scale_surgery.surgery.config import path_problems_of, with_router
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
 from scale_surgery.surgery.routers import describe_router, router_for
@@ -71,7 +69,7 @@ def route_export(
     Args:
         expanded: Folder of an expanded checkpoint. A router that it has is replaced.
         output: Folder to be.
-        routing: The router; one number of it that is not said is as it usually is.
+        routing: The router; numbers that are not given have their defaults.
         base_weights: How base shards are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
         track: Makes progress bars.
@@ -88,10 +86,16 @@ def route_export(
     refuse_fused(checkpoint.path, manifest)
     # several expansions are only written where all can pass
     if len(manifest.expansions) == 1:
-        _check_two_paths(manifest, expanded)
+        refuse(manifest.plan.method, "route", expanded)
+        if problems := path_problems_of(manifest.plan):
+            raise PlanError.from_problems(problems)
     check_numbering(checkpoint, manifest)
-    _check_paths(manifest, routing)
-    return _write(checkpoint, manifest, routing, Path(output), Taking(base_weights, overwrite, track))
+    if isinstance(routing, CosineRouter) and not _forks(manifest):
+        raise PlanError(
+            "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
+            "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."
+        )
+    return _write(checkpoint, manifest, routing, Path(output), base_weights, track, overwrite=overwrite)
 
 
 def unroute(
@@ -127,7 +131,7 @@ def unroute(
             "which only a router mixes. Take one out (scale-surgery extract --name), or choose one in Python: "
             "model.set_expansion(NAME)."
         )
-    return _write(checkpoint, manifest, None, Path(output), Taking(base_weights, overwrite, track))
+    return _write(checkpoint, manifest, None, Path(output), base_weights, track, overwrite=overwrite)
 
 
 def set_routing(routed: str | Path, routing: Router) -> None:
@@ -144,93 +148,68 @@ def set_routing(routed: str | Path, routing: Router) -> None:
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
     routing = router_for(routing, len(manifest.expansions))
     refuse_fused(checkpoint.path, manifest)
-    known, names = manifest.routing, tuple(manifest.expansions)
-    if known is None or known.router != routing.router or known.paths(names) != routing.paths(names):
-        found = "none" if known is None else describe_router(known)
+    before, names = manifest.routing, tuple(manifest.expansions)
+    if before is None or before.router != routing.router or before.paths(names) != routing.paths(names):
+        described = "none" if before is None else describe_router(before)
         raise CheckpointError(
-            f"{routed}: its router is {found}; it cannot become {describe_router(routing)}. Export anew."
+            f"{routed}: its router is {described}; it cannot become {describe_router(routing)}. Export anew."
         )
     check_numbering(checkpoint, manifest)
-    _check_router(checkpoint)
-    before = read_text(checkpoint, CONFIG_FILE)
+    if not isinstance(settings := checkpoint.config[CONFIG_KEY].get(ROUTER_KEY), dict):
+        raise CheckpointError(
+            f"{checkpoint.path / CONFIG_FILE}: scale_surgery.router is {settings!r}, expected how the model routes. "
+            "Restore config.json from where you got it."
+        )
+    text = read_text(checkpoint, CONFIG_FILE)
     try:
         write_json(checkpoint.path / CONFIG_FILE, with_router(checkpoint.config, routing))
         write_json(checkpoint.path / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
     except OSError as error:
         # the two say the same, or nothing has changed
         with contextlib.suppress(OSError):
-            write_text(checkpoint.path / CONFIG_FILE, before)
+            write_text(checkpoint.path / CONFIG_FILE, text)
         raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
 
 
-def _check_router(checkpoint: Checkpoint) -> None:
-    """Refuse a config.json that does not say how a routed model routes."""
-    if not isinstance(known := checkpoint.config[CONFIG_KEY].get(ROUTER_KEY), dict):
-        raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: scale_surgery.router is {known!r}, expected how the model routes. "
-            "Restore config.json from where you got it."
-        )
-
-
-@dataclass(frozen=True)
-class Taking:
-    """How files are taken over."""
-
-    base_weights: BaseWeights
-    overwrite: bool
-    track: Track
-
-
-def _write(checkpoint: Checkpoint, manifest: Manifest, routing: Router | None, target: Path, take: Taking) -> Routed:
+def _write(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    routing: Router | None,
+    target: Path,
+    base_weights: BaseWeights,
+    track: Track,
+    *,
+    overwrite: bool,
+) -> Routed:
     """Write a checkpoint with a router or without; every file but config and record is taken over as a file."""
     refuse_linked(checkpoint.path, manifest)
     files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if not file.startswith(f"{REPORTS_FOLDER}/")]
     sizes = {file: (checkpoint.path / file).stat().st_size for file in files if file != CONFIG_FILE}
-    check_target(target, [checkpoint.path], overwrite=take.overwrite)
-    check_space(target, sum(sizes.values()) if take.base_weights == "copy" else 0)
-    refuse_damaged(checkpoint, manifest, take.track)
+    check_target(target, [checkpoint.path], overwrite=overwrite)
+    check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
+    refuse_damaged(checkpoint, manifest, track)
     config = with_router(checkpoint.config, routing)
-    state = {"route": config, "base_weights": take.base_weights}
+    state = {"route": config, "base_weights": base_weights}
     with (
-        staged(target, state, checkpoint.stamps, overwrite=take.overwrite) as partial,
-        take.track("files", sum(sizes.values())) as advance,
+        staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
+        track("files", sum(sizes.values())) as advance,
     ):
         for file in sizes:
-            take_over(checkpoint.path / file, partial / file, take.base_weights, advance)
+            take_over(checkpoint.path / file, partial / file, base_weights, advance)
         write_json(partial / CONFIG_FILE, config)
         write_json(partial / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
-    shards = sum(sizes[file] for file in checkpoint.shards)
     return Routed(
         path=target,
         base_name=manifest.base_name,
         routing=routing,
-        forks=() if routing is None else tuple(forks_of(manifest)),
+        forks=() if routing is None else _forks(manifest),
         layers=manifest.first_plan.sizes.layers,
-        bytes_written=0 if take.base_weights == "link" else shards,
+        bytes_written=0 if base_weights == "link" else sum(sizes[shard] for shard in checkpoint.shards),
         left_out=checkpoint.left_out,
     )
 
 
-def forks_of(manifest: Manifest) -> Iterator[int]:
+def _forks(manifest: Manifest) -> tuple[int, ...]:
     """The first layer with W12 of each expansion that has one: there its base stream parts from the base's."""
     layers = (plan.collaboration.layers for plan in manifest.plans.values())
-    return (min(own) for own in layers if own)
-
-
-def _check_two_paths(manifest: Manifest, path: str | Path) -> None:
-    """Refuse a model through which several paths would have to pass, and cannot."""
-    problems = []
-    for plan in manifest.plans.values():
-        refuse(plan.method, "route", path)
-        problems += path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
-    if problems:
-        raise PlanError.from_problems(dict.fromkeys(problems))
-
-
-def _check_paths(manifest: Manifest, routing: Router) -> None:
-    """Refuse a router that could not tell the paths of a model apart."""
-    if isinstance(routing, CosineRouter) and not list(forks_of(manifest)):
-        raise PlanError(
-            "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
-            "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."
-        )
+    return tuple(min(wide) for wide in layers if wide)

@@ -1,4 +1,4 @@
-"""Routers in files, in options and in words; what they do stands in `modeling/expanded_routers`."""
+"""Routers read from files and options, and described in words; `modeling/expanded_routers` has the routers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scale_surgery.fields import Range, problems_of
 from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
 
 KINDS = {str: "a text", bool: "true or false", float: "a number", list: "a list of numbers"}
-# weights that differ by less are the same
+# weights that differ by at most this are the same
 EVEN = 1e-9
 
 
@@ -39,7 +39,7 @@ class RouterOptions:
     strict: bool = False
 
     def make(self) -> Router:
-        """The router, of the numbers that it has.
+        """The router with its numbers.
 
         Raises:
             PlanError: If a value is out of range, or another router's; all are named.
@@ -47,27 +47,23 @@ class RouterOptions:
         if problems := problems_of(self):
             raise PlanError.from_problems(problems)
         kind = ROUTERS[self.router]
-        numbers = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "router"}
-        known = {own.name for own in fields(kind)}
-        usual = {own.name: own.default for own in fields(self)}
-        if foreign := [name for name, value in numbers.items() if name not in known and value != usual[name]]:
+        taken = {option.name for option in fields(kind)}
+        foreign = [
+            option.name
+            for option in fields(self)
+            if option.name not in taken and getattr(self, option.name) != option.default
+        ]
+        if foreign:
             raise PlanError.from_problems(
                 f"--{name.replace('_', '-')} does not go with --router {self.router}." for name in foreign
             )
-        router: Router = kind(**{name: value for name, value in numbers.items() if name in known})
+        options = [option.name for option in fields(self) if option.name in taken and option.name != "router"]
+        router: Router = kind(**{name: getattr(self, name) for name in options})
         return router
 
 
 def router_for(router: Router, expansions: int) -> Router:
-    """A router with all its numbers, for so many expansions.
-
-    Args:
-        router: What was asked for.
-        expansions: How many the model has.
-
-    Raises:
-        PlanError: If its numbers make no sense for them; every number that does not is named.
-    """
+    """A router with all its numbers, for so many expansions; refused if they make no sense for them."""
     if type(router) not in ROUTERS.values():
         raise PlanError(f"router: is {router!r}, expected one such as scale_surgery.PosteriorRouter().")
     try:
@@ -80,12 +76,7 @@ def router_for(router: Router, expansions: int) -> Router:
 
 
 def read_router(settings: Any, expansions: int, place: str) -> Router | None:
-    """A router as a file keeps it, with all its numbers; None where it keeps none.
-
-    Args:
-        settings: Plain JSON values.
-        expansions: How many the model has.
-        place: What the values are called.
+    """Make the router of plain JSON values, None of None; messages call the values by their `place` in the file.
 
     Raises:
         PlanError: If a value is of another kind than a router has, or out of range; all are named.
@@ -104,14 +95,14 @@ def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[
     inside = f"{place}." if place else ""
     if not isinstance(name := settings.get("router"), str) or name not in ROUTERS:
         return [f"{inside}router is {name!r}, expected one of {', '.join(ROUTERS)}"]
-    # what the numbers are when nobody says them shows of what kind each is
-    usual = ROUTERS[name]().for_expansions(expansions).settings
-    problems = [f"{inside}{key} is missing" for key in usual if settings.get(key) is None]
-    problems += [f"{inside}{key} is unknown" for key in settings if key not in usual]
+    # the default of each number shows its type
+    defaults = ROUTERS[name]().for_expansions(expansions).settings
+    problems = [f"{inside}{key} is missing" for key in defaults if settings.get(key) is None]
+    problems += [f"{inside}{key} is unknown" for key in settings if key not in defaults]
     problems += [
         f"{inside}{key} is {reprlib.repr(settings[key])}, expected {KINDS[type(value)]}"
-        for key, value in usual.items()
-        if settings.get(key) is not None and not _is_alike(settings[key], value)
+        for key, value in defaults.items()
+        if settings.get(key) is not None and not _has_type_of(settings[key], value)
     ]
     if problems:
         return problems
@@ -122,12 +113,12 @@ def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[
     return []
 
 
-def _is_alike(value: Any, usual: Any) -> bool:
-    if isinstance(usual, list):
-        return isinstance(value, list | tuple) and all(_is_alike(weight, 0.0) for weight in value)
-    if isinstance(usual, float):
+def _has_type_of(value: Any, default: Any) -> bool:
+    if isinstance(default, list):
+        return isinstance(value, list | tuple) and all(_has_type_of(weight, 0.0) for weight in value)
+    if isinstance(default, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is type(usual)
+    return type(value) is type(default)
 
 
 def router_of(specs: Mapping[str, Any]) -> Router | None:
@@ -143,13 +134,11 @@ def router_of(specs: Mapping[str, Any]) -> Router | None:
 
 
 def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what a router weighs: `base`, or `preserve side` where an up stream goes with it, and the expansions.
+    """Names of the paths that a router weighs, by the key `scale_surgery` of the model's config.json.
 
-    Args:
-        router: The router.
-        specs: The key `scale_surgery` of the model's config.json.
+    They are `base`, or `preserve side` where an up stream goes with it, and the names of expansions.
     """
-    names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
+    names = tuple(str(expansion.get("name", DEFAULT_NAME)) for expansion in specs_of_expansions(specs))
     paths = router.paths(names)
     return tuple(path.expansion if path.has_w12 else PRESERVE_NAME if path.expansion else BASE_NAME for path in paths)
 
@@ -166,21 +155,16 @@ def is_even(weights: Sequence[float]) -> bool:
 
 
 def is_default(router: Router, expansions: int) -> bool:
-    """Whether the numbers of a router are those that nobody chose; what it switches on or off may be either."""
+    """Whether the numbers of a router are its defaults; what it switches on or off may be either."""
     switches = {name: value for name, value in router.settings.items() if isinstance(value, bool)}
     return router == type(router)(**switches).for_expansions(expansions)
 
 
 def numbers_of(router: Router, names: Sequence[str] = ()) -> str:
-    """The numbers of a router in words.
-
-    Args:
-        router: The router.
-        names: Of the expansions; without them, weights of paths stand in their order, the base's first.
-    """
-    said = {name.replace("_", " "): value for name, value in router.settings.items() if name != "router"}
-    shown = [_in_words(name, value, names) for name, value in said.items() if value is not False and value is not None]
-    return ", ".join(shown)
+    """The numbers of a router in words; without names of the expansions, weights of paths stand in their order."""
+    numbers = {name.replace("_", " "): value for name, value in router.settings.items() if name != "router"}
+    shown = [(name, value) for name, value in numbers.items() if value is not False and value is not None]
+    return ", ".join(_in_words(name, value, names) for name, value in shown)
 
 
 def _in_words(name: str, value: Any, names: Sequence[str]) -> str:
@@ -192,8 +176,8 @@ def _in_words(name: str, value: Any, names: Sequence[str]) -> str:
         return "all paths alike"
     if len(value) == 2:
         return f"{name} {value[0]:.10g}"
-    called = [f"{path} " for path in (BASE_NAME, *names)] if len(value) == 1 + len(names) else [""] * len(value)
-    return f"{name} " + ", ".join(f"{path}{own:.3g}" for path, own in zip(called, value, strict=True))
+    titles = [f"{path} " for path in (BASE_NAME, *names)] if len(value) == 1 + len(names) else [""] * len(value)
+    return f"{name} " + ", ".join(f"{title}{weight:.3g}" for title, weight in zip(titles, value, strict=True))
 
 
 def describe_router(router: Router, names: Sequence[str] = ()) -> str:

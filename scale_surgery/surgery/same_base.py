@@ -26,11 +26,6 @@ INDECISIVE = ("_name_or_path", "architectures", "transformers_version", "use_cac
 def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
     """Check that an expansion fits a base by names and shapes, whatever its values.
 
-    Args:
-        extract: The expansion.
-        base: The base; its headers are enough.
-        name: What it is called.
-
     Raises:
         CheckpointError: If it does not fit; a few problems are listed, of many the first.
         PlanError: If the base is of an architecture that is not supported.
@@ -43,28 +38,21 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
 
 
 def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, given: Shapes, name: str) -> None:
-    """Check config and shapes of a base, on disk or in memory.
-
-    Args:
-        extract: The expansion.
-        config: The base's config as plain values.
-        shapes: Shapes of the tensors that are expected.
-        given: Shapes of the base's.
-        name: What the base is called.
+    """Check config and shapes of a base, on disk or in memory; `shapes` are expected, `given` are the base's.
 
     Raises:
         CheckpointError: If they do not fit; a few problems are listed, of many the first.
         PlanError: If the base is of an architecture that is not supported.
     """
     # sizes are derived, which takes seconds, and are others too where shapes are
-    problems = (
-        [*_type_problems(extract.manifest, config)]
-        or [*_shape_problems(shapes, given)]
-        or [*_config_problems(extract.manifest, config, name)]
-    )
+    manifest, model_type = extract.manifest, config.get("model_type")
+    if model_type != manifest.plan.family:
+        problems = [f"config.json: model_type is {model_type!r}, expected {manifest.plan.family!r}."]
+    else:
+        problems = [*_shape_problems(shapes, given)] or [*_config_problems(manifest, config, name)]
     if problems:
-        head = f"{name}: does not fit, this expansion was made on {base_title(extract.manifest)}."
-        raise CheckpointError.from_problems(_told(head, problems, "Give that base."))
+        head = f"{name}: does not fit, this expansion was made on {base_title(manifest)}."
+        raise CheckpointError.from_problems(_list_few(head, problems, "Give that base."))
 
 
 def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
@@ -74,47 +62,27 @@ def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
 
 
 def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Find base tensors that are not those that an expansion was made on.
-
-    Args:
-        extract: The expansion.
-        base: A base that fits.
-        hashes: sha256 of each of its tensors.
-
-    Returns:
-        How each of them differs, by name.
-    """
-    found = {}
+    """How tensors of a base that fits, with these hashes, differ from those that the expansion was made on, by name."""
+    differing = {}
     for name, info in base.tensors.items():
-        given, wanted = BaseTensor(hashes[name], info.dtype, info.shape), extract.manifest.base_tensors[name]
-        if given.form != wanted.form:
-            found[name] = f"{given.form}, expected {wanted.form}."
-        elif given != wanted:
-            found[name] = "its bytes differ."
-    return found
+        given, expected = BaseTensor(hashes[name], info.dtype, info.shape), extract.manifest.base_tensors[name]
+        if given.form != expected.form:
+            differing[name] = f"{given.form}, expected {expected.form}."
+        elif given != expected:
+            differing[name] = "its bytes differ."
+    return differing
 
 
 def refuse_differing(extract: Extract, name: str, differing: Mapping[str, str], count: int, advice: str) -> None:
-    """Refuse a base whose tensors differ.
-
-    Args:
-        extract: The expansion.
-        name: What the base is called.
-        differing: How tensors differ, by name.
-        count: How many tensors were compared.
-        advice: What to do.
-
-    Raises:
-        CheckpointError: If there are some; all are counted, a few are named, of many the first.
-    """
+    """Refuse a base if any of its `count` tensors differ; all are counted, a few are named, of many the first."""
     if differing:
         head = f"{name}: {len(differing)} of {count} tensors differ from those of {base_title(extract.manifest)}, on "
         problems = [f"{tensor}: {how}" for tensor, how in differing.items()]
-        raise CheckpointError.from_problems(_told(f"{head}which this expansion was made.", problems, advice))
+        raise CheckpointError.from_problems(_list_few(f"{head}which this expansion was made.", problems, advice))
 
 
-def _told(head: str, problems: Sequence[str], advice: str) -> list[str]:
-    """A few problems are listed; many say together that this is another model, and their names say no more."""
+def _list_few(head: str, problems: Sequence[str], advice: str) -> list[str]:
+    """List a few problems; many mean that this is another model, so only the first is named."""
     if len(problems) <= MOST_NAMES:
         return [head, *problems, advice]
     return [f"{head} The first of {len(problems)} differences: {problems[0]} {advice}"]
@@ -125,22 +93,17 @@ def base_title(manifest: Manifest) -> str:
     return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
 
 
-def _type_problems(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[str]:
-    if config.get("model_type") != manifest.plan.family:
-        yield f"config.json: model_type is {config.get('model_type')!r}, expected {manifest.plan.family!r}."
-
-
 def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[str]:
     if manifest.plan.architecture.own_code:
         # its sizes are known to its own code alone, which is not run to compare
         recorded = parse_json(manifest.replaced[CONFIG_FILE])
-        others = (key for key in differing_keys(recorded, config) if key not in INDECISIVE)
-        yield from (f"config.json: {key} is not that of the base that it was made on." for key in others)
+        differing = (key for key in differing_keys(recorded, config) if key not in INDECISIVE)
+        yield from (f"config.json: {key} is not that of the base that it was made on." for key in differing)
         return
-    found = asdict(derive_config(config, name, len(manifest.base_tensors)).sizes)
-    wanted = asdict(manifest.plan.sizes)
-    differing = (key for key in found if found[key] != wanted[key])
-    yield from (f"config.json: {key} is {found[key]}, expected {wanted[key]}." for key in differing)
+    given = asdict(derive_config(config, name, len(manifest.base_tensors)).sizes)
+    for key, expected in asdict(manifest.plan.sizes).items():
+        if given[key] != expected:
+            yield f"config.json: {key} is {given[key]}, expected {expected}."
 
 
 def _shape_problems(shapes: Shapes, given: Shapes) -> Iterator[str]:

@@ -1,36 +1,47 @@
 """What a trainer saved of an expanded model, beside the model that it was given: the same expansion, tensor by tensor.
 
-config.json     --compared-->  the same expansion; what else differs is told
+config.json     --compared-->  the same expansion; other differences are listed
 names, shapes   --matched-->   which tensor is which; none is missing, unexpected or of another shape
-values                         see `saved_values`
+base tensors    --sha256-->    the base's, byte for byte; in another dtype, the same numbers
+new tensors     --read-->      cast once, to the dtype that the plan gives them
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, ROUTER_KEY, place_of_specs, specs_of_expansions
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor
 from scale_surgery.checkpoint.forms import refuse_form
+from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.reading import differing_keys
+from scale_surgery.checkpoint.same_values import difference
+from scale_surgery.checkpoint.shards import Entry, computed
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, read_left_behind
 from scale_surgery.deriving.configs import config_of
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import MOST_LINES, CheckpointError, shorten
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
+from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import without_weights
 from scale_surgery.running.loading import needs_own_code, translated
 from scale_surgery.running.matching import Match, Pair, match_names
+from scale_surgery.surgery.record import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # what a config says of how it was saved and how it is run, and what the expansion wrote
 UNIMPORTANT = {
@@ -39,37 +50,58 @@ UNIMPORTANT = {
 }
 # keys that matter in training alone, for how a model is begun, or for what it is asked and where its answer ends
 LEAVES_NUMBERS = re.compile(r"drop|jitter|initializer|init_std|aux_loss|z_loss|token_id$|checkpointing|output_")
-# numbers of these are compared with one another, and rounded to one another; others are no such numbers
+# tensors of these dtypes are compared by their numbers and rounded to one another; others hold no plain numbers
 NUMBERS = {"F64", *FLOAT_DTYPES.values()}
+FROZEN = (
+    "Only the new tensors may train: from_pretrained freezes all others, scale_surgery.freeze_base does it again, and "
+    "for a model of --method depth it does it at all. Train the expanded model again."
+)
+ROUNDED = (
+    "The base was cast before it was trained with, so the new tensors learned beside another base. Train again with "
+    'the base as it is stored: from_pretrained(..., dtype="auto").'
+)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The expanded model that a trainer was given: its folder, or its base and plans.
+    """The expanded model that a trainer was given: read from its folder, or planned again from its base.
 
     Attributes:
         name: What it is called.
-        checkpoint: Holds the base's tensors.
+        checkpoint: The folder that holds the base's tensors: the expanded one, or the base.
         plans: How it was expanded, by the names of the expansions.
-        base_tensors: The base's tensors, in the order of their files.
         config: Its config.json.
+        manifest: surgery.json of the expanded folder; None where it was planned again.
     """
 
     name: str
     checkpoint: Checkpoint
     plans: Mapping[str, Plan]
-    base_tensors: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
+    manifest: Manifest | None = None
 
     @property
-    def facts(self) -> Plan:
+    def first_plan(self) -> Plan:
         """A plan, for what each of them knows of the base."""
         return next(iter(self.plans.values()))
 
-    @property
+    @cached_property
+    def base_tensors(self) -> Mapping[str, TensorInfo]:
+        """The base's tensors, in the order of their files."""
+        tensors = self.checkpoint.tensors
+        if self.manifest is None:
+            return tensors
+        return {name: info for name, info in tensors.items() if name in self.manifest.base_tensors}
+
+    @cached_property
     def planned(self) -> dict[str, TensorPlan]:
         """The new tensors, by name."""
         return {tensor.name: tensor for plan in self.plans.values() for tensor in plan.tensors}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo | TensorPlan]:
+        """All tensors, by name, for their dtypes and shapes."""
+        return {**self.base_tensors, **self.planned}
 
     @property
     def bytes_added(self) -> int:
@@ -77,76 +109,50 @@ class Trained:
         return sum(plan.costs.bytes_added for plan in self.plans.values())
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
-        base = {name: tuple(info.shape) for name, info in self.base_tensors.items()}
-        return base | {name: tuple(tensor.shape) for name, tensor in self.planned.items()}
-
-    @cached_property
-    def dtypes(self) -> dict[str, str]:
-        """Dtypes of all tensors."""
-        base = {name: info.dtype for name, info in self.base_tensors.items()}
-        return base | {name: tensor.dtype for name, tensor in self.planned.items()}
+    def loaded_config(self) -> Any:
+        """What transformers makes of its config.json; None where only code of the base's own reads it."""
+        return None if needs_own_code(self.config) else _load_config(self.config, self.name)
 
     def model(self) -> Any:
-        """The model without weights; None where code of the base's own says what it is, which does not run here."""
-        return None if needs_own_code(self.config) else without_weights(_read(self.config, self.name), self.name)
+        """The model without weights; None where only code of the base's own makes it."""
+        return None if self.loaded_config is None else without_weights(self.loaded_config, self.name)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a trainer saved.
-
-    Attributes:
-        name: What it is called.
-        checkpoint: Its tensors.
-        config: Its config.json; empty where it has none.
-        left: What else the trainer left there.
-    """
+    """What a trainer saved: its name, its tensors, its config.json or {}, and what else the trainer left there."""
 
     name: str
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     left: LeftBehind
 
-    @property
-    def router(self) -> Mapping[str, Any] | None:
-        """What its config.json says of a router."""
-        found: Mapping[str, Any] | None = self.config.get(CONFIG_KEY, {}).get(ROUTER_KEY)
-        return found
 
+def open_saved(saved: str | Path, expanded: Mapping[str, Any]) -> Saved:
+    """Read what a trainer saved, a folder or a Hub id; no tensor is read.
 
-def specs_in(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What a config.json says of each of its expansions; nothing where it says nothing of one."""
-    return specs_of_expansions(config.get(CONFIG_KEY, {}))
-
-
-def open_saved(saved: str | Path, expanded: Mapping[str, Any] | None) -> Saved:
-    """Read what a trainer saved; no tensor is read.
-
-    Args:
-        saved: A folder or a Hub id.
-        expanded: config.json of the model that was trained, where it is given.
+    `expanded` is the config.json of the model that was trained, for a folder that has none: {} where nobody knows it.
 
     Raises:
         CheckpointError: If it holds no weights that can be read, or is something else; the message says what it is.
     """
-    source = find_source(saved)
-    checkpoint = open_checkpoint(source.path, expanded or {})
-    if not (source.path / CONFIG_FILE).is_file():
-        return Saved(str(saved), checkpoint, {}, read_left_behind(source.path))
-    _refuse_other(str(saved), checkpoint)
-    return Saved(str(saved), checkpoint, checkpoint.config, read_left_behind(source.path))
+    path = find_source(saved).path
+    checkpoint = open_checkpoint(path, expanded)
+    has_config = (path / CONFIG_FILE).is_file()
+    if has_config:
+        _refuse_other_forms(str(saved), checkpoint)
+    return Saved(str(saved), checkpoint, checkpoint.config if has_config else {}, read_left_behind(path))
 
 
-def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
-    specs = specs_in(checkpoint.config)
+def _refuse_other_forms(name: str, checkpoint: Checkpoint) -> None:
+    specs = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
     if not specs:
         refuse_form(name, "base", "saved")
     if specs[0].get("fused"):
         refuse_form(name, "fused", "saved")
     files = (checkpoint.manifest or {}).get("base_files")
-    stored = [own.get("stored_as") for own in files.values()] if isinstance(files, dict) else []
+    entries = files.values() if isinstance(files, dict) else ()
+    stored = [entry.get("stored_as") for entry in entries if isinstance(entry, dict)]
     # one that a trainer wrote into an expanded folder has another layout than its surgery.json
     if set(checkpoint.shards).intersection(map(str, stored)):
         raise CheckpointError(
@@ -156,52 +162,44 @@ def _refuse_other(name: str, checkpoint: Checkpoint) -> None:
 
 
 def check_specs(saved: Saved, trained: Trained) -> None:
-    """Check that a saved model names the expansion that it is compared with, where it names one.
+    """Check that the saved config.json, where there is one, names the expansions of the trained model.
 
     Raises:
-        CheckpointError: If it names another; every key is listed.
+        CheckpointError: If it names others; every key is listed.
     """
     if not saved.config:
         return
-    mine, theirs = specs_in(saved.config), specs_in(trained.config)
+    there, here = saved.config[CONFIG_KEY], trained.config[CONFIG_KEY]
     keys = list[str]()
-    for number in range(max(len(mine), len(theirs))):
-        place = place_of_specs(saved.config[CONFIG_KEY], number)
-        keys += _differing_specs(place, _at(mine, number), _at(theirs, number))
-    bases = (one.config[CONFIG_KEY].get(BASE_KEY, {}) for one in (saved, trained))
+    expansions = zip_longest(specs_of_expansions(there), specs_of_expansions(here), fillvalue=dict[str, Any]())
+    for number, (found, expected) in enumerate(expansions):
+        keys += [f"{place_of_specs(there, number)}.{key}" for key in _differing_specs(found, expected)]
+    bases = (specs.get(BASE_KEY, {}) for specs in (there, here))
     keys += [f"{CONFIG_KEY}.{BASE_KEY}.{key}" for key in differing_keys(*bases)]
     if keys:
         head = f"{saved.name}: was saved from another expansion than {trained.name}."
         lines = [f"{CONFIG_FILE}: {key} is another." for key in keys]
-        raise CheckpointError.from_problems([head, *shorten(lines), _give(trained)])
+        raise CheckpointError.from_problems([head, *shorten(lines), _give_trained(trained)])
 
 
-def _at(specs: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
-    return specs[number] if number < len(specs) else {}
-
-
-def _differing_specs(place: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    both = ({key: value for key, value in specs.items() if key != ORIGIN_KEY} for specs in (mine, theirs))
-    keys = [f"{place}.{key}" for key in differing_keys(*both)]
-    asked, planned = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in (mine, theirs))
-    # a config.json that somebody wrote need not say what was asked for
-    if keys or not asked or not planned:
+def _differing_specs(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Keys of an expansion that differ; the request alone counts of its origin, if both name one."""
+    if keys := [key for key in differing_keys(found, expected) if key != ORIGIN_KEY]:
         return keys
-    # it may have been given another name since, which both name above
-    others = [key for key in differing_keys(asked, planned) if key != "name"]
-    return [f"{place}.{ORIGIN_KEY}.request.{key}" for key in others]
+    asked, planned = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in (found, expected))
+    # a config.json that somebody wrote need not say what was asked for
+    if not asked or not planned:
+        return []
+    # an expansion may have got another name since, which is a key of its own
+    return [f"{ORIGIN_KEY}.request.{key}" for key in differing_keys(asked, planned) if key != "name"]
 
 
-def _give(trained: Trained) -> str:
+def _give_trained(trained: Trained) -> str:
     return f"Give the expanded model that was trained: --expanded EXPANDED, not {trained.name}."
 
 
-def fit(saved: Saved, trained: Trained) -> Match:
+def match_tensors(saved: Saved, trained: Trained) -> Match:
     """Find out which saved tensor is which, by names and shapes.
-
-    Args:
-        saved: What was saved.
-        trained: What was trained.
 
     Returns:
         Each with its name in this package; of the base everything was saved, or nothing.
@@ -210,50 +208,58 @@ def fit(saved: Saved, trained: Trained) -> Match:
         CheckpointError: If a tensor is missing, unexpected, of another shape or of a dtype that holds no numbers of
             its kind; the first are listed.
     """
-    numbering = trained.facts
+    plan = trained.first_plan
     stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
-    wanted = {numbering.stored_name(name): name for name in trained.shapes}
-    found = match_names(stored, wanted, trained.facts.architecture.unread, trained.model)
+    wanted = {plan.stored_name(name): name for name in trained.tensors}
+    by_files = match_names(stored, wanted, plan.architecture.unread, trained.model)
     match = Match(
-        pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in found.pairs),
-        missing=tuple(wanted[name] for name in found.missing),
-        unexpected=found.unexpected,
-        joined={name: stored[own] for name, own in found.joined.items()},
-        model=found.model,
+        pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in by_files.pairs),
+        missing=tuple(wanted[name] for name in by_files.missing),
+        unexpected=by_files.unexpected,
+        joined={name: stored[file_name] for name, file_name in by_files.joined.items()},
+        model=by_files.model,
     )
     has_base = any(pair.wanted in trained.base_tensors for pair in match.pairs)
     missing = [name for name in match.missing if has_base or name not in trained.base_tensors]
-    problems = [*_shape_problems(saved, trained, match), *_dtype_problems(saved, trained, match)]
-    problems += [f"{name}: was not saved." for name in missing]
+    shapes, dtypes = _shape_problems(saved, trained, match), _dtype_problems(saved, trained, match)
+    problems = [*shapes, *dtypes, *(f"{name}: was not saved." for name in missing)]
     problems += [f"{name}: is not in {trained.name}." for name in match.unexpected]
     if problems:
         count = "1 tensor does" if len(problems) == 1 else f"{len(problems)} tensors do"
         head = f"{saved.name}: {count} not fit {trained.name}."
-        raise CheckpointError.from_problems([head, *shorten(problems), _advice(saved, trained, match)])
+        advice = _advice(saved, trained, match, has_other_dtypes=bool(dtypes))
+        raise CheckpointError.from_problems([head, *shorten(problems), advice])
     return match
 
 
-def _shape_problems(saved: Saved, trained: Trained, match: Match) -> Iterator[str]:
-    for pair in match.pairs:
-        found, expected = tuple(saved.checkpoint.tensors[pair.saved].shape), trained.shapes[pair.wanted]
-        if pair.part is None and found != expected:
-            yield f"{pair.wanted}: shape {list(found)}, expected {list(expected)}."
+def _shape_problems(saved: Saved, trained: Trained, match: Match) -> list[str]:
+    pairs = [pair for pair in match.pairs if pair.part is None]
+    both = ((pair, saved.checkpoint.tensors[pair.saved].shape, trained.tensors[pair.wanted].shape) for pair in pairs)
+    return [
+        f"{pair.wanted}: shape {list(found)}, expected {list(expected)}."
+        for pair, found, expected in both
+        if tuple(found) != tuple(expected)
+    ]
 
 
-def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> Iterator[str]:
-    for pair in match.pairs:
-        found, expected = saved.checkpoint.tensors[pair.saved].dtype, trained.dtypes[pair.wanted]
-        if found != expected and not {found, expected} <= NUMBERS:
-            yield f"{pair.wanted}: dtype {found}, expected {expected}."
+def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> list[str]:
+    tensors = saved.checkpoint.tensors
+    both = ((pair, tensors[pair.saved].dtype, trained.tensors[pair.wanted].dtype) for pair in match.pairs)
+    return [
+        f"{pair.wanted}: dtype {found}, expected {expected}."
+        for pair, found, expected in both
+        if found != expected and not {found, expected} <= NUMBERS
+    ]
 
 
-def _advice(saved: Saved, trained: Trained, match: Match) -> str:
-    embedding = f"{trained.facts.prefix}{trained.facts.architecture.embedding_weight}"
-    found = next((saved.checkpoint.tensors[pair.saved] for pair in match.pairs if pair.wanted == embedding), None)
-    rows = trained.shapes[embedding][0]
-    if found is not None and found.shape[:1] != (rows,):
+def _advice(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: bool) -> str:
+    plan = trained.first_plan
+    embedding = f"{plan.prefix}{plan.architecture.embedding_weight}"
+    shapes = (saved.checkpoint.tensors[pair.saved].shape for pair in match.pairs if pair.wanted == embedding)
+    before, after = trained.tensors[embedding].shape[:1], next(shapes, None)
+    if after is not None and after[:1] != before:
         return (
-            f"Its vocabulary was changed, from {rows} tokens to {found.shape[0]}, and an expansion keeps that of its "
+            f"Its vocabulary was changed, from {before[0]} tokens to {after[0]}, and an expansion keeps that of its "
             "base. Resize the embedding of the base model, save that, expand it, and train again."
         )
     if any(info.dtype.startswith(("U8", "I8", "F8")) for info in trained.base_tensors.values()):
@@ -261,76 +267,59 @@ def _advice(saved: Saved, trained: Trained, match: Match) -> str:
             "The base is quantised, and a trainer that saves it writes other tensors, which cannot be compared with "
             "it. Train with scale-surgery train."
         )
-    if any(_dtype_problems(saved, trained, match)):
+    if has_other_dtypes:
         return (
             "Numbers of such dtypes were made of the trained ones, which they do not give back. Save the model as it "
             "trained, and quantise or convert what comes of it."
         )
     if match.unexpected and needs_own_code(trained.config):
         return "Save the trained model by save_pretrained: other names than its files' are not known of its own code."
-    return _give(trained)
+    return _give_trained(trained)
 
 
-def other_settings(saved: Saved, trained: Trained) -> Iterator[str]:
-    """Say what was saved otherwise beside the expansion and changes no number of a model: what was trained stays.
+def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[str]]:
+    """Say what was saved otherwise beside the expansion; what the trained model had stays.
 
-    Yields:
-        A line for each setting.
+    Returns:
+        A line for each difference that changes no number of the model, and for each with which it may compute
+        otherwise.
     """
-    yield from _other_template(saved, trained)
+    harmless, decisive = list[str](), list[str]()
+    template, kept = chat_template(saved.checkpoint), chat_template(trained.checkpoint)
+    if template is not None and template != kept:
+        none = ": it has none" if kept is None else ""
+        harmless.append(f"the chat template is another in what was saved, that of {trained.name} stays{none}")
     if not saved.config:
-        return
-    yield from (line for key, line in _other_keys(saved, trained) if LEAVES_NUMBERS.search(key))
-    mine, theirs = saved.router, trained.config[CONFIG_KEY].get(ROUTER_KEY)
-    if mine is not None and theirs != mine:
-        stays = "its router's numbers stay" if theirs is not None else "OUT has none: route-export gives it one"
-        yield f"the saved model routes in another way than {trained.name}, {stays}"
-
-
-def other_computation(saved: Saved, trained: Trained) -> Iterator[str]:
-    """Say what a saved config.json has otherwise with which a model may compute otherwise: what was trained stays.
-
-    Yields:
-        A line for each key.
-    """
-    for key, line in _other_keys(saved, trained):
-        if not LEAVES_NUMBERS.search(key):
-            yield (
+        return harmless, decisive
+    there, here = _settings_of_both(saved, trained)
+    for key in differing_keys(there, here):
+        line = f"{key} is {_short(there.get(key))} in what was saved, {_short(here.get(key))} stays"
+        if LEAVES_NUMBERS.search(key):
+            harmless.append(line)
+        else:
+            decisive.append(
                 f"{line}: the saved model computes with its own, so this one may give other numbers. Where the "
                 "training meant it, write it into the base's config.json and expand that."
             )
+    routing, kept = (config[CONFIG_KEY].get(ROUTER_KEY) for config in (saved.config, trained.config))
+    if routing is not None and routing != kept:
+        stays = "its router's numbers stay" if kept is not None else "OUT has none: route-export gives it one"
+        harmless.append(f"the saved model routes in another way than {trained.name}, {stays}")
+    return harmless, decisive
 
 
-def _other_keys(saved: Saved, trained: Trained) -> Iterator[tuple[str, str]]:
-    """Keys of a saved config.json with another value, and what to say of each."""
-    if not saved.config:
-        return
-    found, wanted = _both_settings(saved, trained)
-    for key in differing_keys(found, wanted):
-        yield key, f"{key} is {_short(found.get(key))} in what was saved, {_short(wanted.get(key))} stays"
+def _settings_of_both(saved: Saved, trained: Trained) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of both configs; of a model with code of its own, which does not run here, those that both name."""
+    if trained.loaded_config is not None:
+        loaded = _load_config(saved.config, saved.name), trained.loaded_config
+        there, here = (dict(_settings(config.to_dict())) for config in loaded)
+        return there, here
+    there, here = dict(_settings(saved.config)), dict(_settings(trained.config))
+    both = there.keys() & here.keys()
+    return {key: there[key] for key in both}, {key: here[key] for key in both}
 
 
-def _other_template(saved: Saved, trained: Trained) -> Iterator[str]:
-    found, wanted = chat_template(saved.checkpoint), chat_template(trained.checkpoint)
-    if found is not None and found != wanted:
-        none = "" if wanted is not None else ": it has none"
-        yield f"the chat template is another in what was saved, that of {trained.name} stays{none}"
-
-
-def _both_settings(saved: Saved, trained: Trained) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values of both configs; of a model with code of its own, those that both name: none of that code runs."""
-    if not needs_own_code(trained.config):
-        both = ((saved.config, saved.name), (trained.config, trained.name))
-        found, wanted = (dict(_settings(_read(*own).to_dict())) for own in both)
-        return found, wanted
-    found, wanted = dict(_settings(saved.config)), dict(_settings(trained.config))
-    return {key: own for key, own in found.items() if key in wanted}, {
-        key: own for key, own in wanted.items() if key in found
-    }
-
-
-def _read(config: Mapping[str, Any], name: str) -> Any:
-    """What transformers makes of a parsed config.json of an expanded model."""
+def _load_config(config: Mapping[str, Any], name: str) -> Any:
     modeling.register()
     with translated(f"{name}: {CONFIG_FILE}", "transformers does not read it", "Restore it from where you got it."):
         return config_of(config)
@@ -346,3 +335,119 @@ def _settings(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str,
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else "another"
+
+
+class SavedTensors:
+    """Reads saved tensors one by one; parts of a tensor that loading had joined are asked for one after the other."""
+
+    def __init__(self, saved: Saved, match: Match) -> None:
+        self.checkpoint, self._match = saved.checkpoint, match
+        self._read_parts = lru_cache(maxsize=1)(self._split)
+
+    def read(self, pair: Pair) -> Tensor:
+        """The tensor of a pair, as it was saved."""
+        if pair.part is None:
+            return read_tensor(self.checkpoint, pair.saved)
+        return self._read_parts(pair.part.joined)[pair.part.name]
+
+    def _split(self, joined: str) -> dict[str, Tensor]:
+        model, saved = self._match.model, self._match.joined
+        assert model is not None  # parts are only found with one
+        names = [name for name, place in model.places.items() if place.part is not None and place.name == joined]
+        return dict(model.tensors(lambda name: read_tensor(self.checkpoint, saved[name]), names))
+
+
+@dataclass(frozen=True)
+class BaseComparison:
+    """How many base tensors were saved, 0 where none was, and those in another dtype, such as "F32 for BF16"."""
+
+    count: int
+    widened: Mapping[str, int]
+
+
+def compare_base(
+    saved: Saved, trained: Trained, match: Match, base_hashes: Mapping[str, str], track: Track
+) -> BaseComparison:
+    """Compare every base tensor that was saved with the base's; others are refused, the first with what differs."""
+    pairs = [pair for pair in match.pairs if pair.wanted in trained.base_tensors]
+    dtypes = {pair: (saved.checkpoint.tensors[pair.saved].dtype, trained.tensors[pair.wanted].dtype) for pair in pairs}
+    by_hash = [pair for pair in pairs if pair.part is None and len(set(dtypes[pair])) == 1]
+    by_value = [pair for pair in pairs if pair.part is not None or len(set(dtypes[pair])) > 1]
+    values, changed, widened = SavedTensors(saved, match), list[Pair](), Counter[str]()
+
+    def describe(pair: Pair) -> str | None:
+        return difference(values.read(pair), read_tensor(trained.checkpoint, pair.wanted))
+
+    with track("base tensors", sum(trained.base_tensors[pair.wanted].bytes for pair in pairs)) as advance:
+        hashes = hash_tensors(saved.checkpoint, list(dict.fromkeys(pair.saved for pair in by_hash)), advance)
+        changed += [pair for pair in by_hash if hashes[pair.saved] != base_hashes[pair.wanted]]
+        for pair in by_value:
+            found, expected = dtypes[pair]
+            if describe(pair) is not None:
+                changed.append(pair)
+            elif found != expected:
+                widened[f"{found} for {expected}"] += 1
+            advance(trained.base_tensors[pair.wanted].bytes)
+    if changed:
+        lines = [f"{pair.wanted}: {describe(pair)}" for pair in changed[:MOST_LINES]]
+        more = [f"... and {len(changed) - MOST_LINES} more."] if len(changed) > MOST_LINES else []
+        head = f"{saved.name}: {len(changed)} of {len(pairs)} base tensors are not those of {trained.name}."
+        advice = ROUNDED if all(" was rounded to " in line for line in lines) else FROZEN
+        raise CheckpointError.from_problems([head, *lines, *more, advice])
+    return BaseComparison(len(pairs), dict(widened))
+
+
+def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[Entry]]:
+    """The saved new tensors by the shards of their plans, for `write_shard`: one at a time is in memory."""
+    values, shards, pairs = SavedTensors(saved, match), dict[str, list[Entry]](), dict[str, list[Pair]]()
+    for pair in match.pairs:
+        pairs.setdefault(pair.wanted, []).append(pair)
+    for tensor in trained.planned.values():
+        name = trained.first_plan.stored_name(tensor.name)
+        entry = computed(name, tensor.dtype, tensor.shape, _reader(values, tensor, pairs[tensor.name]))
+        shards.setdefault(tensor.shard, []).append(entry)
+    return shards
+
+
+def _reader(values: SavedTensors, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
+    """Reads a new tensor in the dtype of its plan; where it was saved several times, all have to be the same."""
+    from scale_surgery.surgery.initialise import TORCH_DTYPES
+
+    def read() -> Tensor:
+        value = values.read(pairs[0])
+        if not value.isfinite().all():
+            raise CheckpointError(
+                f"{tensor.name}: holds numbers that are not finite, so this training diverged. Adopt an earlier "
+                "checkpoint of it, or train again with a lower learning rate."
+            )
+        for pair in pairs[1:]:
+            if (how := difference(values.read(pair), value)) is not None:
+                raise CheckpointError(
+                    f"{tensor.name}: was saved as {pairs[0].saved} and as {pair.saved}, expected the same of both: "
+                    f"{how} Save the one alone that trained."
+                )
+        cast = value.to(TORCH_DTYPES[tensor.dtype])
+        if not cast.isfinite().all():
+            raise CheckpointError(
+                f"{tensor.name}: holds values up to {value.abs().max().item():.3g}, expected such as {tensor.dtype} "
+                "has, which the plan gives it. Expand with --dtype float32, and train again."
+            )
+        return cast
+
+    return read
+
+
+def rounded_dtypes(saved: Saved, trained: Trained, match: Match) -> Mapping[str, int]:
+    """New tensors that are written in a dtype that does not hold all values of the saved one, such as "F32 to BF16"."""
+    import torch
+
+    from scale_surgery.surgery.initialise import TORCH_DTYPES
+
+    rounded = Counter[str]()
+    for pair in match.pairs:
+        if pair.wanted in trained.planned:
+            found, planned = saved.checkpoint.tensors[pair.saved].dtype, trained.planned[pair.wanted].dtype
+            dtype = TORCH_DTYPES[planned]
+            if found not in TORCH_DTYPES or torch.promote_types(TORCH_DTYPES[found], dtype) != dtype:
+                rounded[f"{found} to {planned}"] += 1
+    return dict(rounded)

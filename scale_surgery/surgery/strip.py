@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.checkpoint.files import BaseWeights, take_over
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
-from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.surgery.parts import check_present, rebuild_shard, restore
-from scale_surgery.surgery.record import Manifest, read_manifest
+from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.parts import rebuild_shard, restore
+from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.renumbered import write_base_shard
 
 
@@ -67,62 +66,40 @@ def strip(
     total = sum(file.bytes for file in manifest.base_files.values())
     is_written = base_weights == "copy" or manifest.joined_shards or manifest.renumbered
     check_space(target, total if is_written else 0)
-    check_present(path, manifest)
+    missing = [
+        f"{file.stored_as}: not found in {path}, it holds the base's {name}. Restore it from where you got it."
+        for name, file in manifest.base_files.items()
+        if file.stored_as not in (None, *manifest.joined_shards) and not (path / str(file.stored_as)).is_file()
+    ]
+    if missing:
+        raise CheckpointError.from_problems(missing)
     state = {
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
         "base_weights": base_weights,
     }
-    joined = open_checkpoint(path) if manifest.joined_shards else None
+    checkpoint = open_checkpoint(path) if manifest.joined_shards else None
     with staged(target, state, overwrite=overwrite, keeps_refused=True) as partial:
         with track("files", sum(file.bytes for file in manifest.base_files.values() if file.stored_as)) as advance:
-            restore(path, partial, manifest, _placing(path, manifest, joined, base_weights, advance))
-        files = check_restored(partial, manifest, track, total)
-    return Stripped(target, manifest.base_name, files, manifest.left_out)
 
+            def place(stored: Path, file: Path) -> None:
+                shard = stored.relative_to(path).as_posix()
+                if checkpoint is not None and shard in manifest.joined_shards:
+                    rebuild_shard(checkpoint, manifest, shard, file, advance)
+                elif shard in manifest.renumbered:
+                    write_base_shard(path, manifest, shard, file, advance)
+                else:
+                    take_over(stored, file, base_weights, advance)
 
-def _placing(
-    path: Path, manifest: Manifest, joined: Checkpoint | None, base_weights: BaseWeights, advance: Progress
-) -> Callable[[Path, Path], None]:
-    """How a stored file gets into the new folder: as a file, or its shard is written again as it was."""
-
-    def place(source: Path, file: Path) -> None:
-        shard = source.relative_to(path).as_posix()
-        if joined is not None and shard in manifest.joined_shards:
-            rebuild_shard(joined, manifest, shard, file, advance)
-        elif shard in manifest.renumbered:
-            write_base_shard(path, manifest, shard, file, advance)
-        else:
-            take_over(source, file, base_weights, advance)
-
-    return place
-
-
-def check_restored(folder: Path, manifest: Manifest, track: Track, total: int) -> dict[str, str]:
-    """Check the files of a base that was given back by hash; those that differ are taken away.
-
-    Args:
-        folder: Where they lie.
-        manifest: surgery.json.
-        track: Makes progress bars.
-        total: Bytes of all files.
-
-    Returns:
-        sha256 of each file.
-
-    Raises:
-        CheckpointError: If some differ; each is named.
-    """
-    with track("check by hash", total) as advance:
-        hashes = hash_files(folder, list(manifest.base_files), advance)
-    changed = [
-        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from {MANIFEST_FILE}. The file was changed "
-        "after the expansion: the base cannot be given back from this folder."
-        for name, file in manifest.base_files.items()
-        if hashes[name] != file.sha256
-    ]
-    if changed:
-        for name, file in manifest.base_files.items():
-            if hashes[name] != file.sha256:
-                (folder / name).unlink()  # a second run takes it over anew
-        raise CheckpointError.from_problems(changed)
-    return hashes
+            restore(path, partial, manifest, place)
+        with track("check by hash", total) as advance:
+            hashes = hash_files(partial, list(manifest.base_files), advance)
+        changed = [name for name, file in manifest.base_files.items() if hashes[name] != file.sha256]
+        for name in changed:
+            (partial / name).unlink()  # a second run takes it over anew
+        if changed:
+            raise CheckpointError.from_problems(
+                f"{name}: sha256 {hashes[name]}, expected {manifest.base_files[name].sha256} from {MANIFEST_FILE}. The "
+                "file was changed after the expansion: the base cannot be given back from this folder."
+                for name in changed
+            )
+    return Stripped(target, manifest.base_name, hashes, manifest.left_out)

@@ -8,9 +8,9 @@ everything else --as files-->  everything else
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from hashlib import sha256
+import filecmp
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import expansion_of
@@ -24,23 +24,39 @@ from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery import record as manifests
+from scale_surgery.running.tokenizer import pin_tokenizer_class
 from scale_surgery.surgery.config import (
     code_texts,
     expanded_config,
     hash_texts,
     make_index,
-    planned_index,
     stored_shard,
     written_config,
 )
-from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest, base_tensors
+from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
+
+
+@dataclass(frozen=True)
+class WrittenFolder:
+    """An expanded folder that was written.
+
+    Attributes:
+        checkpoint: What a loader finds in it.
+        manifest: Its surgery.json.
+        base_bytes: Bytes of base shards that were written; 0 with hard links.
+        pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
+    """
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    base_bytes: int
+    pinned_tokenizer: str | None = None
 
 
 def tool_on(run: RunOptions) -> dict[str, str]:
     """What makes the new tensors: the same on the same device gives the same bytes."""
-    return manifests.tool_versions() | {"device": run.device}
+    return tool_versions() | {"device": run.device}
 
 
 def running_dtype(checkpoint: Checkpoint) -> str:
@@ -50,83 +66,158 @@ def running_dtype(checkpoint: Checkpoint) -> str:
     return str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
 
 
-def write_around(
+def least_base_bytes(given: Checkpoint, before: Manifest | None, plan: Plan, how: BaseWeights) -> int:
+    """Bytes that the base's shards need on disk for sure; arguments are those of `write_folder`.
+
+    A reflink takes no space either, but whether it works is only known when it is tried.
+    """
+    shards = list(given.shards) if before is None else base_shards(given, before)
+    if how != "copy":
+        shards = [] if before is not None else list(renumbered_shards(given, plan.numbering))
+    return sum((given.path / shard).stat().st_size for shard in shards)
+
+
+def base_shards(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
+    """Shards of an expanded folder that are the base's."""
+    stored = {entry.stored_as for entry in manifest.base_files.values()}
+    return [shard for shard in checkpoint.shards if shard in stored]
+
+
+def write_folder(
+    given: Checkpoint,
+    before: Manifest | None,
     expansions: Mapping[str, ExpansionRecord],
-    checkpoint: Checkpoint,
     partial: Path,
     base_weights: BaseWeights,
     run: RunOptions,
     track: Track,
-    routing: Router | None = None,
-) -> tuple[int, str | None]:
-    """Write all of an expanded folder but the shards of its expansions, which are there already.
+    routing: Router | None,
+) -> WrittenFolder:
+    """Write all of an expanded folder but the shards of new expansions, which lie in it already.
 
     Args:
-        expansions: What surgery.json is to say of each; one of which no sum is known is hashed as it lies there.
-        checkpoint: The base.
-        partial: The folder.
-        base_weights: How base files are taken over.
+        given: The base; or an expanded folder, whose files stay as they are.
+        before: surgery.json of that folder, None for a base.
+        expansions: What surgery.json is to say of each, in the order of the paths; without hashes of its tensors, they
+            are hashed as they lie in the new folder.
+        partial: The new folder. Expansions whose shards are missing there are taken over from `given`.
+        base_weights: How shards are taken over.
         run: The device of the new tensors, and how the base's tokenizer is loaded.
         track: Makes progress bars.
-        routing: How it routes, or None.
-
-    Returns:
-        Bytes of base shards that were written, and the tokenizer class that was pinned, if any.
+        routing: How the model routes, or None.
     """
+    if before is None:
+        return _write_around_base(given, expansions, partial, base_weights, run, track, routing)
+    manifest = replace(before, expansions=dict(expansions), routing=routing, verification=None)
+    return _write_around_expansions(given, manifest, partial, base_weights, track)
+
+
+def _write_around_base(
+    base: Checkpoint,
+    expansions: Mapping[str, ExpansionRecord],
+    partial: Path,
+    how: BaseWeights,
+    run: RunOptions,
+    track: Track,
+    routing: Router | None,
+) -> WrittenFolder:
     plans = [expansion.plan for expansion in expansions.values()]
-    written = _take_over_base(plans[0], checkpoint, partial, base_weights, track)
-    pinned = _write_code_and_config(plans, checkpoint, partial, run, routing)
-    write_json(partial / INDEX_FILE, planned_index(plans, checkpoint))
-    expanded = open_checkpoint(partial)
-    manifest = _make_manifest(_hashed(expansions, partial), checkpoint, expanded, tool_on(run), routing)
-    write_json(partial / MANIFEST_FILE, _with_base_hashes(manifest, checkpoint, expanded, track).to_json())
-    return written, pinned
-
-
-def _hashed(expansions: Mapping[str, ExpansionRecord], folder: Path) -> dict[str, ExpansionRecord]:
-    """The same with sums of the tensors of those of which none is known: they lie in the folder as they begin."""
-    found, written = dict(expansions), open_checkpoint(folder)
-    for name, own in expansions.items():
-        if not own.tensors:
-            names = [tensor.name for tensor in own.plan.tensors]
-            found[name] = replace(own, tensors=hash_tensors(written, names))
-    return found
-
-
-def _take_over_base(plan: Plan, checkpoint: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> int:
-    """Take base files over; gives the bytes of shards that were written."""
-    sizes = {shard: (checkpoint.path / shard).stat().st_size for shard in checkpoint.shards}
+    plan = plans[0]
+    sizes = {shard: (base.path / shard).stat().st_size for shard in base.shards}
     with track("base shards", sum(sizes.values())) as advance:
-        renumbered = take_over_shards(checkpoint, partial, plan.numbering, how, advance)
-    for file in checkpoint.side_files:
+        renumbered = take_over_shards(base, partial, plan.numbering, how, advance)
+    for file in base.side_files:
         if file not in (CONFIG_FILE, INDEX_FILE):
             # small, and a program may edit them in place: always copies
-            take_over(checkpoint.path / file, partial / file, "copy")
-    return sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered)
+            take_over(base.path / file, partial / file, "copy")
+    code = code_texts(plan)
+    for file, text in code.items():
+        write_text(partial / file, text)
+    write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, running_dtype(base), routing))
+    pinned = pin_tokenizer_class(base.path, partial, run)
+    places = {name: stored_shard(info.file) for name, info in base.tensors.items()}
+    places |= {tensor.name: tensor.shard for plan in plans for tensor in plan.tensors}
+    total = sum(info.bytes for info in base.tensors.values()) + sum(plan.costs.bytes_added for plan in plans)
+    write_json(partial / INDEX_FILE, make_index(places, plan.specs, total))
+    written = open_checkpoint(partial)
+    replaced = {
+        file: read_text(base, file)
+        for file in base.side_files
+        if file in (CONFIG_FILE, INDEX_FILE) or not filecmp.cmp(base.path / file, partial / file, shallow=False)
+    }
+    manifest = Manifest(
+        base_name=plan.base_name,
+        base_revision=plan.base_revision,
+        base_files={},
+        base_tensors={},
+        left_out=base.left_out,
+        replaced=replaced,
+        code=hash_texts(code),
+        expansions=_with_hashes(expansions, written),
+        tool=tool_on(run),
+        routing=routing,
+        renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
+    )
+    manifest = _with_base_hashes(manifest, base, written, track)
+    write_json(partial / MANIFEST_FILE, manifest.to_json())
+    base_bytes = sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered)
+    return WrittenFolder(written, manifest, base_bytes, pinned)
+
+
+def _write_around_expansions(
+    given: Checkpoint, manifest: Manifest, partial: Path, how: BaseWeights, track: Track
+) -> WrittenFolder:
+    kept, places = set[str](), dict[str, str]()
+    for name, expansion in manifest.expansions.items():
+        if all((partial / shard).exists() for shard in expansion.plan.shards):
+            places |= {tensor.name: tensor.shard for tensor in expansion.plan.tensors}
+        else:
+            kept.add(name)
+    taken = [name for name in given.tensors if name in manifest.base_tensors or expansion_of(name) in kept]
+    places |= {name: given.tensors[name].file for name in taken}
+    shards = dict.fromkeys(given.tensors[name].file for name in taken)
+    # logs are of the expansions as they were
+    side_files = [
+        file
+        for file in given.side_files
+        if file not in (CONFIG_FILE, INDEX_FILE) and not file.startswith(f"{TRAINING_FOLDER}/")
+    ]
+    sizes = {file: (given.path / file).stat().st_size for file in (*shards, *side_files)}
+    with track("files", sum(sizes.values())) as advance:
+        for file in sizes:
+            take_over(given.path / file, partial / file, how if file in shards else "copy", advance)
+    new = (plan for name, plan in manifest.plans.items() if name not in kept)
+    total = sum(given.tensors[name].bytes for name in taken) + sum(plan.costs.bytes_added for plan in new)
+    base = parse_json(manifest.replaced[CONFIG_FILE])
+    write_json(partial / CONFIG_FILE, written_config(manifest, base, given.config.get("torch_dtype", "")))
+    write_json(partial / INDEX_FILE, make_index(places, manifest.first_plan.specs, total))
+    written = open_checkpoint(partial)
+    manifest = replace(manifest, expansions=_with_hashes(manifest.expansions, written))
+    write_json(partial / MANIFEST_FILE, manifest.to_json())
+    base_bytes = 0 if how == "link" else sum(sizes[shard] for shard in base_shards(given, manifest))
+    return WrittenFolder(written, manifest, base_bytes)
+
+
+def _with_hashes(expansions: Mapping[str, ExpansionRecord], written: Checkpoint) -> dict[str, ExpansionRecord]:
+    """Add hashes to records that have none; their tensors lie in the folder as they begin."""
+    return {
+        name: record
+        if record.tensors
+        else replace(record, tensors=hash_tensors(written, [tensor.name for tensor in record.plan.tensors]))
+        for name, record in expansions.items()
+    }
 
 
 def take_over_shards(
-    checkpoint: Checkpoint,
-    folder: Path,
-    numbering: Numbering | None,
-    how: BaseWeights,
-    advance: Progress,
+    base: Checkpoint, folder: Path, numbering: Numbering | None, how: BaseWeights, advance: Progress
 ) -> Mapping[str, str]:
     """Take the shards of a base over as files; those in which tensors get other names, with another header.
 
-    Args:
-        checkpoint: The base.
-        folder: Where they go.
-        numbering: Where its layers stand among copies; None where no layer is duplicated.
-        how: How files are taken over.
-        advance: Called with the bytes done.
-
-    Returns:
-        The header that the base has of each shard in which tensors get other names.
+    Returns the base's header of each of the latter.
     """
-    renumbered = renumbered_shards(checkpoint, numbering)
-    for shard in checkpoint.shards:
-        source, file = checkpoint.path / shard, folder / stored_shard(shard)
+    renumbered = renumbered_shards(base, numbering)
+    for shard in base.shards:
+        source, file = base.path / shard, folder / stored_shard(shard)
         if numbering is not None and shard in renumbered:
             write_renumbered(source, file, numbering, advance)
         else:
@@ -134,112 +225,20 @@ def take_over_shards(
     return renumbered
 
 
-def _write_code_and_config(
-    plans: Sequence[Plan], checkpoint: Checkpoint, partial: Path, run: RunOptions, routing: Router | None
-) -> str | None:
-    from scale_surgery.running.tokenizer import pin_tokenizer_class
-
-    for file, text in code_texts(plans[0]).items():
-        write_text(partial / file, text)
-    write_json(partial / CONFIG_FILE, expanded_config(checkpoint.config, plans, running_dtype(checkpoint), routing))
-    return pin_tokenizer_class(checkpoint.path, partial, run)
-
-
-def _make_manifest(
-    expansions: Mapping[str, ExpansionRecord],
-    checkpoint: Checkpoint,
-    expanded: Checkpoint,
-    tool: Mapping[str, str],
-    routing: Router | None,
-) -> Manifest:
-    """surgery.json without the hashes of the base."""
-    replaced = {
-        file: read_text(checkpoint, file)
-        for file in checkpoint.side_files
-        if file in (CONFIG_FILE, INDEX_FILE) or not _is_same_file(checkpoint.path / file, expanded.path / file)
-    }
-    facts = next(iter(expansions.values())).plan
-    renumbered = renumbered_shards(checkpoint, facts.numbering)
-    return Manifest(
-        base_name=facts.base_name,
-        base_revision=facts.base_revision,
-        base_files={},
-        base_tensors={},
-        left_out=checkpoint.left_out,
-        replaced=replaced,
-        code=hash_texts(code_texts(facts)),
-        expansions=expansions,
-        tool=tool,
-        routing=routing,
-        renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
-    )
-
-
-def _with_base_hashes(manifest: Manifest, checkpoint: Checkpoint, expanded: Checkpoint, track: Track) -> Manifest:
+def _with_base_hashes(manifest: Manifest, base: Checkpoint, written: Checkpoint, track: Track) -> Manifest:
     """Hash the base as it was written: what is recorded is what `strip` gives back, whatever becomes of the base."""
-    places = {file: stored_shard(file) for file in (*checkpoint.shards, *checkpoint.side_files)}
+    places = {file: stored_shard(file) for file in (*base.shards, *base.side_files)}
     taken = {file: stored for file, stored in places.items() if file not in manifest.replaced}
-    sizes = {file: checkpoint.stamps[checkpoint.path / file].bytes for file in places}
+    sizes = {file: base.stamps[base.path / file].bytes for file in places}
     # the file of a renumbered shard is hashed with the base's header, and its tensors by themselves
     moved = [place for place in taken.values() if place in manifest.renumbered]
-    beside = [name for name in checkpoint.tensors if expanded.tensors[name].file in moved]
-    total = sum(sizes[file] for file in taken) + sum(expanded.tensors[name].bytes for name in beside)
+    beside = [name for name in base.tensors if written.tensors[name].file in moved]
+    total = sum(sizes[file] for file in taken) + sum(written.tensors[name].bytes for name in beside)
     with track("base hashes", total) as advance:
-        read = hash_all(expanded, [place for place in taken.values() if place not in moved], advance)
-        stored = read.files | hash_stored(expanded.path, manifest, moved, advance)
-        tensors = read.tensors | hash_tensors(expanded, beside, advance)
+        sums = hash_all(written, [place for place in taken.values() if place not in moved], advance)
+        stored = sums.files | hash_stored(written.path, manifest, moved, advance)
+        tensors = sums.tensors | hash_tensors(written, beside, advance)
     hashes = {file: stored[place] for file, place in taken.items()}
-    hashes |= {file: sha256(text.encode("utf-8")).hexdigest() for file, text in manifest.replaced.items()}
+    hashes |= hash_texts(manifest.replaced)
     files = {file: BaseFile(hashes[file], sizes[file], taken.get(file)) for file in places}
-    return replace(manifest, base_files=files, base_tensors=base_tensors(checkpoint, tensors))
-
-
-def _is_same_file(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
-
-
-def write_anew(
-    checkpoint: Checkpoint, manifest: Manifest, written: Collection[str], partial: Path, how: BaseWeights, track: Track
-) -> int:
-    """Write all of an expanded folder with other expansions than it had: only their shards need be there already.
-
-    Args:
-        checkpoint: The folder as it is.
-        manifest: What its surgery.json is to be.
-        written: Names of the expansions whose shards lie in the new folder; those of the others are taken over.
-        partial: The new folder.
-        how: How shards are taken over.
-        track: Makes progress bars.
-
-    Returns:
-        Bytes of shards of the base that were written.
-    """
-    path, kept = checkpoint.path, [name for name in manifest.expansions if name not in written]
-    places = {name: info for name, info in checkpoint.tensors.items() if expansion_of(name) in (None, *kept)}
-    if manifest.numbering is not None:
-        places = {name: checkpoint.tensors[name] for name in manifest.base_tensors}
-    shards = dict.fromkeys(info.file for info in places.values())
-    texts = (CONFIG_FILE, INDEX_FILE)
-    others = [
-        file for file in checkpoint.side_files if file not in texts and not file.startswith(f"{TRAINING_FOLDER}/")
-    ]
-    sizes = {file: (path / file).stat().st_size for file in (*shards, *others)}
-    with track("files", sum(sizes.values())) as advance:
-        for file in sizes:
-            take_over(path / file, partial / file, how if file in shards else "copy", advance)
-    new = [tensor for name in written for tensor in manifest.expansions[name].plan.tensors]
-    index = {name: info.file for name, info in places.items()} | {tensor.name: tensor.shard for tensor in new}
-    total = sum(info.bytes for info in places.values()) + sum(
-        manifest.expansions[name].plan.costs.bytes_added for name in written
-    )
-    base = parse_json(manifest.replaced[CONFIG_FILE])
-    write_json(partial / CONFIG_FILE, written_config(manifest, base, checkpoint.config.get("torch_dtype", "")))
-    write_json(partial / INDEX_FILE, make_index(index, manifest.first_plan.specs, total))
-    write_json(partial / MANIFEST_FILE, replace(manifest, expansions=_hashed(manifest.expansions, partial)).to_json())
-    return 0 if how == "link" else sum(sizes[shard] for shard in base_shards(checkpoint, manifest))
-
-
-def base_shards(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """Shards of an expanded folder that are the base's."""
-    stored = {entry.stored_as for entry in manifest.base_files.values()}
-    return [shard for shard in checkpoint.shards if shard in stored]
+    return replace(manifest, base_files=files, base_tensors=base_tensors(base, tensors))
