@@ -10,9 +10,11 @@ Joining copies, so the bytes of every base tensor and of every block lie in the 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from scale_surgery.checkpoint.expansions import INFIX
 from scale_surgery.checkpoint.files import as_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor, read_text
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
@@ -28,12 +30,9 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import code_texts, fused_config
-from scale_surgery.surgery.joining import cast_problems, join_pieces, joined_tensors
+from scale_surgery.surgery.joining import cast_problems, join_pieces, joined_tensors, renamed_tensors
 from scale_surgery.surgery.parts import described_parts, rebuild_shard
 from scale_surgery.surgery.record import Manifest
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -43,6 +42,12 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
         PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
     problems = fused_problems(manifest.plan.architecture)
+    if manifest.routing is not None:
+        problems.append(
+            f"--to fused: the model is routed ({manifest.routing.router}), expected one path: where base and blocks "
+            "are one matrix there is no second. Take the router away first: scale-surgery route-export --router none; "
+            "or serve the routed folder as it is."
+        )
     problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:
@@ -64,8 +69,8 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     Raises:
         CheckpointError: If a text cannot be read.
     """
-    code = code_texts(manifest.plan)
-    before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
+    code = code_texts(manifest.plan, is_fused=True)
+    before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *manifest.code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
@@ -86,22 +91,27 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
         write_text(folder / file, text)
     return {
         "shards": remembered,
-        "texts": {file: text for file, text in before.items() if texts.get(file) != text},
+        "texts": {file: text for file, text in before.items() if file in manifest.code or texts.get(file) != text},
     }
 
 
 def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
     """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
-    joined = {item.name: item for item in joined_tensors(manifest)}
-    gone = {name for item in joined.values() for name in item.pieces.values()} - set(joined)
+    tensors, renamed = checkpoint.tensors, renamed_tensors(manifest)
+    # a head that was tied stands where its up part was
+    joined = {
+        item.name if item.name in tensors else item.pieces["up_weight"]: item for item in joined_tensors(manifest)
+    }
+    inside = {name for item in joined.values() for name in item.pieces.values() if INFIX in name}
     read = functools.partial(read_tensor, checkpoint)
     kept: dict[str, list[Entry]] = {shard: [] for shard in checkpoint.shards}
-    for name, info in checkpoint.tensors.items():
+    for name, info in tensors.items():
         if name in joined:
             item = joined[name]
-            kept[info.file].append(computed(name, info.dtype, item.shape, functools.partial(join_pieces, item, read)))
-        elif name not in gone:
-            kept[info.file].append(stored(checkpoint, name))
+            make = functools.partial(join_pieces, item, read)
+            kept[info.file].append(computed(item.name, tensors[item.base].dtype, item.shape, make))
+        elif name not in inside:
+            kept[info.file].append(replace(stored(checkpoint, name), name=renamed.get(name, name)))
     filled = [entries for entries in kept.values() if entries]
     return {f"fused-{i:05d}-of-{len(filled):05d}.safetensors": entries for i, entries in enumerate(filled, 1)}
 

@@ -169,7 +169,7 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Merged
         write_blocks(checkpoint, manifest, partial, track)
         remembered = {}
     for file in checkpoint.side_files:
-        if file not in (INDEX_FILE, *_left_out(checkpoint)) and not (partial / file).exists():
+        if file not in (INDEX_FILE, *manifest.code, *_left_out(checkpoint)) and not (partial / file).exists():
             take_over(checkpoint.path / file, partial / file, "copy")
     return remembered
 
@@ -212,7 +212,7 @@ def _fused_record(
     checkpoint: Checkpoint, manifest: Manifest, remembered: Mapping[str, Any], drift: Drift
 ) -> dict[str, Any]:
     """surgery.json of a fused model."""
-    code = hash_texts(code_texts(manifest.plan))
+    code = hash_texts(code_texts(manifest.plan, is_fused=True))
     return replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None).to_json()
 
 
