@@ -8,6 +8,8 @@ Its key `scale_surgery` is that of the expanded model (`configuration_scale`), w
     expansions          of the only one
         fused               true
         first_wide_layer    the first layer whose input has an up stream; -1 where the embedding has it already
+        fork                the first layer that two paths pass through; null where there is one path
+    gram                of two paths: rows of the matrix by which the last norm decides
 """
 
 from __future__ import annotations

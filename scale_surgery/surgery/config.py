@@ -18,7 +18,7 @@ from scale_surgery.planning.architecture import CONFIG_KEYS
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.paths import base_specs, path_problems
 from scale_surgery.planning.plan import Plan
-from scale_surgery.surgery.joining import first_wide_layer
+from scale_surgery.surgery.joining import first_wide_layer, fork_of, gram_size
 from scale_surgery.surgery.record import Manifest
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
@@ -132,11 +132,14 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     """
     plan = manifest.plan
     architecture, specs = plan.architecture, config[CONFIG_KEY]
-    wide = _wide_values(config, plan)
+    fork = fork_of(manifest)
+    wide = _wide_values(config, plan, fork)
     fused = {
+        **({} if fork is None else {ROUTER_KEY: specs[ROUTER_KEY], "gram": gram_size(manifest)}),
         BASE_KEY: specs[BASE_KEY],
         EXPANSIONS_KEY: [
-            {**own, "fused": True, "first_wide_layer": first_wide_layer(plan)} for own in specs[EXPANSIONS_KEY]
+            {**own, "fused": True, "first_wide_layer": first_wide_layer(plan), "fork": fork}
+            for own in specs[EXPANSIONS_KEY]
         ],
         STOCK_KEY: {key: config.get(key) for key, value in wide.items() if config.get(key) != value},
     }
@@ -152,7 +155,7 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     }
 
 
-def _wide_values(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+def _wide_values(config: Mapping[str, Any], plan: Plan, fork: int | None) -> dict[str, Any]:
     """Sizes of hidden state and heads, base and expansion together, by their keys in config.json.
 
     Where a model sees images, what serves its language model reads them from the modules.
@@ -161,7 +164,8 @@ def _wide_values(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         return {}
     key = {name: plan.architecture.keys.get(name, common) for name, common in CONFIG_KEYS.items()}
     sizes, widths = plan.sizes, plan.widths
-    heads = [_heads(plan, layer) for layer in range(sizes.layers)]
+    paths = [1 + (fork is not None and layer >= fork) for layer in range(sizes.layers)]
+    heads = [(count * q, count * kv) for layer, count in enumerate(paths) for q, kv in [_heads(plan, layer)]]
     most = max(heads)
     per_layer = {
         str(layer): {key["query_heads"]: own[0], key["key_value_heads"]: own[1]}

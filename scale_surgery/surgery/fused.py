@@ -10,14 +10,15 @@ Joining copies, so the bytes of every base tensor and of every block lie in the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.expansions import INFIX
 from scale_surgery.checkpoint.files import as_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, read_tensor, read_text
-from scale_surgery.checkpoint.hashes import hash_file, hash_files
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor, read_text
+from scale_surgery.checkpoint.hashes import hash_file, hash_files, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.shards import (
     Entry,
@@ -27,12 +28,25 @@ from scale_surgery.checkpoint.shards import (
     write_shard,
 )
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.modeling.expanded_routers import CosineRouter
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import code_texts, fused_config
-from scale_surgery.surgery.joining import cast_problems, join_pieces, joined_tensors, renamed_tensors
+from scale_surgery.surgery.joining import (
+    cast_problems,
+    fork_of,
+    gram_of,
+    gram_size,
+    head_of,
+    join_pieces,
+    joined_tensors,
+    renamed_tensors,
+)
 from scale_surgery.surgery.parts import described_parts, rebuild_shard
 from scale_surgery.surgery.record import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -42,16 +56,32 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
         PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
     problems = fused_problems(manifest.plan.architecture)
-    if manifest.routing is not None:
-        problems.append(
-            f"--to fused: the model is routed ({manifest.routing.router}), expected one path: where base and blocks "
-            "are one matrix there is no second. Take the router away first: scale-surgery route-export --router none; "
-            "or serve the routed folder as it is."
-        )
+    problems += _router_problems(manifest)
     problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:
         raise PlanError.from_problems(problems)
+
+
+def _router_problems(manifest: Manifest) -> list[str]:
+    """Why a routed model has no fused form."""
+    routing = manifest.routing
+    advice = (
+        "Take the router away first: scale-surgery route-export --router none; or serve the routed folder as it is."
+    )
+    if routing is None:
+        return []
+    if not isinstance(routing, CosineRouter):
+        return [
+            f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
+            f"cosine one. {advice}"
+        ]
+    if fork_of(manifest) is None:
+        return [
+            f"--to fused: the model is routed ({routing.router}) and has no W12, so both paths have the same base "
+            f"stream, and its cosine is always 1; expected W12. {advice}"
+        ]
+    return []
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
@@ -89,7 +119,9 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     }
     for file, text in texts.items():
         write_text(folder / file, text)
+    gram = [name for name in weight_map if name == gram_of(manifest.plan)]
     return {
+        "made": hash_tensors(open_checkpoint(folder), gram),
         "shards": remembered,
         "texts": {file: text for file, text in before.items() if file in manifest.code or texts.get(file) != text},
     }
@@ -100,7 +132,8 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
     tensors, renamed = checkpoint.tensors, renamed_tensors(manifest)
     # a head that was tied stands where its up part was
     joined = {
-        item.name if item.name in tensors else item.pieces["up_weight"]: item for item in joined_tensors(manifest)
+        item.name if item.name in tensors else item.pieces.get("up_weight", item.base): item
+        for item in joined_tensors(manifest)
     }
     inside = {name for item in joined.values() for name in item.pieces.values() if INFIX in name}
     read = functools.partial(read_tensor, checkpoint)
@@ -113,7 +146,21 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
         elif name not in inside:
             kept[info.file].append(replace(stored(checkpoint, name), name=renamed.get(name, name)))
     filled = [entries for entries in kept.values() if entries]
+    if fork_of(manifest) is not None:
+        size = gram_size(manifest)
+        filled[-1].append(computed(gram_of(manifest.plan), "F32", (size, size), lambda: _make_gram(manifest, read)))
     return {f"fused-{i:05d}-of-{len(filled):05d}.safetensors": entries for i, entries in enumerate(filled, 1)}
+
+
+def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
+    """G = [W b]'[W b] of the base's head, by which a cosine of logits is one of features."""
+    import torch
+
+    name, bias = head_of(manifest)
+    weight = read(name).float()
+    if bias is not None:
+        weight = torch.cat((weight, read(bias).float()[:, None]), dim=1)
+    return weight.t() @ weight
 
 
 def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:

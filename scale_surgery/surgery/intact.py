@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
-from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file
+from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tensors
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
@@ -71,7 +71,12 @@ def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progres
     missing = _damaged(checkpoint, manifest, planned)
     return IntegrityReport(
         base=base_problems(checkpoint, manifest, Sums(files, hashes)),
-        structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned), *_spoiled(manifest, expansion)),
+        structure=(
+            *missing,
+            *_unexpected_tensors(checkpoint, manifest, planned),
+            *_spoiled(manifest, expansion),
+            *_spoiled_matrices(checkpoint, manifest),
+        ),
         missing=tuple(missing),
         config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
         code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
@@ -181,6 +186,17 @@ def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[str]:
                 yield _other_sum(name, hashes[name], digest)
 
 
+def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+    """What a fused model holds beside base and expansion, made of them, where it is not what was written."""
+    made = {} if manifest.fused is None else manifest.fused["made"]
+    hashes = hash_tensors(checkpoint, [name for name in made if name in checkpoint.tensors])
+    for name, digest in made.items():
+        if name not in hashes:
+            yield f"{name}: is missing."
+        elif hashes[name] != digest:
+            yield _other_sum(name, hashes[name], digest)
+
+
 def _other_sum(name: str, found: str, expected: str) -> str:
     """What to say of a tensor whose bytes are not those that surgery.json knows."""
     return f"{name}: sha256 {found[:16]}..., expected {expected[:16]}... from {MANIFEST_FILE}."
@@ -229,6 +245,7 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
     known = {*planned, *manifest.base_tensors}
     if manifest.fused is not None:
         known |= {item.name for item in joined_tensors(manifest)} | set(renamed_tensors(manifest).values())
+        known |= set(manifest.fused["made"])
     return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
 
 

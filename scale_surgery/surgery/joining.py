@@ -67,13 +67,13 @@ class Joined:
 
     @property
     def base(self) -> str:
-        """Name of the base tensor in it."""
-        return self.pieces["bias" if self.is_bias else "weight"]
+        """Name of the base tensor in it, or of the first block where there is none."""
+        return next(iter(self.pieces.values()))
 
     @property
     def is_bias(self) -> bool:
         """Whether it is a bias, which has no columns."""
-        return "bias" in self.pieces
+        return self.name.endswith("bias")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +95,8 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     """
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
     architecture, sizes, up = plan.architecture, plan.sizes, plan.widths.up_width
-    embedding, first = f"{plan.prefix}{architecture.embedding_weight}", first_wide_layer(plan)
+    embedding, first = embedding_of(plan), first_wide_layer(plan)
+    fork = fork_of(manifest)
     if up and first == IN_EMBEDDING:
         up_weight = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "up_weight")
         pieces = {"weight": embedding} | ({"up_weight": up_weight} if up_weight in present else {})
@@ -103,25 +104,53 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     for layer in range(max(first, 0), sizes.layers):
         is_expanded = layer in plan.layers
         specs = plan.expanded_linears(layer) if is_expanded else _passing_linears(plan, layer)
+        if fork is not None and layer >= fork:
+            specs = _stock_linears(plan, layer) | specs
         for name, spec in specs.items():
             path = module_path(architecture, plan.prefix, layer, name)
             base_in, up_in = spec["in_features"]
             sections = tuple((base, up) for base, up in spec["out_features"])
             share = spec.get("share", 1.0)
-            for blocks in (("weight", "w12", "w21", "w22", "w11"), ("bias", "up_bias", "bias11")):
-                names = {blocks[0]: f"{path}.{blocks[0]}"}
-                names |= {block: tensor_name(path, plan.request.name, block) for block in blocks[1:]}
+            matrices: tuple[tuple[str, tuple[str, ...], tuple[int, int], bool], ...] = (
+                ("weight", ("weight", "w12", "w21", "w22", "w11"), (base_in, up_in), architecture.transposed),
+                ("bias", ("bias", "up_bias", "bias11"), (0, 0), False),
+            )
+            if fork is not None and layer >= fork:
+                # of two paths, W12 acts on one alone
+                matrices = (
+                    ("base.weight", ("weight", "w21"), (base_in, 0), architecture.transposed),
+                    ("base.bias", ("bias", "up_bias"), (0, 0), False),
+                    ("up.weight", ("w12", "w22"), (0, up_in), False),
+                )
+            for matrix, blocks, inputs, is_transposed in matrices:
+                names = {block: block_name(path, plan.request.name, block) for block in blocks}
                 pieces = {block: own for block, own in names.items() if own in present}
                 # a bias without an up part is as long as before
-                if pieces and (blocks[0] == "weight" or any(up for _, up in sections)):
-                    yield Joined(
-                        f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, architecture.transposed, share
-                    )
+                if pieces and ("weight" in matrix or any(up for _, up in sections)):
+                    yield Joined(f"{path}.{matrix}", pieces, inputs, sections, is_transposed, share)
     for up_weight in sorted({tensor.name for tensor in plan.head_parts}.intersection(present)):
         head = f"{up_weight.partition(INFIX)[0]}.weight"
         # one that is tied to the embedding becomes a tensor of its own
         pieces = {"weight": head if head in present else embedding, "up_weight": up_weight}
         yield Joined(head, pieces, (sizes.hidden, up), ((sizes.vocabulary, 0),), False)
+
+
+def _stock_linears(plan: Plan, layer: int) -> dict[str, Spec]:
+    """Linears of a layer as they are in the base."""
+    return {
+        linear.name: {"in_features": (linear.inputs, 0), "out_features": [(size, 0) for size in linear.outputs]}
+        for linear in plan.architecture.kind(layer).linears
+    }
+
+
+def block_name(module: str, expansion: str, block: str) -> str:
+    """Name of a base tensor or a block of a module."""
+    return f"{module}.{block}" if block in ("weight", "bias") else tensor_name(module, expansion, block)
+
+
+def fork_of(manifest: Manifest) -> int | None:
+    """The first layer of a fused model that two paths pass through; None where its router, if any, weighs no two."""
+    return min(manifest.plan.collaboration.layers, default=None) if manifest.routing is not None else None
 
 
 def first_wide_layer(plan: Plan) -> int:
@@ -151,15 +180,46 @@ def _passing_linears(plan: Plan, layer: int) -> dict[str, Spec]:
 
 
 def renamed_tensors(manifest: Manifest) -> dict[str, str]:
-    """Blocks that a fused model holds as they are, those of norms, each to its name there."""
-    inside = {name for item in joined_tensors(manifest) for name in item.pieces.values()}
+    """Tensors that a fused model holds as they are under another name: blocks of norms, and linears of two paths."""
+    joined = list(joined_tensors(manifest))
+    inside = {name for item in joined for name in item.pieces.values()}
     names = (name for name in manifest.expansion_tensors if name not in inside)
-    return {name: f"{name.partition(INFIX)[0]}.{name.rpartition('.')[2]}" for name in names}
+    biases = (item.name.removesuffix("base.weight") for item in joined if item.name.endswith(".base.weight"))
+    stock = (f"{path}bias" for path in biases if f"{path}bias" in manifest.base_tensors)
+    return {
+        **{name: f"{name.partition(INFIX)[0]}.{name.rpartition('.')[2]}" for name in names},
+        **{name: f"{name.removesuffix('bias')}base.bias" for name in stock if name not in inside},
+    }
 
 
 def tied_head(manifest: Manifest) -> Joined | None:
     """The head of a fused model that was tied to the embedding, if it was."""
-    return next((item for item in joined_tensors(manifest) if item.name != item.base), None)
+    *_, last = joined_tensors(manifest)
+    return last if "up_weight" in last.pieces and last.base == embedding_of(manifest.plan) != last.name else None
+
+
+def embedding_of(plan: Plan) -> str:
+    """Name of the embedding's weight."""
+    return f"{plan.prefix}{plan.architecture.embedding_weight}"
+
+
+def head_of(manifest: Manifest) -> tuple[str, str | None]:
+    """Names of the base tensors that the head is made of: its weight, or the embedding's where tied, and its bias."""
+    parts = [tensor.name.partition(INFIX)[0] for tensor in manifest.plan.head_parts]
+    head = parts[0] if parts else manifest.plan.architecture.head
+    weight, bias = f"{head}.weight", f"{head}.bias"
+    has_own = weight in manifest.base_tensors
+    return weight if has_own else embedding_of(manifest.plan), bias if bias in manifest.base_tensors else None
+
+
+def gram_size(manifest: Manifest) -> int:
+    """Rows of the matrix by which a fused model with a cosine router decides."""
+    return manifest.plan.sizes.hidden + (head_of(manifest)[1] is not None)
+
+
+def gram_of(plan: Plan) -> str:
+    """Name of the matrix by which a fused model with a cosine router decides; see `modeling_fused`."""
+    return f"{plan.prefix}{plan.architecture.on_disk(plan.architecture.final_norm.name)}.gram"
 
 
 def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
