@@ -60,7 +60,8 @@ def _make_config(stock: Any, module: str) -> type:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             inside = make_stock(values, self.scale_surgery["stock"])
             # what is wider has a head of its own
-            inside.get_text_config(decoder=True).tie_word_embeddings = self.tie_word_embeddings
+            for part in (inside, inside.get_text_config(decoder=True)):
+                part.tie_word_embeddings = self.tie_word_embeddings
             inside._attn_implementation = self._attn_implementation
             return inside
 

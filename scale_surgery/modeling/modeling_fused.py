@@ -18,6 +18,8 @@ and a is p'Ga / sqrt(p'Gp a'Ga). Logits are linear in what the norm gives, so th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from typing import Any
@@ -61,6 +63,19 @@ class FusedPreTrainedModel(StrictlyLoaded):
         config._attn_implementation = self.stock_config._attn_implementation
         widen_model(self, config.scale_surgery)
         self.freeze_base()
+
+    @contextmanager
+    def use_threshold(self, threshold: float) -> Iterator[None]:
+        """Let the router decide by another cosine inside a `with` block."""
+        norms = [module for module in self.modules() if isinstance(module, Deciding)]
+        before = [norm.threshold for norm in norms]
+        for norm in norms:
+            norm.threshold = threshold
+        try:
+            yield
+        finally:
+            for norm, stored in zip(norms, before, strict=True):
+                norm.threshold = stored
 
     def set_attn_implementation(self, *args, **kwargs):
         """As transformers, for the modules inside too."""
@@ -145,9 +160,11 @@ def widen_module(parent: nn.Module, name: str, spec: dict[str, Any], paths: int,
         if paths == 1:
             widen_linear(module, inputs[1], sum(new for _, new in sections))
         else:
-            owner, _, last = name.rpartition(".")
+            owner = parent.get_submodule(name.rpartition(".")[0])
             made = PathLinear(module, inputs, sections, reads_up=kind == "linear" and inputs[1] > 0)
-            setattr(parent.get_submodule(owner), last, made)
+            setattr(owner, name.rpartition(".")[2], made)
+            if not isinstance(owner, TwoPaths):
+                become(owner, TwoPaths)
 
 
 def linear_widths(module: nn.Module, spec: dict[str, Any], up: int) -> tuple[tuple[int, int], list[tuple[int, int]]]:
@@ -180,11 +197,15 @@ def widen_linear(module: Any, inputs: int, outputs: int) -> None:
         module.bias = nn.Parameter(module.bias.new_zeros(shape[1]))
 
 
+class TwoPaths:
+    """A module with linears of two paths: a server that rewrites modules by their class must not take it for stock."""
+
+
 class PathLinear(nn.Module):
     """A linear that two paths pass through: [W; W21] reads both base streams, [W12; W22] both up streams.
 
-    What W12 gives for the first path is left out. What it writes lies section by section: first path before second, base
-    before up.
+    What W12 gives for the first path is left out. What it writes lies section by section: first path before second,
+    base before up.
     """
 
     def __init__(self, stock: nn.Module, inputs: tuple[int, int], sections: list[tuple[int, int]], reads_up: bool):
@@ -195,6 +216,11 @@ class PathLinear(nn.Module):
         widen_linear(self.base, 0, sum(self.widths) - sizes_of(stock)[1])
         like = {"device": stock.weight.device, "dtype": stock.weight.dtype}
         self.up = nn.Linear(inputs[1], sum(self.widths), bias=False, **like) if reads_up else None
+
+    @property
+    def weight(self) -> Tensor:
+        """What stock code asks for where it initialises."""
+        return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
         base, up = torch.stack(x.chunk(2, dim=-1)).split(self.inputs, dim=-1)

@@ -134,6 +134,9 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     architecture, specs = plan.architecture, config[CONFIG_KEY]
     fork = fork_of(manifest)
     wide = _wide_values(config, plan, fork)
+    if plan.widths.up_width:
+        # a head that reads both streams is not the embedding any more
+        wide["tie_word_embeddings"] = False
     fused = {
         **({} if fork is None else {ROUTER_KEY: specs[ROUTER_KEY], "gram": gram_size(manifest)}),
         BASE_KEY: specs[BASE_KEY],
@@ -146,8 +149,6 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     return {
         **config,
         **wide,
-        # a head that reads both streams is not the embedding any more
-        **({"tie_word_embeddings": False} if plan.widths.up_width else {}),
         "architectures": modeling.architectures(architecture, is_fused=True),
         "model_type": architecture.fused_type,
         "auto_map": {**config["auto_map"], **modeling.auto_map(architecture, is_fused=True)},

@@ -76,11 +76,6 @@ def _router_problems(manifest: Manifest) -> list[str]:
             f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
             f"cosine one. {advice}"
         ]
-    if fork_of(manifest) is None:
-        return [
-            f"--to fused: the model is routed ({routing.router}) and has no W12, so both paths have the same base "
-            f"stream, and its cosine is always 1; expected W12. {advice}"
-        ]
     return []
 
 

@@ -205,8 +205,7 @@ def embedding_of(plan: Plan) -> str:
 
 def head_of(manifest: Manifest) -> tuple[str, str | None]:
     """Names of the base tensors that the head is made of: its weight, or the embedding's where tied, and its bias."""
-    parts = [tensor.name.partition(INFIX)[0] for tensor in manifest.plan.head_parts]
-    head = parts[0] if parts else manifest.plan.architecture.head
+    head = manifest.plan.head
     weight, bias = f"{head}.weight", f"{head}.bias"
     has_own = weight in manifest.base_tensors
     return weight if has_own else embedding_of(manifest.plan), bias if bias in manifest.base_tensors else None
