@@ -54,7 +54,6 @@ class FusedPreTrainedModel(StrictlyLoaded):
     """
 
     is_fused = True
-    _keep_in_fp32_modules_strict = ("gram",)
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config.stock_config(), *args, **kwargs)
@@ -62,6 +61,9 @@ class FusedPreTrainedModel(StrictlyLoaded):
         self.stock_config, self.config = self.config, config
         config._attn_implementation = self.stock_config._attn_implementation
         widen_model(self, config.scale_surgery)
+        if "gram" in config.scale_surgery:
+            # half precision has too few bits for a decision
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "gram"}
         self.freeze_base()
 
     @contextmanager

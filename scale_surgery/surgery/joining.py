@@ -246,14 +246,17 @@ def _shape(joined: Joined, block: str) -> tuple[int, ...]:
 
 def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """Blocks that cannot be joined without a cast, each with what to do."""
-    tensors = checkpoint.tensors
-    return [
-        f"{name}: is {tensors[name].dtype}, the base tensor beside it {tensors[item.base].dtype}; joining copies and "
-        "never casts. Expand without --dtype for a model that can be merged."
-        for item in joined_tensors(manifest)
-        for name in item.pieces.values()
-        if tensors[name].dtype != tensors[item.base].dtype
-    ]
+    tensors, problems = checkpoint.tensors, []
+    for item in joined_tensors(manifest):
+        for name in item.pieces.values():
+            weight = f"{name.partition(INFIX)[0]}.weight"
+            beside = tensors[weight if INFIX in name and weight in tensors else item.base].dtype
+            if tensors[name].dtype != beside:
+                problems.append(
+                    f"{name}: is {tensors[name].dtype}, the base tensor beside it {beside}; joining copies and never "
+                    "casts. Expand without --dtype for a model that can be merged."
+                )
+    return problems
 
 
 def join_pieces(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:

@@ -53,7 +53,6 @@ def test_what_stands_in_the_folder(pair_of):
         "config.json",
         "configuration_scale.py",
         "expanded_attention.py",
-        "expanded_fused.py",
         "expanded_loading.py",
         "expanded_mixture.py",
         "expanded_model.py",
