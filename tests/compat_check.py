@@ -42,7 +42,7 @@ def check(path: Path) -> list[str]:
     if path.name == "composed":
         return problems + check_composed(model, path, ids)
     problems += check_without_head(path)
-    if is_stock and path.name != "stock_depth":
+    if (is_stock and path.name != "stock_depth") or path.name.startswith("fused"):
         return problems
     base = AutoModelForCausalLM.from_pretrained(path.with_name("base"), **options)
     if is_stock:
@@ -87,12 +87,11 @@ def check_expanded(model: Any, base: Any, ids: torch.Tensor) -> list[str]:
     # without a cache, as path_logits runs: with one, keys lie otherwise in memory, and the base may differ from itself
     own = model.path_logits(ids)[0] if model.is_routing_enabled else model(ids, use_cache=False).logits
     same_as_base = torch.equal(base(ids, use_cache=False).logits, own)
-    is_fused = any(own.get("fused") for own in model.config.scale_surgery["expansions"])
-    if not (same_as_base or is_fused):
+    if not same_as_base:
         problems.append("logits are not bit-equal to the base model's in this release")
-    if any(p.requires_grad != (".expansions." in n and not is_fused) for n, p in model.named_parameters()):
+    if any(p.requires_grad != (".expansions." in n) for n, p in model.named_parameters()):
         problems.append("requires_grad is not that of the variant")
-    if not (is_fused or model.is_routing_enabled):
+    if not model.is_routing_enabled:
         problems += check_whole_head(model, ids)
     return problems
 

@@ -40,7 +40,7 @@ ROUTED = {
     "grown": ("grow", PosteriorRouter(switch_rate=0)),
 }
 # what is fused: of the shaken ones
-FUSED = ("for_posterior", "cosine")
+FUSED = ("preserve", "for_posterior", "cosine")
 # what becomes a plain checkpoint; not every family can have heads there
 STOCK = {
     "stock_inner": Request("0,2", variant="adapt", up_width=0, up_kv_heads=0),

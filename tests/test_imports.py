@@ -14,7 +14,7 @@ import transformers
 from transformers.dynamic_module_utils import get_relative_imports
 
 from scale_surgery import extract, modeling
-from scale_surgery.checkpoint.names import CODE_FILES
+from scale_surgery.checkpoint.names import CODE_FILES, FUSED_CODE_FILES
 from tests.conftest import REQUESTS
 from tests.families import FAMILIES
 from tests.tiny import save_tiny
@@ -189,7 +189,7 @@ def test_exported_code_stands_alone(file):
 
 
 def test_every_code_file_travels():
-    assert {file.name for file in modeling.FOLDER.glob("*.py")} == {"__init__.py", *CODE_FILES}
+    assert {file.name for file in modeling.FOLDER.glob("*.py")} == {"__init__.py", *CODE_FILES, *FUSED_CODE_FILES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -203,9 +203,9 @@ def test_classes_are_made_of_the_stock_ones(family):
 
 def test_the_modeling_file_imports_every_file_itself():
     """transformers 4 copies what the file that it loads imports itself, and nothing that those import."""
-    configuration_file, modeling_file, *shared = CODE_FILES
-    own = get_relative_imports(modeling.FOLDER / modeling_file)
-    assert {f"{name}.py" for name in own} == {configuration_file, *shared}
+    for files, modeling_file in ((CODE_FILES, "modeling_scale.py"), (FUSED_CODE_FILES, "modeling_fused.py")):
+        own = get_relative_imports(modeling.FOLDER / modeling_file)
+        assert {f"{name}.py" for name in own} == set(files) - {modeling_file}
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))

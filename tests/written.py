@@ -42,6 +42,8 @@ def written_architecture(config: Mapping[str, Any]) -> Architecture:
         layer_types=tuple(types or ()),
         fixed_heads=family.fixed_heads or "",
         heads_divide_hidden=family.heads_divide_hidden,
+        # GPT-2 stores the shape of what enters its layers
+        keeps_width=family.transposed,
     )
 
 

@@ -22,6 +22,8 @@ PRESERVE_NAME = "preserve side"
 INFIX = ".expansions."
 # under the key scale_surgery of config.json
 BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY = "base", "expansions", "router"
+# of a fused model: values of the base's config that are others here
+STOCK_KEY = "stock"
 
 
 def tensor_name(module: str, expansion: str, block: str) -> str:

@@ -30,7 +30,6 @@ CODE_FILES = (
     "configuration_scale.py",
     "modeling_scale.py",
     "expanded_attention.py",
-    "expanded_fused.py",
     "expanded_loading.py",
     "expanded_mixture.py",
     "expanded_model.py",
@@ -40,11 +39,15 @@ CODE_FILES = (
     "expanded_routing.py",
     "expanded_shapes.py",
     "expanded_state.py",
+    "expanded_stock.py",
     "expanded_streams.py",
 )
 
-# one more where the classes of the base are its own and not of transformers: it names them
-OWN_CODE_FILE = "base_scale.py"
+# code files that every fused checkpoint carries
+FUSED_CODE_FILES = ("configuration_fused.py", "configuration_scale.py", "expanded_stock.py", "modeling_fused.py")
+
+# one more where the classes of the base are its own and not of transformers: it names them, expanded or fused
+OWN_CODE_FILES = OWN_CODE_FILE, OWN_FUSED_FILE = "base_scale.py", "base_fused.py"
 
 # of a file in a folder
 MAX_NAME_BYTES = 255

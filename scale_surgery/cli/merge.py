@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(MergedForm)),
     default="fused",
     show_default=True,
-    help="fused: one matrix for each linear layer, for faster inference, with this program's model code. stock: a "
-    "plain checkpoint of the base's architecture, for models whose hidden size was not widened. blocks: split a fused "
-    "model into its blocks again, byte for byte.",
+    help="fused: one matrix for each linear layer, for faster inference and for vLLM, with its own model code. "
+    "stock: a plain checkpoint of the base's architecture, for models whose hidden size was not widened. blocks: split "
+    "a fused model into its blocks again, byte for byte.",
 )
 @click.option("--name", help="Which expansion, where there are several; the others stay out.")
 @running_options

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import STOCK_KEY
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError
@@ -145,6 +146,9 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
     # where the base has code of its own, the classes that it named stand in the record alone
     if auto_map := _recorded_code(checkpoint):
         plain["auto_map"] = auto_map
+    # a fused model has sizes of base and expansion together, and records those of the base
+    sizes = config[CONFIG_KEY].get(STOCK_KEY, {})
+    plain = {key: value for key, value in (plain | sizes).items() if value is not None or key not in sizes}
     return plain | {"model_type": stock_type(config.get("model_type"))}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from scale_surgery.deriving.build import find_place, token_ids
@@ -77,3 +78,22 @@ def keeps_batch(model: PreTrainedModel, final_norm: str) -> bool:
     # a view of another shape, in most models
     except RuntimeError:
         return True
+
+
+@torch.no_grad()
+def keeps_width(model: PreTrainedModel, final_norm: str) -> bool:
+    """Find whether the last norm must give as many features as entered the first layer.
+
+    Args:
+        model: A twin.
+        final_norm: Path of its last norm.
+    """
+    twin: Any = copy.deepcopy(model)
+    twin.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: functional.pad(output, (0, 1)))
+    twin.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: (inputs[0][..., :-1],))
+    try:
+        twin(input_ids=token_ids(twin.config), use_cache=False)
+    # a view of another shape, in most models
+    except RuntimeError:
+        return True
+    return False

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from scale_surgery.deriving.bound import alters_logits, is_numbered, keeps_batch
+from scale_surgery.deriving.bound import alters_logits, is_numbered, keeps_batch, keeps_width
 from scale_surgery.deriving.build import (
     build_model,
     build_twin,
@@ -106,6 +106,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
                 is_numbered=is_numbered(twin.stock, twin.kinds),
                 keeps_batch=keeps_batch(twin.stock, architecture.final_norm_path),
+                keeps_width=keeps_width(twin.stock, architecture.final_norm_path),
             )
             sizes = derive_sizes(real, architecture)
             fixed, divides = stock_heads(real.model, architecture, sizes)

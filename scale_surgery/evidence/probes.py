@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.files import write_json
@@ -288,8 +289,9 @@ def _continue(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[T
 def _base_logits(model: Any, base: Tensor) -> Tensor:
     """Logits of a base stream (b, t, d); where the model routes, of the one that its first path reads."""
     head = model.get_output_embeddings()
-    if getattr(model, "is_fused", False):
-        logits: Tensor = head.base_logits(base.contiguous(), base)
+    if head.weight.shape[-1] > base.shape[-1]:
+        # of a fused model, whose head reads both streams
+        logits = functional.linear(base, head.weight[:, : base.shape[-1]], head.bias)
     elif hasattr(head, "capped"):
         # where a model is streamed, a module has its weights only while it runs
         with model.expansion_disabled():

@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from scale_surgery.checkpoint.names import OWN_CODE_FILE
+from scale_surgery.checkpoint.names import OWN_CODE_FILE, OWN_CODE_FILES
 
 FOLDER = Path(__file__).parent
-# what stands before the model type of a base model
-EXPANDED = "scale_"
+# what stands before the model type of a base model: in that of an expanded model, and of a fused one
+EXPANDED, FUSED = "scale_", "fused_"
 # the widest first: a model that sees images is saved with what sees them
 AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 
@@ -46,25 +46,26 @@ def code_text(file: str) -> str:
 
 
 def code_texts(architecture: Described, files: Iterable[str]) -> dict[str, str]:
-    """Texts of code files that an expanded model carries, by their names."""
-    return {file: own_code_text(architecture) if file == OWN_CODE_FILE else code_text(file) for file in files}
+    """Texts of code files that an expanded or a fused model carries, by their names."""
+    return {file: own_code_text(architecture, file) if file in OWN_CODE_FILES else code_text(file) for file in files}
 
 
-def own_code_text(architecture: Described) -> str:
+def own_code_text(architecture: Described, file: str) -> str:
     """The code file that names the base's own classes: transformers takes along what a file imports."""
+    prefix, suffix = ("Scale", "scale") if file == OWN_CODE_FILE else ("Fused", "fused")
     config, classes = architecture.config_class, dict(architecture.own_code)
     widest = next(classes[name] for name in AUTO_CLASSES if name in classes).partition(".")[2]
     imports = sorted({f"from .{path.replace('.', ' import ')}" for path in classes.values()})
     names = sorted({path.partition(".")[2] for path in classes.values()})
     lines = [
-        '"""The classes of the base\'s own code, expanded."""',
+        f'"""The classes of the base\'s own code, {"expanded" if file == OWN_CODE_FILE else "fused"}."""',
         "",
-        "from .configuration_scale import config_of",
+        f"from .configuration_{suffix} import config_of",
         *imports,
-        "from .modeling_scale import model_of",
+        f"from .modeling_{suffix} import model_of",
         "",
-        f"Scale{config} = config_of({widest}.config_class, __name__)",
-        *(f"Scale{name} = model_of({name}, {widest}.config_class, __name__)" for name in names),
+        f"{prefix}{config} = config_of({widest}.config_class, __name__)",
+        *(f"{prefix}{name} = model_of({name}, {widest}.config_class, __name__)" for name in names),
     ]
     return "\n".join([*lines, ""])
 
@@ -82,10 +83,10 @@ def is_ours(file: str, digest: str, architecture: Described | None = None) -> bo
         digest: Its sha256.
         architecture: Of the model that carries it; without, no file that names the base's own classes is ours.
     """
-    if file == OWN_CODE_FILE:
+    if file in OWN_CODE_FILES:
         if architecture is None or not architecture.own_code:
             return False
-        return digest == hashlib.sha256(own_code_text(architecture).encode()).hexdigest()
+        return digest == hashlib.sha256(own_code_text(architecture, file).encode()).hexdigest()
     return (FOLDER / file).is_file() and digest == code_hash(file)
 
 
@@ -95,32 +96,34 @@ def block_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.group_of))
 
 
-def auto_map(architecture: Described) -> dict[str, str]:
-    """The `auto_map` of an expanded model's config.json: local files only."""
+def auto_map(architecture: Described, *, is_fused: bool = False) -> dict[str, str]:
+    """The `auto_map` of config.json of an expanded or a fused model: local files only."""
+    prefix, suffix = ("Fused", "fused") if is_fused else ("Scale", "scale")
     if architecture.own_code:
-        named = {auto_class: f"Scale{path.partition('.')[2]}" for auto_class, path in architecture.own_code.items()}
-        classes = {"AutoConfig": f"Scale{architecture.config_class}", **named}
-        return {auto_class: f"{OWN_CODE_FILE.removesuffix('.py')}.{name}" for auto_class, name in classes.items()}
+        file = OWN_CODE_FILES[is_fused].removesuffix(".py")
+        named = {auto_class: f"{prefix}{path.partition('.')[2]}" for auto_class, path in architecture.own_code.items()}
+        classes = {"AutoConfig": f"{prefix}{architecture.config_class}", **named}
+        return {auto_class: f"{file}.{name}" for auto_class, name in classes.items()}
     stem = architecture.config_class.removesuffix("Config").removesuffix("Text")
     models = {
-        auto_class: f"modeling_scale.Scale{stock}"
+        auto_class: f"modeling_{suffix}.{prefix}{stock}"
         # a class that is named after another model has another configuration
         + ("" if stock.startswith(stem) else f"_of_{architecture.config_class}")
         for auto_class, stock in architecture.classes.items()
     }
-    return {"AutoConfig": f"configuration_scale.Scale{architecture.config_class}", **models}
+    return {"AutoConfig": f"configuration_{suffix}.{prefix}{architecture.config_class}", **models}
 
 
-def architectures(architecture: Described) -> list[str]:
-    """The `architectures` of an expanded model's config.json."""
-    names = auto_map(architecture)
+def architectures(architecture: Described, *, is_fused: bool = False) -> list[str]:
+    """The `architectures` of config.json of an expanded or a fused model."""
+    names = auto_map(architecture, is_fused=is_fused)
     widest = next(name for name in AUTO_CLASSES if name in names)
     return [names[widest].partition(".")[2]]
 
 
 def stock_type(model_type: object) -> str:
     """Model type of the base of a model, by its own model type."""
-    return str(model_type).removeprefix(EXPANDED)
+    return str(model_type).removeprefix(EXPANDED).removeprefix(FUSED)
 
 
 def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
     Returns:
         Auto class to class of the expanded model, AutoConfig included.
     """
-    config_of, model_of = _makers()
+    config_of, model_of = _makers("scale")
     return {
         "AutoConfig": config_of(config),
         **{auto_class: model_of(model_class, config) for auto_class, model_class in stock.items()},
@@ -154,16 +157,16 @@ def model_classes(architecture: Described) -> dict[str, Any]:
 
 
 class _ExpandedConfigs(dict[str, Any]):
-    """Configuration classes by model type; those of expanded models are made when they are asked for."""
+    """Configuration classes by model type; those of expanded and fused models are made when they are asked for."""
 
     def __contains__(self, key: object) -> bool:
         from transformers import CONFIG_MAPPING
 
-        is_ours = isinstance(key, str) and key.startswith(EXPANDED)
+        is_ours = isinstance(key, str) and key.startswith((EXPANDED, FUSED))
         return super().__contains__(key) or (is_ours and stock_type(key) in CONFIG_MAPPING)
 
     def __missing__(self, key: str) -> Any:
-        self[key] = _register_type(stock_type(key))
+        self[key] = _register_type(stock_type(key), is_fused=key.startswith(FUSED))
         return self[key]
 
 
@@ -177,11 +180,11 @@ def is_part(stock: Any, stock_config: Any) -> bool:
     return getattr(stock, "config_class", None) in stock_config.sub_configs.values()
 
 
-def _register_type(base_type: str) -> Any:
-    """Register our form of each stock class that loads models of a type; returns that of the configuration."""
+def _register_type(base_type: str, *, is_fused: bool) -> Any:
+    """Register a form of each stock class that loads models of a type; returns that of the configuration."""
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers()
+    stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers("fused" if is_fused else "scale")
     config = config_of(stock_config)
     config.register_for_auto_class("AutoConfig")
     for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM):
@@ -194,10 +197,10 @@ def _register_type(base_type: str) -> Any:
     return config
 
 
-def _makers() -> tuple[Any, Any]:
+def _makers(suffix: str) -> tuple[Any, Any]:
     """The functions that make configuration and model classes of stock ones."""
-    configuration: Any = import_module(f"{__name__}.configuration_scale")
-    modeling: Any = import_module(f"{__name__}.modeling_scale")
+    configuration: Any = import_module(f"{__name__}.configuration_{suffix}")
+    modeling: Any = import_module(f"{__name__}.modeling_{suffix}")
     return configuration.config_of, modeling.model_of
 
 

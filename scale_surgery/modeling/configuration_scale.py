@@ -18,7 +18,6 @@
         expanded, passing, attention  the same of a layer that is widened, of one that is not, and new heads; where
                             layers are of several kinds, `kinds` and `kind_of_layer` as above
         enter               "hook" where up streams begin before the first layer, and not beside the embedding
-        fused, fused_head   whether base weights and blocks are one matrix
         problems            why its path cannot run beside others
         origin              what it was made of; nothing here reads it
     router              the router's name and numbers, if there is one
@@ -32,22 +31,23 @@ from typing import Any
 import transformers
 
 
-def find_stock_class(name: str, kind: type, module: str) -> Any:
-    """The class of transformers that an expanded class is made of.
+def find_stock_class(name: str, kind: type, module: str, prefix: str = "Scale") -> Any:
+    """The class of transformers that a class of ours is made of.
 
     Args:
-        name: Name of the expanded class: `Scale`, and the name of the stock class.
+        name: Name of our class: the prefix, and the name of the stock class.
         kind: What it has to be, a configuration or a model.
         module: Module that was asked for it.
+        prefix: What stands before the name of the stock class.
 
     Raises:
         AttributeError: If there is none.
     """
-    stock = getattr(transformers, name.removeprefix("Scale"), None) if name.startswith("Scale") else None
+    stock = getattr(transformers, name.removeprefix(prefix), None) if name.startswith(prefix) else None
     if not (isinstance(stock, type) and issubclass(stock, kind)):
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}: transformers {transformers.__version__} has no such class, "
-            "without Scale. Install a release that has it; a model whose code lies elsewhere is not supported."
+            f"without {prefix}. Install a release that has it; a model whose code lies elsewhere is not supported."
         )
     return stock
 
@@ -62,13 +62,18 @@ def config_of(stock: type, module: str = "") -> type:
     return _make_config(stock, module or __name__)
 
 
-@cache
-def _make_config(stock: type, module: str) -> type:
+def warn_of_old_release() -> None:
+    """Warn of a release of transformers that runs what a config.json names."""
     if [int(number) for number in transformers.__version__.split(".")[:2]] < [5, 5]:
         transformers.logging.get_logger("transformers").warning_once(
             "transformers before 5.5 can run code that a config.json names (CVE-2026-4372, CVE-2026-5241). Install "
             "a newer release, or load only files that you trust."
         )
+
+
+@cache
+def _make_config(stock: type, module: str) -> type:
+    warn_of_old_release()
     attributes = {"model_type": f"scale_{stock.model_type}", "__module__": module, "__doc__": config_of.__doc__}
     return type(f"Scale{stock.__name__}", (stock,), attributes)
 

@@ -16,8 +16,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .expanded_modules import View, twin
+from .expanded_modules import twin
 from .expanded_paths import Paths, Running, memo
+from .expanded_stock import View
 from .expanded_streams import CACHE_LINE
 
 
@@ -103,7 +104,6 @@ class ExpandedAttention:
     """Attention of a layer; its stock forward sees the heads of all chosen paths. `expand_attention` sets it up."""
 
     running: Running
-    is_split = True  # whether parts of the heads attend by themselves; without, all heads attend at once
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parts = memo(self.parts_of, self.running.now().paths, self.make_parts)
@@ -124,8 +124,8 @@ class ExpandedAttention:
         heads = sum(part.heads for part in parts)
         config = {name: getattr(self.config, name) * heads // self.stock_heads.heads for name in self.config_values}
         values = {name: getattr(self, name) * heads // self.stock_heads.heads for name in self.attributes}
-        split = {"_attn_implementation": SPLIT_ATTENTION} if self.is_split else {}
-        return twin(self, **values, parts=parts, stock=self, config=View(self.config, config | split))
+        config["_attn_implementation"] = SPLIT_ATTENTION
+        return twin(self, **values, parts=parts, stock=self, config=View(self.config, config))
 
 
 def find_eager_attention(module: nn.Module) -> Any:

@@ -7,33 +7,31 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .expanded_attention import ExpandedAttention, Heads, expand_attention
-from .expanded_fused import fuse
-from .expanded_loading import MOST_NAMED, LoadedModel
-from .expanded_modules import KINDS, Blocks, View, expand_module, expanded_modules, twin
+from .expanded_loading import LoadedModel
+from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules, twin
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, memo, parting, streams_of_groups
 from .expanded_routers import Router, make_router
 from .expanded_routing import Features, TokenScores, route, score_tokens
 from .expanded_shapes import shapes_of
 from .expanded_state import RouterCall
-
-# what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
-ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
-
+from .expanded_stock import (
+    MOST_NAMED,
+    View,
+    adds_features,
+    find_base_model,
+    find_module,
+    specs_of,
+    wide_features,
+)
 
 A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
-FUSED = (
-    "This model is fused: base weights and blocks are one matrix, so the expansion cannot be switched off. "
-    "Write its blocks again: scale-surgery merge FUSED --to blocks."
-)
 
 
 class Choice(NamedTuple):
@@ -135,7 +133,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         if head is not None:
             expand_module(head, "head", self.running, len(layers))
             head.softcap = facts["softcap"]
-        if {ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters):
+        if adds_features(base_model):
             base_model.register_forward_pre_hook(self._widen, with_kwargs=True)
 
     def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
@@ -159,9 +157,8 @@ class ExpandedPreTrainedModel(LoadedModel):
             plan: What config.json says of it.
 
         Raises:
-            ValueError: If the model is fused, or has an expansion of that name.
+            ValueError: If the model has an expansion of that name.
         """
-        self._check_blocks()
         if name in self.plans:
             raise ValueError(f"{name}: is an expansion of this model already. Choose another name, or delete it first.")
         self._add_blocks(name, plan)
@@ -189,8 +186,6 @@ class ExpandedPreTrainedModel(LoadedModel):
             for module_name, spec in attention.items():
                 layer.get_submodule(module_name).new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan
-        if plan.get("fused"):
-            fuse(self, name, has_fused_head=head is not None and plan["fused_head"])
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
         if plan["dtype"] == "float32":
@@ -232,20 +227,9 @@ class ExpandedPreTrainedModel(LoadedModel):
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether base weight and blocks of each linear are one matrix."""
-        return any(plan.get("fused") for plan in self.plans.values())
-
-    def _check_blocks(self) -> None:
-        if self.is_fused:
-            raise ValueError(FUSED)
-
     def find_paths(self, paths: tuple[Path, ...]) -> Paths:
         """The streams of these paths side by side."""
         if paths not in self.known_paths:
-            if paths == (BASE,):
-                self._check_blocks()
             w12_layers = {name: plan["collaborative"]["layers"] for name, plan in self.plans.items()}
             first_w12_layers = {name: min(layers, default=None) for name, layers in w12_layers.items()}
             self.known_paths[paths] = Paths(paths, first_w12_layers, self.layer_count)
@@ -353,7 +337,6 @@ class ExpandedPreTrainedModel(LoadedModel):
     def delete_expansion(self, name: str) -> None:
         """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
-        self._check_blocks()
         for module in expanded_modules(self):
             if name in module.expansions:
                 del module.expansions[name]
@@ -607,12 +590,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             zeros = features.new_zeros
             return torch.cat([features if is_base else zeros(*features.shape[:-1], w) for is_base, w in streams], -1)
 
-        wider: dict[str, Any] = {}
-        if kwargs.get(ADDED_AFTER) is not None:
-            wider[ADDED_AFTER] = [wide(features, layer) for layer, features in enumerate(kwargs[ADDED_AFTER])]
-        if kwargs.get(ADDED_BEFORE) is not None:
-            wider[ADDED_BEFORE] = {layer: wide(features, layer - 1) for layer, features in kwargs[ADDED_BEFORE].items()}
-        return args, kwargs | wider
+        return args, wide_features(kwargs, wide)
 
     def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
         """The streams that leave a layer: whether each is a base stream, and its width."""
@@ -679,41 +657,6 @@ def cache_of(output: Any) -> Cache | None:
     """The KV cache that a forward gave out."""
     values = output.values() if hasattr(output, "values") else output
     return next((value for value in values if isinstance(value, Cache)), None)
-
-
-def find_base_model(model: nn.Module, path: str) -> nn.Module:
-    """The module that holds embedding, layers and final norm; a model without a head lacks the first parts of its path.
-
-    Args:
-        model: The whole model, or one without its head.
-        path: Dotted path of that module in the whole model.
-    """
-    while path:
-        try:
-            return model.get_submodule(path)
-        except AttributeError:
-            path = path.partition(".")[2]
-    return model
-
-
-def find_module(parent: nn.Module, name: str) -> nn.Module:
-    """The module that config.json names.
-
-    Raises:
-        ValueError: If there is none of that name: releases of transformers rename modules.
-    """
-    try:
-        return parent.get_submodule(name)
-    except AttributeError as error:
-        raise ValueError(
-            f"config.json: scale_surgery names the module {name}, expected one of {type(parent).__name__} in "
-            f"transformers {transformers.__version__}. Load the model with the release that surgery.json names."
-        ) from error
-
-
-def specs_of(plan: dict[str, Any], layer: int) -> dict[str, Any]:
-    """The specs of one layer, of the base or an expansion; layers may be of several kinds."""
-    return plan["kinds"][plan["kind_of_layer"][layer]] if "kinds" in plan else plan
 
 
 def separate(layers: nn.Module) -> None:

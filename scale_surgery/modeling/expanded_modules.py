@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .expanded_paths import Paths, Running, memo
+from .expanded_stock import View, normalise
 from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
@@ -36,18 +37,6 @@ from .expanded_streams import (
 
 # parameters of a forward that keeps a cache
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
-
-
-class View:
-    """An object with some values replaced; everything else is read live from the object."""
-
-    def __init__(self, viewed: Any, values: dict[str, Any]) -> None:
-        self.__dict__.update(values, viewed=viewed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "viewed":
-            raise AttributeError(name)
-        return getattr(self.viewed, name)
 
 
 def twin(module: Any, **values: Any) -> Any:
@@ -202,8 +191,8 @@ class GrownBlocks(LinearBlocks):
 class NormBlocks(Blocks):
     """The norm of an up stream, by its own statistics, computed in float32.
 
-    `style` is "rms" (gain w), "layer" (mean, variance, gain), or one of them with "_plus_one" (gain 1 + w); each adds a
-    bias where the stock norm does. The stock norm may have no gain; that of the up stream has one.
+    `style` is that of the stock norm: see `normalise`. It adds a bias where the stock norm does. The stock norm may
+    have no gain; that of the up stream has one.
     """
 
     group_of = {"up_weight": "norms", "up_bias": "norms"}
@@ -214,15 +203,7 @@ class NormBlocks(Blocks):
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         bias = None if self.up_bias is None else self.up_bias.float()
-        return y, self.normalise(up.float(), self.up_weight.float(), bias).to(y.dtype)
-
-    def normalise(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-        """The norm of one stream, in the style of the stock norm."""
-        gain = gain + 1.0 if self.style.endswith("_plus_one") else gain
-        if self.style.startswith("layer"):
-            return functional.layer_norm(x, gain.shape, gain, bias, self.epsilon)
-        y = functional.rms_norm(x, gain.shape, gain, self.epsilon)
-        return y if bias is None else y + bias
+        return y, normalise(up.float(), self.style, self.epsilon, self.up_weight.float(), bias).to(y.dtype)
 
 
 class EmbeddingBlocks(Blocks):

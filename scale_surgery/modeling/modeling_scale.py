@@ -15,16 +15,15 @@ What happens to a token
    element by element or head by head, so that no number of x depends on one beside it.
 3. Each module of a layer was given a second class (`expanded_modules`). It takes its input apart into streams, gives x,
    and x alone, to the stock module, and lets the blocks of each expansion compute its up stream: W21 x + W22 x_up. It
-   joins the results. A module that has nothing to do with the chosen paths runs as it is. In the fused form
-   (`expanded_fused`) base weight and blocks of a linear are one matrix, and the results equal up to rounding alone.
+   joins the results. A module that has nothing to do with the chosen paths runs as it is.
 4. x stays what it is in the base model, bit for bit: no block writes into it. The stock module sees the same numbers in
    the same shape, with the same strides and, on a CPU, at the same alignment. That W12 is zero for the base is not a
    zero in a matrix but a product that nobody computes. Nothing that trains reaches x, so no gradient passes through
    it: tensors of the base get none there, even if somebody lets them train.
    So until something is learned the logits are the base's: what an expansion adds to a base stream and to the logits
-   is W12 x_up and head_up x_up, which begin as zeros, and y + 0 is y. Two forms keep that up to rounding alone: the
-   fused one, and grown MLPs of more than two copies (`share` of `GrownBlocks`); sums run in another order there. So
-   does `torch.compile`, which chooses kernels itself.
+   is W12 x_up and head_up x_up, which begin as zeros, and y + 0 is y. Grown MLPs of more than two copies (`share` of
+   `GrownBlocks`) keep that up to rounding alone, since sums run in another order there. So does `torch.compile`, which
+   chooses kernels itself.
 5. An expansion with W12 writes into a base stream of its own. Before the first layer in which it does, a hook copies x
    for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
    x, once on x'; W12 x_up is added to what it gives for x' and to nothing else. Where law runs alone, x' is all there
@@ -44,13 +43,12 @@ from functools import cache, wraps
 from inspect import signature
 from typing import Any
 
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .configuration_scale import config_of, find_stock_class
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
-from .expanded_fused import fuse  # noqa: F401
 from .expanded_loading import ADAPTER_METHODS, refusing
 from .expanded_mixture import Mixture  # noqa: F401
 from .expanded_model import ExpandedPreTrainedModel
@@ -60,6 +58,7 @@ from .expanded_routers import Router  # noqa: F401
 from .expanded_routing import route  # noqa: F401
 from .expanded_shapes import shapes_of  # noqa: F401
 from .expanded_state import RouterState  # noqa: F401
+from .expanded_stock import make_model_class
 from .expanded_streams import product  # noqa: F401
 
 
@@ -79,7 +78,6 @@ def model_of(stock: type, stock_config: type, module: str = "") -> type:
 
 @cache
 def _make_model(stock: Any, stock_config: type, config: type, module: str) -> type:
-    suffix = "" if stock_config is stock.config_class else f"_of_{stock_config.__name__}"
     names = list(signature(stock.forward).parameters)[1:]
 
     # with the signature of the stock model, from which others learn what it takes
@@ -90,32 +88,7 @@ def _make_model(stock: Any, stock_config: type, config: type, module: str) -> ty
     attributes = {"config_class": config, "forward": forward, "__module__": module}
     attributes["__doc__"] = ExpandedPreTrainedModel.__doc__
     attributes |= {name: refusing(name) for name in ADAPTER_METHODS if hasattr(stock, name)}
-    # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates
-    generates = (GenerationMixin,) if issubclass(stock, GenerationMixin) else ()
-    made = type(f"Scale{stock.__name__}{suffix}", (ExpandedPreTrainedModel, stock, *generates), attributes)
-    convert_as(made, stock, stock_config)
-    return made
-
-
-def convert_as(expanded: type, stock: type, stock_config: type) -> None:
-    """Let transformers 5 convert names and tensors on disk as for the stock class; code of others gets no conversion.
-
-    Without it the experts of a mixture, one tensor each on disk, would be initialised anew. transformers 4 reads what
-    it knows of from the class.
-    """
-    try:
-        from transformers.conversion_mapping import (
-            get_checkpoint_conversion_mapping,
-            register_checkpoint_conversion_mapping,
-        )
-    except ImportError:
-        return
-    for expanded_name, base in {
-        expanded.__name__: stock.__name__,
-        expanded.config_class.model_type: stock_config.model_type,
-    }.items():
-        if (known := get_checkpoint_conversion_mapping(base)) is not None:
-            register_checkpoint_conversion_mapping(expanded_name, known, overwrite=True)
+    return make_model_class("Scale", ExpandedPreTrainedModel, stock, stock_config, **attributes)
 
 
 def __getattr__(name: str) -> Any:

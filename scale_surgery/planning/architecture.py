@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scale_surgery.checkpoint.names import CODE_FILES, OWN_CODE_FILE
+from scale_surgery.checkpoint.names import CODE_FILES, FUSED_CODE_FILES, OWN_CODE_FILE, OWN_FUSED_FILE
 
 Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down", "read", "write"]
 Group = Literal["attn", "ffn"]
@@ -229,6 +229,7 @@ class Architecture:
         alters_logits: Whether logits are others than the head gives, but for a cap.
         is_numbered: Whether layers compute with their number.
         keeps_batch: Whether what leaves the last norm has to be as many texts as were given.
+        keeps_width: Whether what leaves the last norm has to be as wide as what entered the first layer.
         own_code: Auto class to module and class in the base's own files, such as `modeling_own.OwnForCausalLM`, where
             transformers does not have its model type; otherwise empty.
     """
@@ -258,6 +259,7 @@ class Architecture:
     alters_logits: bool = False
     is_numbered: bool = False
     keeps_batch: bool = False
+    keeps_width: bool = False
     own_code: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -266,9 +268,19 @@ class Architecture:
         return (*CODE_FILES, OWN_CODE_FILE) if self.own_code else CODE_FILES
 
     @property
+    def fused_code_files(self) -> tuple[str, ...]:
+        """Names of the Python files that a fused model of it carries."""
+        return (*FUSED_CODE_FILES, OWN_FUSED_FILE) if self.own_code else FUSED_CODE_FILES
+
+    @property
     def expanded_type(self) -> str:
         """`model_type` of the expanded model."""
         return f"scale_{self.model_type}"
+
+    @property
+    def fused_type(self) -> str:
+        """`model_type` of the fused model."""
+        return f"fused_{self.model_type}"
 
     @property
     def layers_path(self) -> str:

@@ -64,6 +64,7 @@ class Plan:
         layers: Expanded layers.
         collaboration: Where W12 exists.
         prefix: What stands before the base model's names on disk.
+        head: Name of the head on disk.
         specs: Module specifications, the key `scale_surgery` of the new config.json.
         tensors: Every new tensor.
         shards: Names of the new shards.
@@ -80,6 +81,7 @@ class Plan:
     layers: tuple[int, ...]
     collaboration: Collaboration
     prefix: str
+    head: str
     specs: Mapping[str, Any]
     tensors: tuple[TensorPlan, ...]
     shards: tuple[str, ...]
@@ -175,6 +177,7 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
         layers=resolved.layers,
         collaboration=resolved.collaboration,
         prefix=base.prefix,
+        head=base.head,
         specs=specs,
         tensors=tensors,
         shards=shards,

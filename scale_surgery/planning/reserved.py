@@ -12,12 +12,19 @@ from pathlib import PurePosixPath
 
 from scale_surgery.checkpoint.expansions import INFIX, expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.names import CODE_FILES, EXTRACT_FILE, OWN_CODE_FILE, STORED_INDEX, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import (
+    CODE_FILES,
+    EXTRACT_FILE,
+    FUSED_CODE_FILES,
+    OWN_CODE_FILES,
+    STORED_INDEX,
+    TRAINING_FOLDER,
+)
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 
 # surgery.json is no side file of a base: whoever has one is taken for an expanded model
-FILES = {EXTRACT_FILE, STORED_INDEX, *CODE_FILES, OWN_CODE_FILE}
+FILES = {EXTRACT_FILE, STORED_INDEX, *CODE_FILES, *FUSED_CODE_FILES, *OWN_CODE_FILES}
 FOLDERS = (TRAINING_FOLDER,)
 SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")
 

@@ -6,6 +6,7 @@ of the largest logit; a rewritten model that is further away has not been rewrit
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,8 @@ def measure_drift(
                 runs.append(_run(model, batch, probes.new_tokens, run.device))
             advance(1)
     (logits, new), (other_logits, other_new) = runs
-    found = compare_logits(logits, other_logits, batch, run.device)
+    pairs = zip(logits, other_logits, strict=True)
+    found = max((compare_logits(*pair, batch, run.device) for pair in pairs), key=lambda compared: compared.drift)
     return Drift(
         **vars(found),
         tolerance=TOLERANCES[found.dtype],
@@ -162,14 +164,28 @@ def measure_drift(
     )
 
 
-def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor, Tensor | None]:
-    """Logits of the batch, and greedily generated tokens; on the CPU."""
+def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[Tensor], Tensor | None]:
+    """Logits of the batch, on each side of a cosine router, and greedily generated tokens; on the CPU."""
     import torch
 
     inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
+    logits = []
     with torch.no_grad(), translated(*RUNNING):
-        logits = model(**inputs, use_cache=False).logits
+        for side in _sides(model):
+            with side:
+                logits.append(model(**inputs, use_cache=False).logits.cpu())
         if not new_tokens:
-            return logits.cpu(), None
+            return logits, None
         new = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
-    return logits.cpu(), new[:, batch.ids.shape[1] :].cpu()
+    return logits, new[:, batch.ids.shape[1] :].cpu()
+
+
+def _sides(model: Any) -> list[AbstractContextManager[None]]:
+    """What a model runs: each side of a cosine router for all tokens, since rounding may decide where one is near."""
+    router = model.config.scale_surgery.get("router", {}) if hasattr(model.config, "scale_surgery") else {}
+    if router.get("router") != "cosine":
+        return [nullcontext()]
+    if getattr(model, "is_fused", False):
+        return [model.use_threshold(threshold) for threshold in (-1.0, 1.0)]
+    names, settings = model.expansions, {"router": "cosine", "strict": router["strict"]}
+    return [model.use_expansion(names, threshold=threshold, **settings) for threshold in (-1.0, 1.0)]

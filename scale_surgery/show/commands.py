@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.request import Request, complete
@@ -62,7 +62,8 @@ def trusting(architecture: Architecture) -> list[str]:
 
 def running_command(name: str, path: Path, *options: object) -> str:
     """A command that runs the model in a folder, with what it needs where classes of the base's own are in it."""
-    return command(name, path, *options, *["--trust-remote-code"] * (path / OWN_CODE_FILE).is_file())
+    has_own_code = any((path / file).is_file() for file in OWN_CODE_FILES)
+    return command(name, path, *options, *["--trust-remote-code"] * has_own_code)
 
 
 def verify_command(path: Path) -> str:

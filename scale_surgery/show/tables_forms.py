@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from scale_surgery.surgery.merge import Merged
 
 WORDS = {
-    "fused": "one matrix for each linear; same remote code",
+    "fused": "one matrix for each linear; remote code",
     "stock": "a plain checkpoint of the base's architecture; no remote code",
     "blocks": "the expanded model again, every shard checked by sha256",
 }
@@ -40,8 +40,11 @@ def render_merged(done: Merged) -> RenderableType:
         ("parameters", f"{done.parameters:,}{change}"),
     ]
     rows += [] if done.drift is None else _drift_rows(done.drift)
-    rows += [("not taken along", ", ".join(done.left_out)), (NEXT, _next(done))]
-    return facts("taken apart" if done.form == "blocks" else "merged", rows)
+    rows += [("not taken along", ", ".join(done.left_out))]
+    title = "taken apart" if done.form == "blocks" else "merged"
+    if not done.warnings:
+        return facts(title, [*rows, (NEXT, _next(done))])
+    return Group(facts(title, rows), *render_warnings(done.warnings), facts("", [(NEXT, _next(done))]))
 
 
 def _next(done: Merged) -> str:

@@ -8,15 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY
+from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY, STOCK_KEY
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.modeling.expanded_routers import Router
+from scale_surgery.planning.architecture import CONFIG_KEYS
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.paths import base_specs, path_problems
 from scale_surgery.planning.plan import Plan
-from scale_surgery.surgery.joining import has_joined_head
+from scale_surgery.surgery.joining import first_wide_layer, fork_of, gram_size
 from scale_surgery.surgery.record import Manifest
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
@@ -83,9 +84,9 @@ def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes:
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def code_texts(plan: Plan) -> dict[str, str]:
-    """Texts of the code files that what is made of a plan carries, by their names."""
-    return modeling.code_texts(plan.architecture, plan.code_files)
+def code_texts(plan: Plan, *, is_fused: bool = False) -> dict[str, str]:
+    """Texts of the code files that what is made of a plan carries, expanded or fused, by their names."""
+    return modeling.code_texts(plan.architecture, plan.architecture.fused_code_files if is_fused else plan.code_files)
 
 
 def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
@@ -94,11 +95,76 @@ def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """Edit an expanded model's config.json: its linears are joined, and its head where that can be."""
-    fused = {"fused": True, "fused_head": has_joined_head(manifest)}
-    specs = config[CONFIG_KEY]
-    joined = [{**own, **fused} for own in specs[EXPANSIONS_KEY]]
-    return {**config, CONFIG_KEY: {**specs, EXPANSIONS_KEY: joined}}
+    """Edit an expanded model's config.json: classes of a fused model, and sizes of base and expansion together.
+
+    Args:
+        config: Parsed config.json of the expanded model.
+        manifest: Its surgery.json.
+
+    Returns:
+        The new config.
+    """
+    plan = manifest.plan
+    architecture, specs = plan.architecture, config[CONFIG_KEY]
+    fork = fork_of(manifest)
+    wide = _wide_values(config, plan, fork)
+    if plan.widths.up_width:
+        # a head that reads both streams is not the embedding any more
+        wide["tie_word_embeddings"] = False
+    fused = {
+        **({} if fork is None else {ROUTER_KEY: specs[ROUTER_KEY], "gram": gram_size(manifest)}),
+        BASE_KEY: specs[BASE_KEY],
+        EXPANSIONS_KEY: [
+            {**own, "fused": True, "first_wide_layer": first_wide_layer(plan), "fork": fork}
+            for own in specs[EXPANSIONS_KEY]
+        ],
+        STOCK_KEY: {key: config.get(key) for key, value in wide.items() if config.get(key) != value},
+    }
+    return {
+        **config,
+        **wide,
+        "architectures": modeling.architectures(architecture, is_fused=True),
+        "model_type": architecture.fused_type,
+        "auto_map": {**config["auto_map"], **modeling.auto_map(architecture, is_fused=True)},
+        CONFIG_KEY: fused,
+    }
+
+
+def _wide_values(config: Mapping[str, Any], plan: Plan, fork: int | None) -> dict[str, Any]:
+    """Sizes of hidden state and heads, base and expansion together, by their keys in config.json.
+
+    Where a model sees images, what serves its language model reads them from the modules.
+    """
+    if "text_config" in config:
+        return {}
+    key = {name: plan.architecture.keys.get(name, common) for name, common in CONFIG_KEYS.items()}
+    sizes, widths = plan.sizes, plan.widths
+    paths = [1 + (fork is not None and layer >= fork) for layer in range(sizes.layers)]
+    heads = [(count * q, count * kv) for layer, count in enumerate(paths) for q, kv in [_heads(plan, layer)]]
+    most = max(heads)
+    per_layer = {
+        str(layer): {key["query_heads"]: own[0], key["key_value_heads"]: own[1]}
+        for layer, own in enumerate(heads)
+        if own != most
+    }
+    layers = dict(config.get("per_layer_config") or {})
+    layers |= {number: {**layers.get(number, {}), **values} for number, values in per_layer.items()}
+    return {
+        key["hidden"]: sizes.hidden + widths.up_width,
+        key["query_heads"]: most[0],
+        key["key_value_heads"]: most[1],
+        key["head_size"]: sizes.head_size,
+        **({"per_layer_config": layers} if per_layer else {}),
+    }
+
+
+def _heads(plan: Plan, layer: int) -> tuple[int, int]:
+    """Heads of queries, and of keys and values, of a layer of the fused model."""
+    split = [block for block in plan.architecture.kind(layer).blocks if block.query_heads]
+    if not split:
+        return plan.sizes.query_heads, plan.sizes.key_value_heads
+    block, new = split[0], plan.widths.up_kv_heads * (layer in plan.layers)
+    return block.query_heads + new * block.queries_per_key_value, block.key_value_heads + new
 
 
 def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -10,12 +10,15 @@ Joining copies, so the bytes of every base tensor and of every block lie in the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import INFIX
 from scale_surgery.checkpoint.files import as_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, read_tensor, read_text
-from scale_surgery.checkpoint.hashes import hash_file, hash_files
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor, read_text
+from scale_surgery.checkpoint.hashes import hash_file, hash_files, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.shards import (
     Entry,
@@ -25,15 +28,25 @@ from scale_surgery.checkpoint.shards import (
     write_shard,
 )
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.modeling.expanded_routers import CosineRouter
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
 from scale_surgery.surgery.config import code_texts, fused_config
-from scale_surgery.surgery.joining import cast_problems, join_pieces, joined_tensors
+from scale_surgery.surgery.joining import (
+    cast_problems,
+    fork_of,
+    gram_of,
+    gram_size,
+    head_of,
+    join_pieces,
+    joined_tensors,
+    renamed_tensors,
+)
 from scale_surgery.surgery.parts import described_parts, rebuild_shard
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
-    pass
+    from torch import Tensor
 
 
 def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -43,10 +56,27 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
         PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
     problems = fused_problems(manifest.plan.architecture)
+    problems += _router_problems(manifest)
     problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:
         raise PlanError.from_problems(problems)
+
+
+def _router_problems(manifest: Manifest) -> list[str]:
+    """Why a routed model has no fused form."""
+    routing = manifest.routing
+    advice = (
+        "Take the router away first: scale-surgery route-export --router none; or serve the routed folder as it is."
+    )
+    if routing is None:
+        return []
+    if not isinstance(routing, CosineRouter):
+        return [
+            f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
+            f"cosine one. {advice}"
+        ]
+    return []
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
@@ -64,8 +94,8 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     Raises:
         CheckpointError: If a text cannot be read.
     """
-    code = code_texts(manifest.plan)
-    before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *code, MANIFEST_FILE)}
+    code = code_texts(manifest.plan, is_fused=True)
+    before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *manifest.code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
@@ -84,26 +114,48 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     }
     for file, text in texts.items():
         write_text(folder / file, text)
+    gram = [name for name in weight_map if name == gram_of(manifest.plan)]
     return {
+        "made": hash_tensors(open_checkpoint(folder), gram),
         "shards": remembered,
-        "texts": {file: text for file, text in before.items() if texts.get(file) != text},
+        "texts": {file: text for file, text in before.items() if file in manifest.code or texts.get(file) != text},
     }
 
 
 def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
     """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
-    joined = {item.name: item for item in joined_tensors(manifest)}
-    gone = {name for item in joined.values() for name in item.pieces.values()} - set(joined)
+    tensors, renamed = checkpoint.tensors, renamed_tensors(manifest)
+    # a head that was tied stands where its up part was
+    joined = {
+        item.name if item.name in tensors else item.pieces.get("up_weight", item.base): item
+        for item in joined_tensors(manifest)
+    }
+    inside = {name for item in joined.values() for name in item.pieces.values() if INFIX in name}
     read = functools.partial(read_tensor, checkpoint)
     kept: dict[str, list[Entry]] = {shard: [] for shard in checkpoint.shards}
-    for name, info in checkpoint.tensors.items():
+    for name, info in tensors.items():
         if name in joined:
             item = joined[name]
-            kept[info.file].append(computed(name, info.dtype, item.shape, functools.partial(join_pieces, item, read)))
-        elif name not in gone:
-            kept[info.file].append(stored(checkpoint, name))
+            make = functools.partial(join_pieces, item, read)
+            kept[info.file].append(computed(item.name, tensors[item.base].dtype, item.shape, make))
+        elif name not in inside:
+            kept[info.file].append(replace(stored(checkpoint, name), name=renamed.get(name, name)))
     filled = [entries for entries in kept.values() if entries]
+    if fork_of(manifest) is not None:
+        size = gram_size(manifest)
+        filled[-1].append(computed(gram_of(manifest.plan), "F32", (size, size), lambda: _make_gram(manifest, read)))
     return {f"fused-{i:05d}-of-{len(filled):05d}.safetensors": entries for i, entries in enumerate(filled, 1)}
+
+
+def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
+    """G = [W b]'[W b] of the base's head, by which a cosine of logits is one of features."""
+    import torch
+
+    name, bias = head_of(manifest)
+    weight = read(name).float()
+    if bias is not None:
+        weight = torch.cat((weight, read(bias).float()[:, None]), dim=1)
+    return weight.t() @ weight
 
 
 def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:

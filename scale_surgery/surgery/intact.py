@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
-from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file
+from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tensors
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
@@ -18,7 +18,7 @@ from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILES, VOCABULARY_FILES
 from scale_surgery.surgery.config import config_problems
-from scale_surgery.surgery.joining import joined_tensors
+from scale_surgery.surgery.joining import joined_tensors, renamed_tensors, tied_head
 from scale_surgery.surgery.parts import described_parts, hash_parts
 from scale_surgery.surgery.record import Manifest, check_numbering
 from scale_surgery.surgery.renumbered import hash_stored
@@ -61,11 +61,16 @@ def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progres
     missing = _damaged(checkpoint, manifest, planned)
     return IntegrityReport(
         base=base_problems(checkpoint, manifest, Sums(files, hashes)),
-        structure=(*missing, *_unexpected_tensors(checkpoint, manifest, planned), *_spoiled(manifest, expansion)),
+        structure=(
+            *missing,
+            *_unexpected_tensors(checkpoint, manifest, planned),
+            *_spoiled(manifest, expansion),
+            *_spoiled_matrices(checkpoint, manifest),
+        ),
         missing=tuple(missing),
         config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
         code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
-        hashes=hashes,
+        hashes={name: hashes[name] for name in manifest.base_tensors if name in hashes},
         expansion=expansion,
     )
 
@@ -117,8 +122,18 @@ def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) ->
     sums = hash_all(checkpoint, as_it_was, advance)
     files, found = sums.files, sums.tensors
     files |= hash_stored(checkpoint.path, manifest, [name for name in there if name not in files], advance)
-    found |= hash_parts(checkpoint, manifest, [name for name in manifest.base_tensors if name not in found], advance)
-    return files, {name: found[name] for name in manifest.base_tensors if name in found}
+    parts = _base_parts(manifest)
+    found |= hash_parts(checkpoint, manifest, [name for name in parts if name not in found], advance)
+    return files, {name: found[name] for name in parts if name in found}
+
+
+def _base_parts(manifest: Manifest) -> dict[str, str]:
+    """Names of the base's tensors in a folder, each to that of the base tensor.
+
+    A fused model holds that of a tied embedding a second time, in its head.
+    """
+    head = None if manifest.fused is None else tied_head(manifest)
+    return {name: name for name in manifest.base_tensors} | ({} if head is None else {head.name: head.base})
 
 
 def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple[str, ...]:
@@ -128,7 +143,8 @@ def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple
 
 def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[str]:
     problems = []
-    for name, digest in record.base_hashes.items():
+    for name, base_name in _base_parts(record).items():
+        digest = record.base_hashes[base_name]
         if name not in hashes:
             problems.append(f"{name}: base tensor is missing.")
         elif hashes[name] != digest:
@@ -143,6 +159,17 @@ def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[str]:
         for name, digest in known.items():
             if hashes.get(name, digest) != digest:
                 yield _other_sum(name, hashes[name], digest)
+
+
+def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+    """What a fused model holds beside base and expansion, made of them, where it is not what was written."""
+    made = {} if manifest.fused is None else manifest.fused["made"]
+    hashes = hash_tensors(checkpoint, [name for name in made if name in checkpoint.tensors])
+    for name, digest in made.items():
+        if name not in hashes:
+            yield f"{name}: is missing."
+        elif hashes[name] != digest:
+            yield _other_sum(name, hashes[name], digest)
 
 
 def _other_sum(name: str, found: str, expected: str) -> str:
@@ -175,9 +202,11 @@ def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str
 def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
     """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
     problems = []
-    joined = list(joined_tensors(manifest)) if manifest.fused is not None else []
+    is_fused = manifest.fused is not None
+    joined = list(joined_tensors(manifest)) if is_fused else []
     inside = {name for item in joined for name in item.pieces.values()}
-    shapes = {name: tensor.shape for name, tensor in planned.items() if name not in inside}
+    renamed = renamed_tensors(manifest) if is_fused else {}
+    shapes = {renamed.get(name, name): tensor.shape for name, tensor in planned.items() if name not in inside}
     for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
         info = checkpoint.tensors.get(name)
         if info is None:
@@ -189,6 +218,9 @@ def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, T
 
 def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
     known = {*planned, *manifest.base_tensors}
+    if manifest.fused is not None:
+        known |= {item.name for item in joined_tensors(manifest)} | set(renamed_tensors(manifest).values())
+        known |= set(manifest.fused["made"])
     return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
 
 

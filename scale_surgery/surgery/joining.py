@@ -3,6 +3,9 @@
     [ W    W12 ]      rows are outputs, columns inputs; of a fused projection, each section has its base rows before
     [ W21  W22 ]      its up rows: q, q_up, k, k_up, ...
 
+Of the embedding, and of the head, the up part stands beside the base's columns. In a layer that is not expanded, a
+linear that reads or writes the hidden state gets zeros where the up stream is.
+
 Joining copies and never adds, so that every tensor comes out bit for bit as it went in; but for a grown MLP, whose base
 weight counts a share, and which may have trained copies W11 in place of W. It is joined for the stock form alone.
 """
@@ -15,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import INFIX, tensor_name
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.specs import Spec, specs_of_layer
 from scale_surgery.planning.stored import module_path
 from scale_surgery.surgery.record import Manifest
 
@@ -29,7 +34,7 @@ PLACES = {
     "w22": (True, True),
     "bias": (False, False),
     "up_bias": (True, False),
-    # of the head
+    # of the head and the embedding
     "up_weight": (False, True),
     # of a grown MLP: what is trained in place of the base's
     "w11": (False, False),
@@ -37,12 +42,15 @@ PLACES = {
 }
 
 
+IN_EMBEDDING = -1
+
+
 @dataclass(frozen=True)
 class Joined:
     """A weight or bias of the joined form.
 
     Attributes:
-        name: Its name, that of the base tensor in it.
+        name: Its name; that of the base tensor in it, but for a head that was tied to the embedding.
         pieces: Names of the tensors in it, by the last part of their names; what is not there is zero.
         inputs: Base and up width of what the linear reads.
         sections: Base and up width of what it writes, section by section.
@@ -58,9 +66,14 @@ class Joined:
     share: float = 1.0
 
     @property
+    def base(self) -> str:
+        """Name of the base tensor in it, or of the first block where there is none."""
+        return next(iter(self.pieces.values()))
+
+    @property
     def is_bias(self) -> bool:
         """Whether it is a bias, which has no columns."""
-        return "bias" in self.pieces
+        return self.name.endswith("bias")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,51 +85,140 @@ class Joined:
 
 
 def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
-    """List every tensor that joining makes of an expanded model: the linears of its expanded layers, and the head.
+    """List every tensor that joining makes of an expanded model: embedding, linears and head.
 
     Args:
         manifest: Its surgery.json.
 
     Yields:
-        The tensors, layer by layer.
+        The tensors; a layer's in its order, a head last.
     """
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
-    is_transposed = plan.architecture.transposed
-    for layer in plan.layers:
-        for name, spec in plan.expanded_linears(layer).items():
-            path = module_path(plan.architecture, plan.prefix, layer, name)
+    architecture, sizes, up = plan.architecture, plan.sizes, plan.widths.up_width
+    embedding, first = embedding_of(plan), first_wide_layer(plan)
+    fork = fork_of(manifest)
+    if up and first == IN_EMBEDDING:
+        up_weight = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "up_weight")
+        pieces = {"weight": embedding} | ({"up_weight": up_weight} if up_weight in present else {})
+        yield Joined(embedding, pieces, (sizes.hidden, up), ((sizes.embedded, 0),), False)
+    for layer in range(max(first, 0), sizes.layers):
+        is_expanded = layer in plan.layers
+        specs = plan.expanded_linears(layer) if is_expanded else _passing_linears(plan, layer)
+        if fork is not None and layer >= fork:
+            specs = _stock_linears(plan, layer) | specs
+        for name, spec in specs.items():
+            path = module_path(architecture, plan.prefix, layer, name)
             base_in, up_in = spec["in_features"]
             sections = tuple((base, up) for base, up in spec["out_features"])
             share = spec.get("share", 1.0)
-            for blocks in (("weight", "w12", "w21", "w22", "w11"), ("bias", "up_bias", "bias11")):
-                names = {blocks[0]: f"{path}.{blocks[0]}"}
-                names |= {block: tensor_name(path, plan.request.name, block) for block in blocks[1:]}
+            matrices: tuple[tuple[str, tuple[str, ...], tuple[int, int], bool], ...] = (
+                ("weight", ("weight", "w12", "w21", "w22", "w11"), (base_in, up_in), architecture.transposed),
+                ("bias", ("bias", "up_bias", "bias11"), (0, 0), False),
+            )
+            if fork is not None and layer >= fork:
+                # of two paths, W12 acts on one alone
+                matrices = (
+                    ("base.weight", ("weight", "w21"), (base_in, 0), architecture.transposed),
+                    ("base.bias", ("bias", "up_bias"), (0, 0), False),
+                    ("up.weight", ("w12", "w22"), (0, up_in), False),
+                )
+            for matrix, blocks, inputs, is_transposed in matrices:
+                names = {block: block_name(path, plan.request.name, block) for block in blocks}
                 pieces = {block: own for block, own in names.items() if own in present}
                 # a bias without an up part is as long as before
-                if "weight" in pieces or "up_bias" in pieces:
-                    yield Joined(f"{path}.{blocks[0]}", pieces, (base_in, up_in), sections, is_transposed, share)
-    yield from _joined_head(manifest)
+                if pieces and ("weight" in matrix or any(up for _, up in sections)):
+                    yield Joined(f"{path}.{matrix}", pieces, inputs, sections, is_transposed, share)
+    for up_weight in sorted({tensor.name for tensor in plan.head_parts}.intersection(present)):
+        head = f"{up_weight.partition(INFIX)[0]}.weight"
+        # one that is tied to the embedding becomes a tensor of its own
+        pieces = {"weight": head if head in present else embedding, "up_weight": up_weight}
+        yield Joined(head, pieces, (sizes.hidden, up), ((sizes.vocabulary, 0),), False)
 
 
-def _joined_head(manifest: Manifest) -> Iterator[Joined]:
-    """The head, where it is a tensor of its own; a tied one would have to be stored a second time.
+def _stock_linears(plan: Plan, layer: int) -> dict[str, Spec]:
+    """Linears of a layer as they are in the base."""
+    return {
+        linear.name: {"in_features": (linear.inputs, 0), "out_features": [(size, 0) for size in linear.outputs]}
+        for linear in plan.architecture.kind(layer).linears
+    }
 
-    A router asks for the logits of each stream by itself.
+
+def block_name(module: str, expansion: str, block: str) -> str:
+    """Name of a base tensor or a block of a module."""
+    return f"{module}.{block}" if block in ("weight", "bias") else tensor_name(module, expansion, block)
+
+
+def fork_of(manifest: Manifest) -> int | None:
+    """The first layer of a fused model that two paths pass through; None where its router, if any, weighs no two."""
+    return min(manifest.plan.collaboration.layers, default=None) if manifest.routing is not None else None
+
+
+def first_wide_layer(plan: Plan) -> int:
+    """The first layer of a fused model whose input has an up stream; `IN_EMBEDDING` where the embedding has it already.
+
+    Below the first expanded layer the up stream is zero, so it needs not be there. But the stock code may have stored
+    the width of what enters the layers, and expect it after the last norm.
     """
-    sizes, widths = manifest.plan.sizes, manifest.plan.widths
-    heads = {tensor.name for tensor in manifest.plan.head_parts}
-    names = sorted(heads.intersection(manifest.expansion_tensors))
-    for up_weight in names if not (sizes.is_tied or manifest.routing) else ():
-        weight = f"{up_weight.partition(INFIX)[0]}.weight"
-        sections = ((sizes.vocabulary, 0),)
-        yield Joined(
-            weight, {"weight": weight, "up_weight": up_weight}, (sizes.hidden, widths.up_width), sections, False
-        )
+    architecture, first = plan.architecture, min(plan.layers)
+    is_early = first == 0 or architecture.keeps_width
+    return IN_EMBEDDING if is_early and architecture.enters == "embedding" else first
 
 
-def has_joined_head(manifest: Manifest) -> bool:
-    """Whether joining makes one matrix of the head and its up part."""
-    return any(_joined_head(manifest))
+def _passing_linears(plan: Plan, layer: int) -> dict[str, Spec]:
+    """Linears of a layer that is not expanded, above one that is, which read or write the hidden state."""
+    passing = specs_of_layer(plan.specs, layer)["passing"]
+    return {
+        linear.name: {
+            "in_features": (linear.inputs, 0 if passing[linear.name]["base"] is None else plan.widths.up_width),
+            "out_features": [(sum(linear.outputs), passing[linear.name]["up"])]
+            if passing[linear.name]["up"]
+            else [(size, 0) for size in linear.outputs],
+        }
+        for linear in plan.architecture.kind(layer).linears
+        if linear.name in passing
+    }
+
+
+def renamed_tensors(manifest: Manifest) -> dict[str, str]:
+    """Tensors that a fused model holds as they are under another name: blocks of norms, and linears of two paths."""
+    joined = list(joined_tensors(manifest))
+    inside = {name for item in joined for name in item.pieces.values()}
+    names = (name for name in manifest.expansion_tensors if name not in inside)
+    biases = (item.name.removesuffix("base.weight") for item in joined if item.name.endswith(".base.weight"))
+    stock = (f"{path}bias" for path in biases if f"{path}bias" in manifest.base_tensors)
+    return {
+        **{name: f"{name.partition(INFIX)[0]}.{name.rpartition('.')[2]}" for name in names},
+        **{name: f"{name.removesuffix('bias')}base.bias" for name in stock if name not in inside},
+    }
+
+
+def tied_head(manifest: Manifest) -> Joined | None:
+    """The head of a fused model that was tied to the embedding, if it was."""
+    *_, last = joined_tensors(manifest)
+    return last if "up_weight" in last.pieces and last.base == embedding_of(manifest.plan) != last.name else None
+
+
+def embedding_of(plan: Plan) -> str:
+    """Name of the embedding's weight."""
+    return f"{plan.prefix}{plan.architecture.embedding_weight}"
+
+
+def head_of(manifest: Manifest) -> tuple[str, str | None]:
+    """Names of the base tensors that the head is made of: its weight, or the embedding's where tied, and its bias."""
+    head = manifest.plan.head
+    weight, bias = f"{head}.weight", f"{head}.bias"
+    has_own = weight in manifest.base_tensors
+    return weight if has_own else embedding_of(manifest.plan), bias if bias in manifest.base_tensors else None
+
+
+def gram_size(manifest: Manifest) -> int:
+    """Rows of the matrix by which a fused model with a cosine router decides."""
+    return manifest.plan.sizes.hidden + (head_of(manifest)[1] is not None)
+
+
+def gram_of(plan: Plan) -> str:
+    """Name of the matrix by which a fused model with a cosine router decides; see `modeling_fused`."""
+    return f"{plan.prefix}{plan.architecture.on_disk(plan.architecture.final_norm.name)}.gram"
 
 
 def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
@@ -144,22 +246,25 @@ def _shape(joined: Joined, block: str) -> tuple[int, ...]:
 
 def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """Blocks that cannot be joined without a cast, each with what to do."""
-    tensors = checkpoint.tensors
-    return [
-        f"{name}: is {tensors[name].dtype}, the base tensor beside it {tensors[item.name].dtype}; joining copies and "
-        "never casts. Expand without --dtype for a model that can be merged."
-        for item in joined_tensors(manifest)
-        for name in item.pieces.values()
-        if tensors[name].dtype != tensors[item.name].dtype
-    ]
+    tensors, problems = checkpoint.tensors, []
+    for item in joined_tensors(manifest):
+        for name in item.pieces.values():
+            weight = f"{name.partition(INFIX)[0]}.weight"
+            beside = tensors[weight if INFIX in name and weight in tensors else item.base].dtype
+            if tensors[name].dtype != beside:
+                problems.append(
+                    f"{name}: is {tensors[name].dtype}, the base tensor beside it {beside}; joining copies and never "
+                    "casts. Expand without --dtype for a model that can be merged."
+                )
+    return problems
 
 
 def join_pieces(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:
     """Join what `read` gives for the name of each piece; in the dtype of the base tensor, as it is to be stored."""
-    base = read(joined.name)
+    base = read(joined.base)
     whole = _by_rows(joined, base.new_zeros(joined.shape))
     for block, name in joined.pieces.items():
-        value = base if name == joined.name else read(name)
+        value = base if name == joined.base else read(name)
         if block == "weight" and joined.share != 1:
             value = (value.float() * joined.share).to(value.dtype)
         columns = whole if joined.is_bias else whole[:, _columns(joined, block)]

@@ -24,6 +24,7 @@ from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, REPORTS_FOLDER, STOCK_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError, shorten
+from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
@@ -53,6 +54,7 @@ class Merged:
         drift: How far its logits are from those of the model it was made from; None for "blocks", whose files are
             compared by hash.
         left_out: Files that were not taken along.
+        warnings: What a server may refuse.
     """
 
     path: Path
@@ -63,6 +65,11 @@ class Merged:
     bytes_written: int
     drift: Drift | None
     left_out: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+# fewer features a head are not taken by vLLM's attention on a CPU (0.32)
+SMALLEST_SERVED_HEAD = 32
 
 
 def merge(
@@ -169,7 +176,7 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Merged
         write_blocks(checkpoint, manifest, partial, track)
         remembered = {}
     for file in checkpoint.side_files:
-        if file not in (INDEX_FILE, *_left_out(checkpoint)) and not (partial / file).exists():
+        if file not in (INDEX_FILE, *manifest.code, *_left_out(checkpoint)) and not (partial / file).exists():
             take_over(checkpoint.path / file, partial / file, "copy")
     return remembered
 
@@ -212,7 +219,7 @@ def _fused_record(
     checkpoint: Checkpoint, manifest: Manifest, remembered: Mapping[str, Any], drift: Drift
 ) -> dict[str, Any]:
     """surgery.json of a fused model."""
-    code = hash_texts(code_texts(manifest.plan))
+    code = hash_texts(code_texts(manifest.plan, is_fused=True))
     return replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None).to_json()
 
 
@@ -251,4 +258,14 @@ def _describe(target: Path, to: MergedForm, checkpoint: Checkpoint, manifest: Ma
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
         left_out=_left_out(checkpoint),
+        warnings=() if to == "blocks" else _warnings(manifest.plan.sizes),
+    )
+
+
+def _warnings(sizes: Sizes) -> tuple[str, ...]:
+    if sizes.head_size >= SMALLEST_SERVED_HEAD:
+        return ()
+    return (
+        f"a head has {sizes.head_size} features: vLLM's attention on a CPU takes {SMALLEST_SERVED_HEAD} or more. "
+        "transformers and scale-surgery serve run it.",
     )

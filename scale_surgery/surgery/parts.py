@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.surgery.joining import Joined, joined_tensors, take_piece
+from scale_surgery.surgery.joining import Joined, joined_tensors, renamed_tensors, take_piece, tied_head
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -32,12 +32,20 @@ def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callab
     found: dict[str, Callable[[], Tensor]] = {
         name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
     }
+    if manifest.fused is None:
+        return found
+    found |= {name: found.pop(new) for name, new in renamed_tensors(manifest).items() if new in found}
     # the pieces of a matrix are asked for one after the other
     read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, checkpoint))
-    for item in joined_tensors(manifest) if manifest.fused is not None else ():
+    head = tied_head(manifest)
+    for item in joined_tensors(manifest):
         whole = found.pop(item.name, None)
         if whole is not None and checkpoint.tensors[item.name].shape == item.shape:
-            found |= {name: functools.partial(_take, item, block, read) for block, name in item.pieces.items()}
+            pieces = {name: functools.partial(_take, item, block, read) for block, name in item.pieces.items()}
+            # the base's part of a head that was tied goes by the head's name
+            found |= {
+                item.name if item == head and name == item.base else name: piece for name, piece in pieces.items()
+            }
     return found
 
 

@@ -195,6 +195,8 @@ class Manifest:
     @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the code files that the folder needs; where all expansions are left out, of those that it had."""
+        if self.fused is not None:
+            return self.plan.architecture.fused_code_files
         return self.first_plan.code_files if self.expansions else tuple(self.code)
 
     @property

@@ -188,7 +188,8 @@ def test_a_joint_norm_is_caught(copy) -> None:
     """A norm over both streams together changes the base stream; code that does so differs from ours."""
     path = copy("preserve")
     code = (path / "expanded_modules.py").read_text()
-    separate = "        return y, self.normalise(up.float(), self.up_weight.float(), bias).to(y.dtype)\n"
+    up = "normalise(up.float(), self.style, self.epsilon, self.up_weight.float(), bias)"
+    separate = f"        return y, {up}.to(y.dtype)\n"
     assert code.count(separate) == 1
     joint = "        y = y * base.norm() / torch.cat((base, up), -1).norm()\n"
     (path / "expanded_modules.py").write_text(code.replace(separate, joint + separate))

@@ -280,8 +280,8 @@ def test_the_python_of_a_card_runs(forms: dict[str, Path], form: str) -> None:
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "<card>", "exec"), names)
-    is_stock = form in ("stock", "deepened")
-    assert type(names["model"]).__name__ == ("LlamaForCausalLM" if is_stock else "ScaleLlamaForCausalLM")
+    prefix = {"stock": "", "deepened": "", "fused": "Fused"}.get(form, "Scale")
+    assert type(names["model"]).__name__ == f"{prefix}LlamaForCausalLM"
     assert form == "extract" or names["tokenizer"]("a").input_ids
 
 

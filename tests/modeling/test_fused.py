@@ -1,9 +1,9 @@
-"""The fused form computes what the blocks compute, in as few products as a stock model."""
+"""The fused form computes what the blocks compute, in as few products as a stock model, of which only sizes differ."""
 
 from __future__ import annotations
 
-import copy
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import AutoModel
 
 from scale_surgery import Request, expand
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.modeling.expanded_fused import FusedLinear
+from scale_surgery.modeling.modeling_fused import Entering, Narrow, Split
 from scale_surgery.progress import no_track
 from scale_surgery.surgery.fused import write_fused
 from scale_surgery.surgery.record import read_manifest
@@ -26,28 +27,26 @@ from tests.tiny import FAMILIES
 
 # a sum in another order; the tiny models' logits are of size 1
 CLOSE = {"rtol": 0, "atol": 1e-4}
-# paths part in layer 1, above a preservation layer; layer 2 was not chosen
-DEEP = Request("0-1", variant="adapt", collaborative_layers="1", init_w22="random")
-MADE = REQUESTS | {"deep": DEEP}
-ROUTERS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "posterior": {"router": "posterior", "prior": (0.5, 0.5), "switch_rate": 0.05},
-    "cosine": {"router": "cosine", "threshold": 0.9},
-    "strict": {"router": "cosine", "threshold": 0.9, "strict": True},
+# layer 2 was not chosen, and passes the up stream on; below layer 1 there is none yet
+MADE = REQUESTS | {
+    "deep": Request("0-1", variant="adapt", collaborative_layers="1", init_w22="random"),
+    "between": Request("1", variant="adapt", init_w22="random"),
+    "last": Request("2"),
 }
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+Twins = tuple[Any, Any, Path]
 
 
 @pytest.fixture(scope="module")
-def twins_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Any]]:
-    """A shaken expanded model and its fused form; a tied head stays as it is."""
+def twins_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Twins]:
+    """A shaken expanded model, its fused form, and the folder of that."""
 
     @functools.cache
-    def make(family: str, request: str, tied: bool) -> tuple[Any, Any]:
+    def make(family: str, request: str, tied: bool) -> Twins:
         folder = tmp_path_factory.mktemp("fused")
         path = shake(expand(base_of(family, "float32", tied), MADE[request], folder / family).path)
         write_fused(open_checkpoint(path), read_manifest(path), folder, no_track)
-        return load(path), load(folder)
+        return load(path), load(folder), folder
 
     return make
 
@@ -60,29 +59,26 @@ def prompts() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids[:1, :1]}, {"input_ids": ids[1:]}, {"input_ids": ids * mask, "attention_mask": mask}]
 
 
-KEPT = list(zip(FEW, ("preserve", "adapt", "deep", "adapt_without_up_stream"), 2 * ("posterior", "alone"), strict=True))
+KEPT = list(zip(FEW, ("preserve", "between", "deep", "adapt_without_up_stream"), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("family", "request_name", "router"), mostly(product(FAMILIES, MADE, ROUTERS), KEPT.__contains__)
-)
-@pytest.mark.parametrize("tied", mostly((False, True), lambda tied: not tied))
+@pytest.mark.parametrize(("family", "request_name"), mostly(product(FAMILIES, MADE), KEPT.__contains__))
+@pytest.mark.parametrize("tied", mostly((False, True), lambda tied: tied))
 def test_fused_computes_what_the_blocks_compute(
-    twins_of: Callable[..., tuple[Any, Any]], family: str, request_name: str, router: str, tied: bool
+    twins_of: Callable[..., Twins], family: str, request_name: str, tied: bool
 ) -> None:
-    model, fused = twins_of(family, request_name, tied)
-    for own in (model, fused):
-        own.set_expansion(["default"] if router != "alone" else "default", **ROUTERS[router])
+    model, fused, _ = twins_of(family, request_name, tied)
     with torch.no_grad():
         for prompt in prompts():
             torch.testing.assert_close(fused(**prompt).logits, model(**prompt).logits, **CLOSE)
-            for one, other in zip(fused.path_logits(**prompt), model.path_logits(**prompt), strict=True):
-                torch.testing.assert_close(one, other, **CLOSE)
     prompt = prompts()[-1]
     assert torch.equal(fused.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
-    if router != "alone":
-        for one, other in zip(fused.score_tokens(**prompt), model.score_tokens(**prompt), strict=True):
-            torch.testing.assert_close(one, other, **CLOSE)
+    # the control: every matrix takes part, its up part too
+    logits = fused(**prompts()[1]).logits
+    with torch.no_grad():
+        fused.get_output_embeddings().weight[:, -1] += 1
+        assert not torch.allclose(fused(**prompts()[1]).logits, logits, **CLOSE)
+        fused.get_output_embeddings().weight[:, -1] -= 1
 
 
 class Products(TorchFunctionMode):
@@ -106,12 +102,9 @@ def calls_of(model: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("family", mostly(WAYS, FEW.__contains__))
 def test_a_linear_is_one_product_and_heads_attend_at_once(
-    base_of: Callable[..., Path], twins_of: Callable[..., tuple[Any, Any]], family: str
+    base_of: Callable[..., Path], twins_of: Callable[..., Twins], family: str
 ) -> None:
-    twins = twins_of(family, "adapt", False)
-    for model in twins:
-        model.set_expansion("default")
-    blocks, fused = map(calls_of, twins)
+    blocks, fused = map(calls_of, twins_of(family, "adapt", False)[:2])
     base = calls_of(load(base_of(family)))
     for name in ("linear", "addmm", "scaled_dot_product_attention", "silu", "gelu", "matmul"):
         assert fused[name] == base[name], name
@@ -119,21 +112,47 @@ def test_a_linear_is_one_product_and_heads_attend_at_once(
 
 
 @pytest.mark.parametrize("family", mostly(WAYS, ("phi3", "gpt2").__contains__))
-def test_nothing_of_the_blocks_reaches_the_base_beside_its_expansion(
-    twins_of: Callable[..., tuple[Any, Any]], family: str
+def test_what_a_server_replaces_is_stock(
+    base_of: Callable[..., Path], twins_of: Callable[..., Twins], family: str
 ) -> None:
-    """The base's path reads of each matrix the rows and columns of W alone."""
-    fused = copy.deepcopy(twins_of(family, "adapt", True)[1])
-    fused.set_expansion(["default"])
-    ids = torch.arange(3, 20)[None]
+    """Linears, embeddings, head and attention have the classes that they have in the base model."""
+    fused = twins_of(family, "between", True)[1]
+    added = {Entering: 0, Split: 0, Narrow: 0}
+    for (name, module), (_, stock) in zip(fused.named_modules(), load(base_of(family)).named_modules(), strict=True):
+        if type(module) is not type(stock) and name:
+            added[type(module).__bases__[0]] += 1
+    # GPT-2 expects after the last norm what entered the layers, so the up stream begins in the embedding
+    assert added[Split] and bool(added[Entering]) == (family != "gpt2")
+
+
+def test_the_config_says_what_a_server_asks_of_each_layer(twins_of: Callable[..., Twins]) -> None:
+    folder = twins_of("llama", "between", True)[2]
+    config, plan = json.loads((folder / "config.json").read_text()), MADE["between"]
+    base = config["scale_surgery"]["stock"]
+    assert config["hidden_size"] > base["hidden_size"] and plan.layers == "1"
+    assert config["num_attention_heads"] > base["num_attention_heads"] and config["tie_word_embeddings"] is False
+    heads = {name: base[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    assert config["per_layer_config"] == {"0": heads, "2": heads}
+    loaded = load(folder)
+    for index, layer in enumerate(loaded.model.layers):
+        wanted = heads["num_attention_heads"] if index != 1 else config["num_attention_heads"]
+        assert layer.self_attn.q_proj.out_features == wanted * config["head_dim"]
+
+
+def test_without_a_head_both_streams_come_out(twins_of: Callable[..., Twins]) -> None:
+    _, fused, folder = twins_of("qwen3", "last", True)
+    body, prompt = AutoModel.from_pretrained(folder), prompts()[2]
     with torch.no_grad():
-        base, expanded = fused.path_logits(ids)
-        for module in fused.modules():
-            if isinstance(module, FusedLinear):
-                first = module.rows().split(module.widths())
-                for place, rows in enumerate(first):
-                    rows[:, -module.expansions["default"].up_in :] = float("nan")
-                    if place % 2:
-                        rows[:] = float("nan")
-        other, spoiled = fused.path_logits(ids)
-    assert torch.equal(base, other) and spoiled.isnan().all() and not torch.equal(base, expanded)
+        hidden = body(**prompt).last_hidden_state
+        assert hidden.shape[-1] == fused.config.hidden_size
+        assert torch.equal(fused.lm_head(hidden), fused(**prompt).logits)
+        for kind in ("eager", "sdpa"):
+            body.set_attn_implementation(kind)
+            assert body.layers[0].self_attn.config._attn_implementation == kind
+            torch.testing.assert_close(body(**prompt).last_hidden_state[1], hidden[1], **CLOSE)
+
+
+def test_a_missing_tensor_is_not_initialised(twins_of: Callable[..., Twins]) -> None:
+    fused = twins_of("llama", "last", True)[1]
+    with pytest.raises(ValueError, match=r"the files do not hold its tensors: model.norm.up_weight is missing"):
+        fused.check_loaded({"missing_keys": {"model.norm.up_weight"}, "unexpected_keys": (), "mismatched_keys": ()})

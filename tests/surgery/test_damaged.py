@@ -94,12 +94,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json: rms_norm_eps is not what the expansion wrote.",
     ),
     "the code": (
-        lambda folder: flip(folder, "expanded_model.py"),
-        "expanded_model.py: is not the code that the expansion wrote.",
+        lambda folder: flip(folder, "expanded_stock.py"),
+        "expanded_stock.py: is not the code that the expansion wrote.",
     ),
     "code that is gone": (
-        lambda folder: (folder / "expanded_model.py").unlink(),
-        "expanded_model.py: ",
+        lambda folder: (folder / "expanded_stock.py").unlink(),
+        "expanded_stock.py: ",
     ),
     "other code": (
         lambda folder: (folder / "other.py").write_text("print()"),
@@ -148,7 +148,7 @@ def test_what_verify_refuses_of_a_routed_model_is_not_unrouted(expanded: Path, t
 
 def link_code(folder: Path) -> None:
     """A code file that lies elsewhere, with the bytes that it had."""
-    code = folder / "expanded_model.py"
+    code = folder / "expanded_stock.py"
     outside = folder.with_name("outside.py")
     shutil.move(code, outside)
     code.symlink_to(outside)
@@ -161,7 +161,7 @@ def test_code_that_is_a_link_is_not_left_out_of_what_is_made(expanded: Path, tmp
     for name, call in writers.items():
         copy = Path(shutil.copytree(fused if name == "blocks" else expanded, tmp_path / name / "model"))
         link_code(copy)
-        assert "expanded_model.py: is a symbolic link that leads out of" in refused(call, copy), name
+        assert "expanded_stock.py: is a symbolic link that leads out of" in refused(call, copy), name
 
 
 @pytest.mark.parametrize("spoiled", [7, None, []])

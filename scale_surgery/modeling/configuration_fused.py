@@ -1,0 +1,84 @@
+"""Configurations of fused models, each made of a stock one when its name is asked for.
+
+`FusedQwen3Config` says what a server reads of the whole model: a hidden size, and numbers of heads, of base and
+expansion together. Stock classes refuse some of these numbers, so it is none of them; but it has every value of one.
+Its key `scale_surgery` is that of the expanded model (`configuration_scale`), with a few more keys:
+
+    stock               values of the base's config.json that are others here; null where it has none
+    expansions          of the only one
+        fused               true
+        first_wide_layer    the first layer whose input has an up stream; -1 where the embedding has it already
+        fork                the first layer that two paths pass through; null where there is one path
+    gram                of two paths: rows of the matrix by which the last norm decides
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from .configuration_scale import find_stock_class, warn_of_old_release
+
+
+def config_of(stock: type, module: str = "") -> type:
+    """The configuration of a fused model.
+
+    Args:
+        stock: Configuration class of the base model.
+        module: Where the class is found if not here; a model that is saved takes the files of that module along.
+    """
+    return _make_config(stock, module or __name__)
+
+
+@cache
+def _make_config(stock: Any, module: str) -> type:
+    warn_of_old_release()
+
+    class FusedConfig(PretrainedConfig):
+        """The configuration of a base and an expansion whose weights are one matrix in each linear."""
+
+        model_type = f"fused_{stock.model_type}"
+        has_no_defaults_at_init = True
+        attribute_map = stock.attribute_map
+        sub_configs = stock.sub_configs
+        keys_to_ignore_at_inference = stock.keys_to_ignore_at_inference
+        base_model_tp_plan = stock.base_model_tp_plan
+        base_model_pp_plan = stock.base_model_pp_plan
+
+        def __init__(self, scale_surgery: Any = None, **values: Any) -> None:
+            inside = make_stock(values, scale_surgery["stock"])
+            known = {name: value for name, value in vars(inside).items() if not name.startswith("_")}
+            parts = {name for name, value in known.items() if isinstance(value, PretrainedConfig)}
+            values = {name: value for name, value in values.items() if name not in parts}
+            super().__init__(**known | values, scale_surgery=scale_surgery)
+
+        def stock_config(self) -> Any:
+            """The configuration of the stock model that is widened."""
+            values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+            inside = make_stock(values, self.scale_surgery["stock"])
+            # what is wider has a head of its own
+            for part in (inside, inside.get_text_config(decoder=True)):
+                part.tie_word_embeddings = self.tie_word_embeddings
+            inside._attn_implementation = self._attn_implementation
+            return inside
+
+    def make_stock(values: dict[str, Any], base_values: dict[str, Any]) -> Any:
+        """The stock configuration of these values, those of the base in place of others."""
+        own = {name: value for name, value in values.items() if name not in (*OURS, *base_values)}
+        own |= {name: value for name, value in base_values.items() if value is not None}
+        return stock(**deepcopy(own))
+
+    FusedConfig.__name__ = FusedConfig.__qualname__ = f"Fused{stock.__name__}"
+    FusedConfig.__module__ = module
+    return FusedConfig
+
+
+# keys that a stock configuration does not have
+OURS = ("scale_surgery", "auto_map", "architectures", "model_type", "transformers_version")
+
+
+def __getattr__(name: str) -> Any:
+    return config_of(find_stock_class(name, PretrainedConfig, __name__, "Fused"))

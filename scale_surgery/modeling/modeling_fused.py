@@ -1,0 +1,352 @@
+"""Fused models: a stock model, widened in place, in which base weights and blocks of an expansion are one matrix.
+
+    [ W    W12 ]      each linear is a stock one with more inputs and outputs: one product where the expanded model has
+    [ W21  W22 ]      four. Its sums run in another order, so results are those of the blocks up to rounding
+
+Nothing but sizes differs from the stock model, so that a server which replaces linears, embedding, head and attention
+by its own can serve it. What cannot be one wide module is a small class before the stock one:
+
+    Split       a norm: of the base stream by the stock module, of the up stream beside it by its own statistics
+    Narrow      a module that reads the base stream alone, or beside whose output zeros stand
+    Entering    a layer before which the up stream begins, as zeros, or two paths part
+
+A cosine router makes two paths of the layers from the first with W12 on: [p, p_up | a, a_up] side by side. Their heads
+attend in one call, and a linear is two (`PathLinear`), of base streams and of up streams, since W12 acts on the second
+path alone. The last norm decides (`Deciding`): with G = [W b]'[W b] of the base's head, the cosine of the logits of p
+and a is p'Ga / sqrt(p'Gp a'Ga). Logits are linear in what the norm gives, so their mean is one of features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .configuration_fused import config_of
+from .configuration_scale import find_stock_class
+from .expanded_stock import (
+    StrictlyLoaded,
+    View,
+    adds_features,
+    find_base_model,
+    find_module,
+    make_model_class,
+    normalise,
+    padded,
+    specs_of,
+    wide_features,
+)
+
+
+class FusedPreTrainedModel(StrictlyLoaded):
+    """Mixin before a stock model class: builds the stock model, and widens it as `config.scale_surgery` says.
+
+    Base and expansion are one matrix in each linear, so the expansion cannot be switched off, and nothing trains.
+    `scale-surgery merge FUSED --to blocks` writes the expanded model again.
+    """
+
+    is_fused = True
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config.stock_config(), *args, **kwargs)
+        # that of every module inside
+        self.stock_config, self.config = self.config, config
+        config._attn_implementation = self.stock_config._attn_implementation
+        widen_model(self, config.scale_surgery)
+        if "gram" in config.scale_surgery:
+            # half precision has too few bits for a decision
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "gram"}
+        self.freeze_base()
+
+    @contextmanager
+    def use_threshold(self, threshold: float) -> Iterator[None]:
+        """Let the router decide by another cosine inside a `with` block."""
+        norms = [module for module in self.modules() if isinstance(module, Deciding)]
+        before = [norm.threshold for norm in norms]
+        for norm in norms:
+            norm.threshold = threshold
+        try:
+            yield
+        finally:
+            for norm, stored in zip(norms, before, strict=True):
+                norm.threshold = stored
+
+    def set_attn_implementation(self, *args, **kwargs):
+        """As transformers, for the modules inside too."""
+        super().set_attn_implementation(*args, **kwargs)
+        self.stock_config._attn_implementation = self.config._attn_implementation
+
+
+def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
+    """Widen a stock model in place; new tensors are zero until they are loaded.
+
+    Args:
+        model: The model.
+        specs: What config.json says under `scale_surgery`.
+    """
+    facts, (plan,) = specs["base"], specs["expansions"]
+    base_model = find_base_model(model, facts["base_model"])
+    layers, up = base_model.get_submodule(facts["layers"]), plan["widths"]["up_width"]
+    first, fork, embedding = plan["first_wide_layer"], plan["fork"], model.get_input_embeddings()
+    fork = len(layers) if fork is None else fork
+    for index in {first, fork}.intersection(range(len(layers))):
+        become(layers[index], Entering, up_width=up * (index == first), path_count=1 + (index == fork))
+    for index in range(max(first, 0), len(layers)):
+        widen_layer(layers[index], specs, index, has_two_paths=index >= fork)
+    for name, spec in plan["model"].items():
+        if find_module(base_model, name) is embedding:
+            widen_embedding(embedding, up if first < 0 else 0)
+        elif first < 0 or name == facts["last"]:
+            widen_module(base_model, name, spec, 1 + (name == facts["last"] and fork < len(layers)), up)
+    head = model.get_output_embeddings()
+    if fork < len(layers):
+        decide(find_module(base_model, facts["last"]), specs, up)
+    if plan["head"] and head is not None:
+        widen_linear(head, up, 0)
+    if up and adds_features(base_model):
+
+        def widen_features(features: Tensor, layer: int) -> Tensor:
+            wide = padded(features, up if layer >= first else 0)
+            return torch.cat((wide, wide), dim=-1) if layer >= fork else wide
+
+        def hook(module: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return args, wide_features(inputs, widen_features)
+
+        base_model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def widen_layer(layer: nn.Module, specs: dict[str, Any], index: int, *, has_two_paths: bool) -> None:
+    """Widen the modules of a layer, and tell its attention how many heads there are."""
+    facts, (plan,) = specs_of(specs["base"], index), specs["expansions"]
+    is_expanded, paths = index in plan["expanded_layers"], 1 + has_two_paths
+    modules = specs_of(plan, index)["expanded" if is_expanded else "passing"]
+    # of two paths each passes through every module
+    for name in facts["modules"] | modules if has_two_paths else modules:
+        spec = facts["modules"].get(name, {}) | modules.get(name, {})
+        widen_module(layer, name, spec, paths, plan["widths"]["up_width"])
+    heads = facts["attention"] | (specs_of(plan, index)["attention"] if is_expanded else {})
+    for name, spec in heads.items() if is_expanded or has_two_paths else ():
+        attention = find_module(layer, name)
+        vars(attention).update({key: paths * value for key, value in spec["attributes"].items()})
+        if spec["config"]:
+            attention.config = View(attention.config, {key: paths * value for key, value in spec["config"].items()})
+
+
+def widen_module(parent: nn.Module, name: str, spec: dict[str, Any], paths: int, up: int) -> None:
+    """Widen a module of a stock model.
+
+    Args:
+        parent: The module that its name begins in.
+        name: Its name.
+        spec: What config.json says of it.
+        paths: How many paths pass through it.
+        up: Width of the up stream.
+    """
+    module, kind = find_module(parent, name), spec["kind"]
+    if kind in ("activation", "head_norm"):
+        return
+    if kind == "norm":
+        split(module, spec, paths)
+    elif not isinstance(module, (nn.Linear, Conv1D)):
+        become(module, Narrow, base_width=spec.get("base"), up_width=spec["up"], path_count=paths)
+    else:
+        inputs, sections = linear_widths(module, spec, up)
+        if paths == 1:
+            widen_linear(module, inputs[1], sum(new for _, new in sections))
+        else:
+            owner = parent.get_submodule(name.rpartition(".")[0])
+            made = PathLinear(module, inputs, sections, reads_up=kind == "linear" and inputs[1] > 0)
+            setattr(owner, name.rpartition(".")[2], made)
+            if not isinstance(owner, TwoPaths):
+                become(owner, TwoPaths)
+
+
+def linear_widths(module: nn.Module, spec: dict[str, Any], up: int) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """Base and up width of what a linear reads, and of each section of what it writes."""
+    if spec["kind"] == "linear":
+        return tuple(spec["in_features"]), [tuple(widths) for widths in spec["out_features"]]
+    reads, writes = sizes_of(module)
+    sections = spec.get("sections") or [writes]
+    return (reads, 0 if spec["base"] is None else up), [(width, spec["up"]) for width in sections]
+
+
+def sizes_of(linear: Any) -> tuple[int, int]:
+    """Features that a linear (or Conv1D) reads, and that it writes."""
+    return (linear.in_features, linear.out_features) if isinstance(linear, nn.Linear) else (linear.nx, linear.nf)
+
+
+def widen_embedding(module: nn.Embedding, columns: int) -> None:
+    """Give an embedding so many more columns."""
+    module.embedding_dim += columns
+    module.weight = nn.Parameter(module.weight.new_zeros(module.num_embeddings, module.embedding_dim))
+
+
+def widen_linear(module: Any, inputs: int, outputs: int) -> None:
+    """Give a linear (or Conv1D) so many more inputs and outputs."""
+    is_linear = isinstance(module, nn.Linear)
+    shape = [width + new for width, new in zip(sizes_of(module), (inputs, outputs), strict=True)]
+    vars(module).update(zip(("in_features", "out_features") if is_linear else ("nx", "nf"), shape, strict=True))
+    module.weight = nn.Parameter(module.weight.new_zeros(shape[::-1] if is_linear else shape))
+    if module.bias is not None:
+        module.bias = nn.Parameter(module.bias.new_zeros(shape[1]))
+
+
+class TwoPaths:
+    """A module with linears of two paths: a server that rewrites modules by their class must not take it for stock."""
+
+
+class PathLinear(nn.Module):
+    """A linear that two paths pass through: [W; W21] reads both base streams, [W12; W22] both up streams.
+
+    What W12 gives for the first path is left out. What it writes lies section by section: first path before second,
+    base before up.
+    """
+
+    def __init__(self, stock: nn.Module, inputs: tuple[int, int], sections: list[tuple[int, int]], reads_up: bool):
+        super().__init__()
+        self.inputs, self.widths = list(inputs), [width for section in sections for width in section]
+        self.base = copy(stock)
+        self.base._parameters = dict(stock._parameters)
+        widen_linear(self.base, 0, sum(self.widths) - sizes_of(stock)[1])
+        like = {"device": stock.weight.device, "dtype": stock.weight.dtype}
+        self.up = nn.Linear(inputs[1], sum(self.widths), bias=False, **like) if reads_up else None
+
+    @property
+    def weight(self) -> Tensor:
+        """What stock code asks for where it initialises."""
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        base, up = torch.stack(x.chunk(2, dim=-1)).split(self.inputs, dim=-1)
+        outputs = self.base(base).split(self.widths, dim=-1)
+        if self.up is not None:
+            added = self.up(up).split(self.widths, dim=-1)
+            outputs = [
+                y + new if place % 2 else torch.stack((y[0], y[1] + new[1]))
+                for place, (y, new) in enumerate(zip(outputs, added, strict=True))
+            ]
+        pairs = zip(outputs[::2], outputs[1::2], strict=True)
+        return torch.cat([part[path] for pair in pairs for path in (0, 1) for part in pair], dim=-1)
+
+
+def split(module: nn.Module, spec: dict[str, Any], paths: int) -> None:
+    """Make a norm one of the streams side by side."""
+    has_bias = getattr(module, "bias", None) is not None
+    become(module, Split, style=spec["style"], epsilon=spec["epsilon"], up_width=spec["up"], path_count=paths)
+    like = next(module.parameters(), torch.empty(()))
+    module.up_weight = nn.Parameter(like.new_zeros(spec["up"]))
+    module.up_bias = nn.Parameter(like.new_zeros(spec["up"])) if has_bias else None
+
+
+class Split:
+    """A norm of each path's base stream, and of the up stream beside it by its own statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.up_bias is None else self.up_bias.float()
+        streams = []
+        for path in x.chunk(self.path_count, dim=-1):
+            y = super().forward(path[..., : -self.up_width])
+            up = path[..., -self.up_width :].float()
+            y_up = normalise(up, self.style, self.epsilon, self.up_weight.float(), bias)
+            streams += [y, y_up.to(y.dtype)]
+        return torch.cat(streams, dim=-1)
+
+
+class Narrow:
+    """A module that reads only the base stream of each path, of `base_width`, or gives `up_width` zeros beside it."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # what is no hidden state, such as token ids, is one path
+        paths = x.chunk(self.path_count, dim=-1) if self.path_count > 1 else (x,)
+        bases = [path if self.base_width is None else path[..., : self.base_width] for path in paths]
+        outputs = [padded(super(Narrow, self).forward(base, *args, **kwargs), self.up_width) for base in bases]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+class Entering:
+    """A layer before which the up stream begins, as zeros, or two paths part, which are the same until then."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        wide = padded(hidden_states, self.up_width)
+        wide = torch.cat((wide, wide), dim=-1) if self.path_count > 1 else wide
+        return super().forward(wide, *args, **kwargs)
+
+
+class Deciding:
+    """The last norm of a model with a cosine router: it gives, for each token, what the head is to read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = super().forward(x).chunk(2, dim=-1)
+        width = first.shape[-1] - self.head_up_width
+        p, a = first[..., :width], second[..., :width]
+        chosen = self.cosine(p, a) > self.threshold
+        preserved = (
+            padded(p, self.head_up_width) if self.strict else torch.cat(((p + a) / 2, first[..., width:]), dim=-1)
+        )
+        return torch.where(chosen, preserved, second)
+
+    def cosine(self, p: Tensor, a: Tensor) -> Tensor:
+        """Cosine of the logits of two base streams (b, t, 1), float32."""
+        p, a = p.float(), a.float()
+        if len(self.gram) > p.shape[-1]:
+            # the bias of the head
+            p, a = (functional.pad(stream, (0, 1), value=1.0) for stream in (p, a))
+        of_p, of_a = p @ self.gram, a @ self.gram
+        lengths = (of_p * p).sum(-1, keepdim=True) * (of_a * a).sum(-1, keepdim=True)
+        return ((of_p * a).sum(-1, keepdim=True) * torch.rsqrt(lengths)).clamp(-1, 1)
+
+
+def decide(norm: nn.Module, specs: dict[str, Any], up: int) -> None:
+    """Let the last norm decide between two paths."""
+    router, size = specs["router"], specs["gram"]
+    if up == 0:
+        become(norm, Narrow, base_width=None, up_width=0, path_count=2)
+    become(norm, Deciding, threshold=router["threshold"], strict=router["strict"], head_up_width=up)
+    norm.gram = nn.Parameter(torch.zeros(size, size, dtype=torch.float32))
+
+
+def become(module: nn.Module, kind: type, **values: Any) -> None:
+    """Put a class before that of a module, in place, and give it values."""
+    module.__class__ = class_of(kind, type(module))
+    vars(module).update(values)
+
+
+@cache
+def class_of(kind: type, stock: type) -> type:
+    """A stock class with one of this file before it."""
+    return type(f"{kind.__name__}{stock.__name__}", (kind, stock), {"__module__": __name__})
+
+
+def model_of(stock: type, stock_config: type, module: str = "") -> type:
+    """The fused form of a stock model.
+
+    Args:
+        stock: Stock model class.
+        stock_config: Configuration class of the base model.
+        module: Where the class is found if not here, and that of its configuration.
+
+    Returns:
+        The class.
+    """
+    return _make_model(stock, stock_config, config_of(stock_config, module), module or __name__)
+
+
+@cache
+def _make_model(stock: Any, stock_config: type, config: type, module: str) -> type:
+    attributes = {"config_class": config, "__module__": module, "__doc__": FusedPreTrainedModel.__doc__}
+    return make_model_class("Fused", FusedPreTrainedModel, stock, stock_config, **attributes)
+
+
+def __getattr__(name: str) -> Any:
+    class_name, _, config = name.partition("_of_")
+    stock = find_stock_class(class_name, PreTrainedModel, __name__, "Fused")
+    config_class = find_stock_class(f"Fused{config}", PretrainedConfig, __name__, "Fused") if config else None
+    return model_of(stock, config_class or stock.config_class)

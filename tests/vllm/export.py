@@ -1,0 +1,109 @@
+"""Export tiny models in the forms that vLLM serves, each with what `generate` makes of twenty prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scale_surgery import CosineRouter, Request, expand, merge, register, route_export
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from tests.tiny import save_tiny
+
+# heads of 32 features, the fewest that vLLM's attention takes on a CPU
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
+FAMILIES = ("llama", "qwen3", "gemma2", "olmo2", "phi3", "gpt_neox")
+NEW_TOKENS, PROMPTS, LONGEST = 16, 20, 40
+# logits of the two most likely tokens are further apart
+CLEAR = 1e-3
+ALL = Request("all", variant="adapt", init_w22="random")
+# layers that differ in heads and widths, below and above the one that is expanded
+MIDDLE = Request("1", variant="adapt", init_w22="random")
+GROWN = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Token ids of prompts of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1 + number * LONGEST // PROMPTS for number in range(PROMPTS)] * 3
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def shake(path: Path) -> Path:
+    """Change every tensor of the expansion, as training does."""
+    for file in path.glob("expansion-*.safetensors"):
+        tensors = {name: own + torch.randn_like(own) * 0.1 for name, own in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+def route(expanded: Path, folder: Path) -> None:
+    """Fuse with a router that parts the tokens in two, and with one whose threshold is another."""
+    probe = AutoModelForCausalLM.from_pretrained(route_export(expanded, folder / "probe", CosineRouter()).path).eval()
+    with torch.no_grad():
+        observed = probe.score_tokens(torch.tensor([prompts(97)[-1]])).observed.flatten().sort().values
+    middle = observed[len(observed) // 4 : -len(observed) // 4]
+    place = int((middle[1:] - middle[:-1]).argmax())
+    for name, threshold in (("routed", float(middle[place : place + 2].mean())), ("other-threshold", 1.0)):
+        routed = route_export(expanded, folder / f"{name}-blocks", CosineRouter(threshold=threshold)).path
+        merge(routed, folder / name)
+
+
+def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
+    """Write what `generate` makes of so many prompts beside a checkpoint.
+
+    Prompts are left out where two tokens are about as likely: sums in another order may take the other.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompts, tokens = [], []
+    for own in ids:
+        with torch.no_grad():
+            made = model.generate(torch.tensor([own]), **options, output_logits=True, return_dict_in_generate=True)
+        best = torch.stack(made.logits).topk(2).values
+        if len(prompts) < wanted and float((best[..., 0] - best[..., 1]).min()) > CLEAR:
+            prompts.append(own)
+            tokens.append(made.sequences[0, len(own) :].tolist())
+    assert len(prompts) == wanted, f"{path}: {len(prompts)} prompts are clear"
+    path.with_name(f"{path.name}.expected.json").write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
+
+
+def main(folder: Path) -> None:
+    """Write the models, and beside each what it is to answer."""
+    register()
+    torch.manual_seed(0)
+    for family in FAMILIES:
+        own = folder / family
+        heads = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 32}
+        base = save_tiny(own / "stock", family, **SIZES, **heads)
+        wide, middle = (shake(expand(base, kind, own / f"{kind.layers}-blocks").path) for kind in (ALL, MIDDLE))
+        merge(wide, own / "fused")
+        merge(middle, own / "fused-middle")
+        merge(shake(expand(base, GROWN, own / "grown-blocks").path), own / "stock-grown", "stock")
+        route(middle, own)
+        for name in ("stock", "stock-grown", "fused", "fused-middle", "routed", "other-threshold"):
+            compute(own / name, prompts(97))
+    export_text(folder / "text")
+
+
+def export_text(folder: Path) -> None:
+    """A model with a tokenizer, and text for the client of OpenAI."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    sizes = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": len(tokenizer)}
+    base = save_tiny(folder / "base", "llama", **SIZES, **sizes)
+    tokenizer.save_pretrained(base)
+    fused = merge(shake(expand(base, MIDDLE, folder / "blocks").path), folder / "fused").path
+    texts = {tuple(tokenizer(own.prompt).input_ids): own.prompt for person in people(8) for own in questions(person)}
+    compute(fused, [list(ids) for ids in texts])
+    expected = json.loads((folder / "fused.expected.json").read_text())
+    expected["texts"] = [texts[tuple(ids)] for ids in expected["prompts"]]
+    expected["answers"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected["tokens"]]
+    (folder / "fused.expected.json").write_text(json.dumps(expected))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
