@@ -11,7 +11,7 @@ import transformers
 from click.testing import CliRunner
 
 from scale_surgery.checkpoint.files import write_json
-from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
