@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request
-from scale_surgery.progress import no_progress
 from scale_surgery.show.tables_forms import render_applied
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
@@ -103,26 +101,6 @@ def test_shards_are_taken_over_as_files(pair_of, extracted, tmp_path, how):
     shared = (base / "model.safetensors").samefile(done.path / "model-00001-of-00001.safetensors")
     assert shared == (extracted / EXPANSION).samefile(done.path / EXPANSION) == (how == "link")
     assert (done.bytes_written == 0) == (how == "link")
-
-
-@pytest.mark.parametrize("is_other", (False, True))
-def test_an_interrupted_run_continues(extracted, llama_base, tmp_path, is_other):
-    if is_other:
-        (llama_base / "README.md").write_text("a later card")
-
-    @contextlib.contextmanager
-    def interrupted(label: str, total: int):
-        yield stop if label == "files" else no_progress
-
-    def stop(advance: int, note: str = "") -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        apply(extracted, tmp_path / "again", llama_base, track=interrupted)
-    assert not (tmp_path / "again").exists() and (tmp_path / "again.partial").is_dir()
-    done, whole = (apply(extracted, tmp_path / name, llama_base) for name in ("again", "whole"))
-    assert digests(done.path) == digests(whole.path)
-    assert not (tmp_path / "again.partial").exists()
 
 
 def test_the_same_tensors_in_other_files(pair_of, tmp_path):
