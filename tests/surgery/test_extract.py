@@ -17,16 +17,14 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
-from scale_surgery.evidence.verify import verify
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
 from scale_surgery.surgery.record import read_manifest
-from scale_surgery.surgery.route import route_export, set_routing, unroute
+from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.strip import strip
-from scale_surgery.training.train import train
 from tests.conftest import digests, name_base
 
 BASE_FILES = {"model-00001-of-00001.safetensors", "generation_config.json"}
@@ -98,28 +96,23 @@ def test_no_loader_takes_it_for_a_whole_model(ready, pair_of):
         peft.PeftModel.from_pretrained(pair_of("llama", "adapt").base, ready)
 
 
-COMMANDS = {
-    "verify": lambda path, out: verify(path),
-    "strip": lambda path, out: strip(path, out),
-    "train": lambda path, out: train(path, [__file__], out),
-    "route-export": lambda path, out: route_export(path, out),
-    "unroute": lambda path, out: unroute(path, out),
-    "set_routing": lambda path, out: set_routing(path, PosteriorRouter()),
-    "inspect": lambda path, out: inspect(path),
-    "expand": lambda path, out: expand(path, Request("0"), out),
-    "evaluate": lambda path, out: evaluate([path], [__file__], []),
-    "extract": lambda path, out: extract(path, out),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_say_what_it_is(ready, tmp_path, command):
-    with pytest.raises(CheckpointError) as error:
-        COMMANDS[command](ready, tmp_path / "out")
-    assert str(error.value) == (
-        f"{ready}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
-        f"scale-surgery apply {ready} --base MODEL -o EXPANDED."
-    )
+def test_commands_say_what_it_is(ready, tmp_path):
+    """Each way of opening a folder: as a model, as an expanded one, to be routed, among others, as a base."""
+    out = tmp_path / "out"
+    for call in (
+        lambda: inspect(ready),
+        lambda: strip(ready, out),
+        lambda: route_export(ready, out),
+        lambda: set_routing(ready, PosteriorRouter()),
+        lambda: evaluate([ready], [__file__], []),
+        lambda: expand(ready, Request("0"), out),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            call()
+        assert str(error.value) == (
+            f"{ready}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
+            f"scale-surgery apply {ready} --base MODEL -o EXPANDED."
+        )
     assert list(tmp_path.iterdir()) == []
 
 
