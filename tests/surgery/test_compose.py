@@ -200,7 +200,7 @@ def test_another_base_is_refused(llama: Made, tmp_path: Path, made_of: Any) -> N
 def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_path: Path) -> None:
     law, out = llama.extracts["law"], tmp_path / "out"
     deep = extract(expand(llama.base, Request("1", method="depth"), tmp_path / "deep").path, tmp_path / "copies").path
-    nothing: dict[str, Any] = {}
+    two, nothing = {name: llama.extracts[name] for name in ("law", "music")}, dict[str, Any]()
     for call, *messages in (
         (lambda: compose(folder, nothing, out, remove=["x"]), "remove: x is no expansion of this folder, expected med"),
         (
@@ -209,12 +209,12 @@ def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_pa
             "name: is 'a-b', expected letters",
         ),
         (
-            lambda: compose(llama.base, {"law": law}, out, routing=mixed((0.5, 0.4, 0.1))),
-            "prior: is [0.5, 0.4, 0.1], expected 2 positive weights of sum 1, the base's first",
+            lambda: compose(llama.base, two, out, routing=mixed((0.5, 0.3, 0.1, 0.1))),
+            "prior: is [0.5, 0.3, 0.1, 0.1], expected 3 positive weights of sum 1, the base's first",
         ),
         (
-            lambda: compose(llama.base, {"law": law}, out, routing=PosteriorRouter(math.nan, math.nan)),
-            "prior: is [nan, nan]",
+            lambda: compose(llama.base, two, out, routing=PosteriorRouter(math.nan, math.nan)),
+            "prior: is ",
             "switch_rate: is nan",
         ),
         (lambda: extract(folder, out, name="history"), "expected an expansion of", "medicine or law or music or chess"),
