@@ -154,9 +154,10 @@ def test_expansions_are_called_as_their_folders_are(llama: Made, tmp_path: Path)
     done = compose(llama.base, [*folders, llama.extracts["chess"]], tmp_path / "three")
     assert list(done.expansions) == ["qwen3_5_law", "_7qwen3_5_music", "chess"]
     assert load(done.path).expansions == list(done.expansions)
-    # one by itself is meant, and any iterable of them
-    one = compose(llama.base, folders[0], tmp_path / "one").path
-    assert files_of(one) == files_of(compose(llama.base, (str(own) for own in folders[:1]), tmp_path / "of-one").path)
+    # one by itself is meant, any iterable of them, and a list of weights as a tuple
+    one = compose(llama.base, folders[0], tmp_path / "one", routing=mixed([0.6, 0.4])).path  # type: ignore[arg-type]
+    given = (str(own) for own in folders[:1])
+    assert files_of(one) == files_of(compose(llama.base, given, tmp_path / "of-one", routing=mixed((0.6, 0.4))).path)
     same = [Path(shutil.copytree(folders[0], tmp_path / name)) for name in ("my-law", "my_law")]
     with pytest.raises(PlanError, match=r"^names: my_law would be the name of several extracts, .* Give --names\.$"):
         compose(llama.base, same, tmp_path / "out")
