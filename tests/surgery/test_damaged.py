@@ -29,7 +29,6 @@ from scale_surgery.checkpoint.names import INDEX_FILE
 from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import shake
-from tests.each import mostly
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
 EXPANSION_SHARD = "expansion-default-00001-of-00001.safetensors"
@@ -82,6 +81,13 @@ def flip_block(folder: Path) -> None:
     flip(folder, EXPANSION_SHARD)
 
 
+def link_code(folder: Path) -> None:
+    """A code file that lies elsewhere, with the bytes that it had: such a link is never taken along."""
+    outside = folder.with_name("outside.py")
+    shutil.move(folder / "expanded_stock.py", outside)
+    (folder / "expanded_stock.py").symlink_to(outside)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a base tensor": (lambda folder: flip(folder, BASE_SHARD), f"{BASE_SHARD}: bytes differ from the base's"),
     "a base file": (lambda folder: flip(folder, "tokenizer.json"), "tokenizer.json: bytes differ from the base's"),
@@ -97,10 +103,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: flip(folder, "expanded_stock.py"),
         "expanded_stock.py: is not the code that the expansion wrote.",
     ),
-    "code that is gone": (
-        lambda folder: (folder / "expanded_stock.py").unlink(),
-        "expanded_stock.py: ",
-    ),
+    "code that is gone": (lambda folder: (folder / "expanded_stock.py").unlink(), "expanded_stock.py: "),
     "other code": (
         lambda folder: (folder / "other.py").write_text("print()"),
         "other.py: unknown code file. Read it before you trust it.",
@@ -115,6 +118,13 @@ WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "extract": lambda path, out: extract(path, out),
     "merge": lambda path, out: merge(path, out),
     "train": lambda path, out: train(path, [Path(__file__)], out, TrainingSettings(steps=1)),
+    "unroute": lambda path, out: unroute(path, out),
+    "merge --to blocks": lambda path, out: merge(path, out, "blocks"),
+}
+# what these take another form away from
+FORMS: dict[str, Callable[[Path], Path]] = {
+    "unroute": lambda path: route_export(path, path.with_name("routed"), base_weights="copy").path,
+    "merge --to blocks": lambda path: merge(path, path.with_name("fused")).path,
 }
 
 
@@ -127,69 +137,51 @@ def refused(call: Callable[[Path, Path], object], path: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_verify_refuses_nobody_takes_on(expanded: Path, damage: str) -> None:
+def test_what_verify_refuses_is_not_taken_on(expanded: Path, damage: str) -> None:
     change, reason = DAMAGE[damage]
     change(expanded)
     assert not verify(expanded, probes=None, record=False).passed
-    for name, call in WRITERS.items():
-        # a tensor that is not there is named by whoever reads it first
-        expected = "is missing" if (name, damage) == ("merge", "a tensor of the expansion") else reason
-        assert expected in refused(call, expanded), name
+    assert reason in refused(WRITERS["route-export"], expanded)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_what_verify_refuses_of_a_routed_model_is_not_unrouted(expanded: Path, tmp_path: Path, damage: str) -> None:
-    routed = route_export(expanded, tmp_path / "routed", base_weights="copy").path
-    change, reason = DAMAGE[damage]
-    change(routed)
-    assert not verify(routed, probes=None, record=False).passed
-    assert reason in refused(lambda path, out: unroute(path, out), routed)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_nobody_takes_it_on(expanded: Path, writer: str) -> None:
+    """Every writer names all that is damaged at once, also of a model that it takes out of another form."""
+    folder, call = FORMS[writer](expanded) if writer in FORMS else expanded, WRITERS[writer]
+    link_code(folder)
+    assert "expanded_stock.py: is a symbolic link that leads out of" in refused(call, folder)
+    shutil.move(folder.with_name("outside.py"), folder / "expanded_stock.py")
+    damages = [DAMAGE[name] for name in ("a base file", "the config", "other code", "the record")]
+    for change, _ in damages:
+        change(folder)
+    said = refused(call, folder)
+    assert all(reason in said for _, reason in damages), said
+    assert said.splitlines()[-1] == (
+        f"{folder}: is not what the expansion wrote, so it is not trained. Expand the base again."
+        if writer == "train"
+        else f"{folder}: is not what was written, so nothing is made of it. Restore what is named, or expand the base "
+        f"again; scale-surgery verify {folder} shows all."
+    )
 
 
-def link_code(folder: Path) -> None:
-    """A code file that lies elsewhere, with the bytes that it had."""
-    code = folder / "expanded_stock.py"
-    outside = folder.with_name("outside.py")
-    shutil.move(code, outside)
-    code.symlink_to(outside)
-
-
-def test_code_that_is_a_link_is_not_left_out_of_what_is_made(expanded: Path, tmp_path: Path) -> None:
-    """A link that leads out is never taken along, so the new folder would lack the file."""
-    fused = merge(expanded, tmp_path / "fused").path
-    writers = dict(WRITERS, blocks=lambda path, out: merge(path, out, "blocks"))
-    for name, call in writers.items():
-        copy = Path(shutil.copytree(fused if name == "blocks" else expanded, tmp_path / name / "model"))
-        link_code(copy)
-        assert "expanded_stock.py: is a symbolic link that leads out of" in refused(call, copy), name
-
-
-@pytest.mark.parametrize("spoiled", [7, None, []])
-def test_specs_that_are_no_object_are_refused_when_they_are_read(expanded: Path, spoiled: object) -> None:
-    edit(expanded, "config.json", scale_surgery=spoiled)
-    for name, call in WRITERS.items():
-        assert f"config.json: scale_surgery is {spoiled!r}, expected an object." in refused(call, expanded), name
-
-
-def test_specs_that_are_not_there_are_missed(expanded: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        ({"scale_surgery": 7}, "config.json: scale_surgery is 7, expected an object."),
+        ({"scale_surgery": None}, "config.json: scale_surgery is None, expected an object."),
+        ({}, "config.json: has no scale_surgery, expected what surgery.json says"),
+    ],
+    ids=str,
+)
+def test_specs_that_are_no_object_are_refused_when_they_are_read(
+    expanded: Path, spoiled: dict[str, object], message: str
+) -> None:
     config = read_json(expanded / "config.json")
     del config["scale_surgery"]
-    (expanded / "config.json").write_text(json.dumps(config))
+    (expanded / "config.json").write_text(json.dumps(config | spoiled))
     for name, call in WRITERS.items():
-        assert "config.json: has no scale_surgery, expected what surgery.json says" in refused(call, expanded), name
-
-
-IN_SHARDS = ("a base tensor", "a tensor of the expansion", "a bit of what was learned")
-FUSED_DAMAGE = {name: DAMAGE[name] for name in DAMAGE if name not in IN_SHARDS}
-
-
-@pytest.mark.parametrize("damage", mostly(FUSED_DAMAGE, list(FUSED_DAMAGE)[::2].__contains__))
-def test_what_verify_refuses_of_a_fused_model_is_not_taken_apart(expanded: Path, tmp_path: Path, damage: str) -> None:
-    fused = merge(expanded, tmp_path / "fused").path
-    change, reason = DAMAGE[damage]
-    change(fused)
-    assert not verify(fused, probes=None, record=False).passed
-    assert reason in refused(lambda path, out: merge(path, out, "blocks"), fused)
+        if name not in FORMS:
+            assert message in refused(call, expanded), name
 
 
 def test_every_byte_is_read_once(expanded: Path) -> None:
@@ -203,17 +195,6 @@ def test_every_byte_is_read_once(expanded: Path) -> None:
     files = [file for file in manifest.base_files.values() if file.stored_as is not None]
     blocks = sum(tensor.bytes for tensor in manifest.planned.values())
     assert sum(seen) == sum((expanded / str(file.stored_as)).stat().st_size for file in files) + blocks
-
-
-def test_all_damage_is_named_at_once(expanded: Path) -> None:
-    for name in ("a base tensor", "a base file", "the config", "other code"):
-        DAMAGE[name][0](expanded)
-    lines = refused(WRITERS["route-export"], expanded)
-    assert all(DAMAGE[name][1] in lines for name in ("a base tensor", "a base file", "the config", "other code"))
-    assert lines.splitlines()[-1] == (
-        f"{expanded}: is not what was written, so nothing is made of it. Restore what is named, or expand the base "
-        f"again; scale-surgery verify {expanded} shows all."
-    )
 
 
 @pytest.mark.parametrize("writer", ("route-export", "extract", "merge"))

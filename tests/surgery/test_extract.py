@@ -11,22 +11,20 @@ import transformers
 from click.testing import CliRunner
 
 from scale_surgery.checkpoint.files import write_json
-from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
-from scale_surgery.evidence.verify import verify
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
 from scale_surgery.surgery.record import read_manifest
-from scale_surgery.surgery.route import route_export, set_routing, unroute
+from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.strip import strip
-from scale_surgery.training.train import train
 from tests.conftest import digests, name_base
 
 BASE_FILES = {"model-00001-of-00001.safetensors", "generation_config.json"}
@@ -44,47 +42,28 @@ def ready(pair_of, tmp_path_factory) -> Path:
     return extract(pair_of("llama", "adapt").path, tmp_path_factory.mktemp("extracts") / "extract").path
 
 
-def edit_manifest(folder: Path, **changes: object) -> None:
-    write_json(folder / "surgery.json", read_json(folder / "surgery.json") | changes)
-
-
-def test_it_holds_every_file_but_the_base_s(pair_of, tmp_path):
-    source = pair_of("llama", "adapt").path
-    before = digests(source)
-    done = extract(source, tmp_path / "extract")
-    assert digests(source) == before
-    found = digests(tmp_path / "extract")
+def test_it_holds_every_file_but_the_base_s_and_names_that(expanded, tmp_path):
+    name_base(expanded, "org/base", "0123abc")
+    before, path = digests(expanded), tmp_path / "extract"
+    done = extract(expanded, path)
+    assert digests(expanded) == before
+    found = digests(path)
     del found["extract.json"]
     expected = {name: digest for name, digest in before.items() if name not in BASE_FILES}
     expected[STORED_INDEX] = expected.pop("model.safetensors.index.json")
     assert found == expected
-    manifest = read_manifest(source)
-    names = {
-        name for shard in (tmp_path / "extract").glob("*.safetensors") for name in read_header(shard.parent, shard.name)
-    }
-    assert names == {tensor.name for tensor in manifest.plan.tensors}
-    assert not names & set(manifest.base_tensors)
-    assert (done.path, done.tensors, set(done.files)) == (tmp_path / "extract", len(names), set(before) - BASE_FILES)
-    assert done.bytes == sum((tmp_path / "extract" / name).stat().st_size for name in found)
-    assert done.base_bytes == sum((source / name).stat().st_size for name in BASE_FILES)
+    manifest, opened = read_manifest(expanded), open_extract(path)
+    names = {name for shard in path.glob("*.safetensors") for name in read_header(path, shard.name)}
+    assert names == set(opened.tensors) == {tensor.name for tensor in manifest.plan.tensors}
+    assert opened.manifest == manifest
+    assert (done.path, done.tensors, set(done.files)) == (path, len(names), set(before) - BASE_FILES)
+    assert done.bytes == sum((path / name).stat().st_size for name in found)
+    assert done.base_bytes == sum((expanded / name).stat().st_size for name in BASE_FILES)
     assert (done.licences, done.left_out) == ((), ())
-
-
-def test_it_names_its_base(pair_of, tmp_path):
-    pair = pair_of("llama", "adapt")
-    source = Path(shutil.copytree(pair.path, tmp_path / "expanded"))
-    name_base(source, "org/base", "0123abc")
-    done = extract(source, tmp_path / "extract")
-    content = read_json(tmp_path / "extract" / "extract.json")
-    assert (done.base_name, done.base_revision) == ("org/base", "0123abc")
-    assert (content["base_name"], content["base_revision"]) == ("org/base", "0123abc")
-    base = open_checkpoint(pair.base_path)
+    content = read_json(path / "extract.json")
+    assert done.base_name == content["base_name"] == "org/base"
+    assert done.base_revision == content["base_revision"] == "0123abc"
     assert set(content["from_base"]) == BASE_FILES
-    found = open_extract(tmp_path / "extract")
-    forms = {name: (info.dtype, info.shape) for name, info in base.tensors.items()}
-    assert {name: (own.dtype, own.shape) for name, own in found.manifest.base_tensors.items()} == forms
-    assert found.manifest == read_manifest(source)
-    assert set(found.tensors) == {tensor.name for tensor in found.manifest.plan.tensors}
 
 
 def test_licences_go_along_and_states_of_training_stay(llama_base, tmp_path):
@@ -103,9 +82,6 @@ def test_licences_go_along_and_states_of_training_stay(llama_base, tmp_path):
     found = digests(tmp_path / "extract")
     assert {"training/log.jsonl", "LICENSE", "NOTES.md"} <= set(found)
     assert not {"helper.py", "training/checkpoint-7/trainer_state.json"} & set(found)
-    (source / "README.md").write_text("another")
-    with pytest.raises(CheckpointError, match=r"README\.md: bytes differ from the base's README\.md"):
-        extract(source, tmp_path / "other")
 
 
 def test_no_loader_takes_it_for_a_whole_model(ready, pair_of):
@@ -120,81 +96,40 @@ def test_no_loader_takes_it_for_a_whole_model(ready, pair_of):
         peft.PeftModel.from_pretrained(pair_of("llama", "adapt").base, ready)
 
 
-COMMANDS = {
-    "verify": lambda path, out: verify(path),
-    "strip": lambda path, out: strip(path, out),
-    "train": lambda path, out: train(path, [__file__], out),
-    "route-export": lambda path, out: route_export(path, out),
-    "unroute": lambda path, out: unroute(path, out),
-    "set_routing": lambda path, out: set_routing(path, PosteriorRouter()),
-    "inspect": lambda path, out: inspect(path),
-    "expand": lambda path, out: expand(path, Request("0"), out),
-    "evaluate": lambda path, out: evaluate([path], [__file__], []),
-    "extract": lambda path, out: extract(path, out),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_say_what_it_is(ready, tmp_path, command):
-    with pytest.raises(CheckpointError) as error:
-        COMMANDS[command](ready, tmp_path / "out")
-    assert str(error.value) == (
-        f"{ready}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
-        f"scale-surgery apply {ready} --base MODEL -o EXPANDED."
-    )
+def test_commands_say_what_it_is(ready, tmp_path):
+    """Each way of opening a folder: as a model, as an expanded one, to be routed, among others, as a base."""
+    out = tmp_path / "out"
+    for call in (
+        lambda: inspect(ready),
+        lambda: strip(ready, out),
+        lambda: route_export(ready, out),
+        lambda: set_routing(ready, PosteriorRouter()),
+        lambda: evaluate([ready], [__file__], []),
+        lambda: expand(ready, Request("0"), out),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            call()
+        assert str(error.value) == (
+            f"{ready}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
+            f"scale-surgery apply {ready} --base MODEL -o EXPANDED."
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_base_that_was_changed_is_refused(expanded, tmp_path):
-    shard = expanded / "model-00001-of-00001.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError) as error:
-        extract(expanded, tmp_path / "extract")
-    lines = str(error.value).splitlines()
-    assert lines[-2] == f"{shard.name}: bytes differ from the base's model.safetensors."
-    assert lines[-1].startswith(f"{expanded}: is not what was written, so nothing is made of it. Restore what is named")
-    assert [path.name for path in tmp_path.iterdir()] == ["expanded"]
-
-
-def test_what_the_expansion_did_not_write_is_refused_and_listed(expanded, tmp_path):
-    config = read_json(expanded / "config.json")
-    (expanded / "config.json").write_text(json.dumps(config | {"vocab_size": 98}))
-    with (expanded / "expanded_model.py").open("a") as file:
-        file.write("# another line\n")
-    (expanded / "evil.py").write_text("print('boo')\n")
-    (expanded / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "org/evil--code.Code"}}')
-    with pytest.raises(CheckpointError) as error:
-        extract(expanded, tmp_path / "extract")
-    assert str(error.value).splitlines() == [
-        "config.json: vocab_size is not what the expansion wrote.",
-        "expanded_model.py: is not the code that the expansion wrote. Read it before you trust it.",
-        "evil.py: unknown code file. Read it before you trust it.",
-        "processor_config.json: auto_map names code that the base does not name. Read it before you trust it.",
-        f"{expanded}: is not what was written, so nothing is made of it. Restore what is named, or expand the base "
-        f"again; scale-surgery verify {expanded} shows all.",
-    ]
-
-
-def test_a_fused_model_is_refused(expanded, tmp_path):
-    shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
-    edit_manifest(expanded, fused={"shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}})
-    with pytest.raises(
-        CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge \S+ --to blocks -o EXPANDED\.$"
-    ):
-        extract(expanded, tmp_path / "extract")
-
-
-def test_names_that_an_extract_needs_are_not_overwritten(expanded, tmp_path):
+def test_what_cannot_be_extracted_is_refused(expanded, base_of, tmp_path):
+    """What is not as it was written: see `test_damaged.py`."""
     (expanded / STORED_INDEX).write_text("{}")
     with pytest.raises(CheckpointError) as error:
         extract(expanded, tmp_path / "extract")
     line = f"{STORED_INDEX}: lies in {expanded}, and an extract needs this name. Move that file away."
     assert str(error.value) == line
-
-
-def test_what_is_not_expanded_has_nothing_to_extract(base_of, tmp_path):
+    shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
+    fused = {"shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}}
+    write_json(expanded / "surgery.json", read_json(expanded / "surgery.json") | {"fused": fused})
+    with pytest.raises(
+        CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge \S+ --to blocks -o EXPANDED\.$"
+    ):
+        extract(expanded, tmp_path / "extract")
     with pytest.raises(CheckpointError, match=r"is a base model, expected one made by scale-surgery expand"):
         extract(base_of("llama"), tmp_path / "extract")
 
@@ -204,12 +139,8 @@ def test_the_target_is_replaced_when_asked_for(expanded, tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         extract(expanded, tmp_path / "extract")
     before = digests(tmp_path / "extract")
-    extract(expanded, tmp_path / "extract", overwrite=True)
+    extract(expanded, tmp_path / "extract", overwrite=True, base_weights="link")
     assert digests(tmp_path / "extract") == before
-
-
-def test_hard_links_share_the_expansion(expanded, tmp_path):
-    extract(expanded, tmp_path / "extract", base_weights="link")
     name = "expansion-default-00001-of-00001.safetensors"
     assert (expanded / name).samefile(tmp_path / "extract" / name)
     assert not (expanded / "config.json").samefile(tmp_path / "extract" / "config.json")

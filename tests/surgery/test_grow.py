@@ -5,25 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from scale_surgery import EvalData, RunOptions
+from scale_surgery import RunOptions
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
-from scale_surgery.modeling.expanded_modules import ExpandedModule, GrownBlocks
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery import blocks
@@ -40,11 +36,12 @@ from scale_surgery.training.train import train
 from tests.conftest import digests, load, shake
 from tests.each import DTYPES, FEW, each_shape, mostly, woven
 from tests.families import FAMILIES as FACTS
-from tests.tiny import FAMILIES, save_tiny
+from tests.tiny import FAMILIES
 
 FREEZE = Request("0,2", method="grow")
 TRAIN = Request("0,2", method="grow", variant="grow-train")
 ROUTINGS = (PosteriorRouter(switch_rate=0), CosineRouter())
+SHARD = "expansion-default-00001-of-00001.safetensors"
 IDS = torch.tensor([[5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]])
 
 
@@ -90,33 +87,38 @@ def test_output_at_init(
         assert not torch.equal(grown(IDS).logits, base(IDS).logits)
 
 
-def test_verify_claims_and_proves(grown_of: Callable[..., Path]) -> None:
-    result = verify(grown_of("llama", tied=True), record=False)
-    assert result.passed
-    assert promise(result, "output_at_init").claimed
-    assert "near_output_at_init" not in [found.name for found in result.promises]
-    assert promise(result, "output_at_init").evidence.startswith("copies are the base's; logits bit-equal")
-
-
 @pytest.mark.parametrize(
-    ("copies", "dtype"),
+    ("copies", "dtype", "claimed"),
     mostly(
-        [(3, "float32"), (3, "bfloat16"), (4, "float32"), (2, "float16"), (3, "float16")],
-        [(3, "bfloat16"), (2, "float16")].__contains__,
+        [
+            (2, "float32", "output_at_init"),
+            (2, "float16", "near_output_at_init"),
+            (3, "float32", "near_output_at_init"),
+            (3, "bfloat16", "near_output_at_init"),
+            (4, "float32", "near_output_at_init"),
+        ],
+        lambda own: (own[0] < 4 and own[1] != "float32") or own[0] == 2,
     ),
 )
-def test_other_shares_are_near(copies: int, dtype: str, grown_of: Callable[..., Path]) -> None:
-    result = verify(grown_of("qwen2", Request("1", method="grow", copies=copies), dtype), record=False)
+def test_verify_claims_and_proves(copies: int, dtype: str, claimed: str, grown_of: Callable[..., Path]) -> None:
+    """Bit-equal where a share is a half, and float16 has no half of its smallest numbers; else near."""
+    grown = grown_of("qwen2", Request("1", method="grow", copies=copies), dtype)
+    result = verify(grown, record=False)
     assert result.passed
-    assert promise(result, "near_output_at_init").claimed
-    assert promise(result, "near_output_at_init").holds
-    assert not promise(result, "output_at_init").claimed
+    own = {found.name: found for found in result.promises if found.claimed and "output" in found.name}
+    assert list(own) == [claimed] and own[claimed].holds
+    said = "bit-equal" if claimed == "output_at_init" else ""
+    assert own[claimed].evidence.startswith(f"copies are the base's; logits {said}")
+    described = inspect(grown).expanded
+    assert described is not None
+    (added,) = described.expansions.values()
+    assert (added.method, added.copies, added.layers) == ("grow", copies, (1,))
 
 
 def test_near_is_not_far(grown_of: Callable[..., Path]) -> None:
     """Negative control: what is not explained by rounding is noticed."""
     path = grown_of("qwen2", Request("1", method="grow", copies=3))
-    shard = path / "expansion-default-00001-of-00001.safetensors"
+    shard = path / SHARD
     tensors = load_file(shard)
     name = "model.layers.1.mlp.down_proj.expansions.default.w12"
     tensors[name] *= 1.1
@@ -128,27 +130,7 @@ def test_near_is_not_far(grown_of: Callable[..., Path]) -> None:
     assert any(problem.startswith("logits: drift") and "expected at most" in problem for problem in problems)
 
 
-def test_small_numbers_of_float16_cannot_be_halved(tmp_path: Path) -> None:
-    """Why float16 is near alone: the smallest numbers that it holds have no half."""
-    base = save_tiny(tmp_path / "base", "qwen2", dtype=torch.float16)
-    tensors = load_file(base / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e-5
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    grown = expand(base, Request("1", method="grow"), tmp_path / "grown").path
-    new = load_file(grown / "expansion-default-00001-of-00001.safetensors")
-    half = new["model.layers.1.mlp.down_proj.expansions.default.w12"]
-    assert not torch.equal(2 * half, tensors["model.layers.1.mlp.down_proj.weight"])
-
-
-def test_base_tensors_are_not_rewritten(grown_of: Callable[..., Path], base_of: Callable[..., Path]) -> None:
-    base, grown = base_of("llama", tied=True), grown_of("llama", TRAIN, tied=True)
-    shards = {name: digest for name, digest in digests(base).items() if name.endswith(".safetensors")}
-    assert len(shards) > 1
-    assert shards.items() <= digests(grown).items()
-
-
-@contextmanager
-def trained_layer(path: Path, steps: int = 5, frozen: tuple[str, ...] = ()) -> Iterator[Any]:
+def trained_mlp(path: Path, steps: int = 5, frozen: tuple[str, ...] = ()) -> Any:
     """Train a grown model on a few tokens, but for blocks of these names; give its layer 2's MLP."""
     model = load(path).train()
     for name, parameter in model.named_parameters():
@@ -159,28 +141,18 @@ def trained_layer(path: Path, steps: int = 5, frozen: tuple[str, ...] = ()) -> I
         model(IDS, labels=IDS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    yield model.model.layers[2].mlp
+    return model.model.layers[2].mlp
 
 
-def separation(mlp: Any) -> Tensor:
-    """Norm of the difference of the copies of the up projection."""
-    new = mlp.up_proj.expansions.default
-    old = mlp.up_proj.weight if new.w11 is None else new.w11
-    return (new.w21 - old).norm()
-
-
-@pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
-def test_copies_separate_in_training(request_: Request, grown_of: Callable[..., Path]) -> None:
-    with trained_layer(grown_of("llama", request_)) as mlp:
-        assert separation(mlp) > 0.1
-
-
-def test_symmetry_trap(grown_of: Callable[..., Path]) -> None:
-    """Negative control: where both halves of the down projection are frozen, the trained copies stay equal for ever."""
-    with trained_layer(grown_of("llama", TRAIN), steps=20, frozen=(".w12",)) as mlp:
-        start = load(grown_of("llama", TRAIN)).model.layers[2].mlp
-        assert not torch.equal(mlp.up_proj.expansions.default.w11, start.up_proj.expansions.default.w11)
-        assert separation(mlp) == 0
+@pytest.mark.parametrize(("request_", "frozen"), [(FREEZE, ()), (TRAIN, ()), (TRAIN, (".w12",))])
+def test_copies_separate_in_training(request_: Request, frozen: tuple[str, ...], grown_of: Callable[..., Path]) -> None:
+    """The negative control: where both halves of the down projection are frozen, they stay equal for ever."""
+    up = trained_mlp(grown_of("llama", request_), 20 if frozen else 5, frozen).up_proj
+    new = up.expansions.default
+    apart = (new.w21 - (up.weight if new.w11 is None else new.w11)).norm()
+    assert apart == 0 if frozen else apart > 0.1
+    start = load(grown_of("llama", request_)).model.layers[2].mlp.up_proj.expansions.default
+    assert not torch.equal(new.w21, start.w21), "they do train"
 
 
 @pytest.mark.parametrize("noise", [blocks.COPY_NOISE, 0.0])
@@ -190,20 +162,12 @@ def test_several_new_copies_separate(
     """Two new copies that begin the same are kept apart by noise; without it (the control) they never separate."""
     monkeypatch.setattr(blocks, "COPY_NOISE", noise)
     grown = expand(base_of("llama"), Request("2", method="grow", copies=3), tmp_path / "grown").path
-    with trained_layer(grown, steps=20) as mlp:
-        one, other = mlp.up_proj.expansions.default.w21.chunk(2)
-        apart, moved = (one - other).norm(), (one - mlp.up_proj.weight).norm()
-    assert moved > 1
+    up = trained_mlp(grown, steps=20).up_proj
+    one, other = up.expansions.default.w21.chunk(2)
+    assert (one - up.weight).norm() > 1
     # without noise, kernels may round rows of one matrix differently by where they lie
+    apart = (one - other).norm()
     assert apart > 0.01 if noise else apart < 1e-5
-
-
-def test_noise_adds_up_to_nothing() -> None:
-    weight = torch.randn(8, 12)
-    made = blocks.copied_w12(weight, 3, torch.Generator().manual_seed(0))
-    parts = made.chunk(3, dim=1)
-    assert not torch.equal(parts[0], parts[1])
-    assert torch.allclose(sum(parts), 0.75 * weight, atol=1e-6)
 
 
 @pytest.mark.parametrize(("request_", "expected"), [(FREEZE, {"w12", "w21", "up_bias"}), (TRAIN, None)])
@@ -213,28 +177,6 @@ def test_what_trains(request_: Request, expected: set[str] | None, grown_of: Cal
     assert trains == (expected or {"w12", "w21", "w11", "up_bias", "bias11"})
     with model.expansion_disabled(), torch.no_grad():
         assert not any(name in ("weight", "bias") for name in trains)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", mostly(DTYPES, "bfloat16".__eq__))
-def test_train_the_command(dtype: str, stories: Path, tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=getattr(torch, dtype))
-    model.save_pretrained(tmp_path / "base")
-    transformers.AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "base")
-    grown = expand(tmp_path / "base", Request("3-4", method="grow", variant="grow-train"), tmp_path / "grown").path
-    (tmp_path / "new.txt").write_text("Zork was a green dragon who liked to eat stones. " * 40)
-    settings = TrainingSettings(steps=12, sequence_length=32, batch_size=2)
-    done = train(
-        grown, [tmp_path / "new.txt"], tmp_path / "trained", settings, eval_data=EvalData(new=[tmp_path / "new.txt"])
-    )
-    before, after = (load_file(path / "expansion-default-00001-of-00001.safetensors") for path in (grown, done.path))
-    assert [name for name in before if torch.equal(before[name], after[name])] == []
-    assert done.measured["learning"] > 0.1
-    result = verify(done.path, tmp_path / "base", record=False)
-    assert result.passed
-    assert result.state == "trained"
-    strip(done.path, tmp_path / "again")
-    assert digests(tmp_path / "again") == digests(tmp_path / "base")
 
 
 def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> None:
@@ -248,21 +190,19 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
         "the copies would get equal gradients, stay equal and learn no more than one. Add w12 to --train-only."
     )
     assert not (tmp_path / "trained").exists()
-    # copies that are no longer equal may train so, and so may three, which noise keeps apart
     apart = train(grown, [tmp_path / "new.txt"], tmp_path / "apart", replace(settings, groups=GROUPS)).path
+    before, after = (load_file(path / SHARD) for path in (grown, apart))
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    result = verify(apart, stories, record=False)
+    assert result.passed and result.state == "trained"
+    assert digests(strip(apart, tmp_path / "again").path) == digests(stories)
+    # copies that are no longer equal may train so, and so may three, which noise keeps apart
     train(apart, [tmp_path / "new.txt"], tmp_path / "trained", settings)
     three = expand(stories, Request("4", method="grow", variant="grow-train", copies=3), tmp_path / "three").path
     train(three, [tmp_path / "new.txt"], tmp_path / "three-trained", settings)
 
 
-@pytest.mark.parametrize(
-    ("copies", "reason"),
-    [
-        (0, "expected from 2 to 1000"),
-        (1, "expected from 2 to 1000"),
-        ("x", "expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("copies", "reason"), [(1, "expected from 2 to 1000"), ("x", "expected a whole number")])
 def test_a_spoiled_number_of_copies_is_noticed(copies: Any, reason: str, grown_of: Callable[..., Path]) -> None:
     grown = grown_of("llama")
     record = json.loads((grown / "surgery.json").read_text())
@@ -302,17 +242,14 @@ def test_strip_extract_apply(
 def test_stock_form(family: str, variant: Any, copies: int, grown_of: Callable[..., Path], tmp_path: Path) -> None:
     grown = shake(grown_of(family, Request("0,2", method="grow", variant=variant, copies=copies)))
     done = merge(grown, tmp_path / "stock", "stock")
-    assert done.drift is not None
-    assert done.drift.share < 2e-6
-    stock = load(tmp_path / "stock")
+    assert done.drift is not None and done.drift.share < 2e-6
+    stock, plan_ = load(tmp_path / "stock"), read_manifest(grown).plan
     assert not type(stock).__name__.startswith("Scale")
     assert getattr(stock.config, FACTS[family].key("inner")) == 52 * copies
-    shapes = {name: tuple(parameter.shape) for name, parameter in stock.named_parameters()}
-    assert len(shapes) == len(dict(load(tmp_path / "stock").named_parameters()))
-    planned = read_manifest(grown).plan.costs.stock
-    assert done.parameters == planned.parameters
     # every other layer is filled with zeros, so the cost that the plan states is that of one layer
-    assert planned.padding * 2 == planned.parameters_expanded - read_manifest(grown).plan.costs.parameters_before
+    planned = plan_.costs.stock
+    assert done.parameters == planned.parameters
+    assert planned.padding * 2 == planned.parameters_expanded - plan_.costs.parameters_before
 
 
 def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -343,76 +280,32 @@ def test_routed(family: str, routing: Router, grown_of: Callable[..., Path], tmp
     assert promise(result, "base_stream_always").holds
 
 
-def test_a_preserve_path_that_counts_half_is_noticed(
-    grown_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: on the preserve path the base product must count whole."""
-    routed = route_export(shake(grown_of("llama")), tmp_path / "routed", PosteriorRouter(switch_rate=0)).path
-    join = ExpandedModule.join
-
-    def halved(self: Any, found: Any, layout: Any) -> Any:
-        for grown in (own for own in self.expansions.values() if isinstance(own, GrownBlocks)):
-            for streams, group in zip(found, layout.groups, strict=True):
-                streams[0] = streams[0] if group.has_w12 else streams[0] * grown.share
-        return join(self, found, layout)
-
-    monkeypatch.setattr(ExpandedModule, "join", halved)
-    result = verify(routed, record=False)
-    assert not result.passed
-    assert not promise(result, "base_stream_always").holds
-    assert not promise(result, "bounded_forgetting").holds
+COPIES = "--copies is {}, expected from 2 to 1000: the original is one of them, and 1 adds nothing."
 
 
 @pytest.mark.parametrize(
     ("request_", "lines"),
     [
+        (Request("0", method="grow", copies=10**400), [COPIES.format(10**400)]),
         (
-            Request("0", method="grow", copies=1),
-            ["--copies is 1, expected from 2 to 1000: the original is one of them, and 1 adds nothing."],
-        ),
-        (
-            Request("0", method="grow", copies=10**400),
-            [f"--copies is {10**400}, expected from 2 to 1000: the original is one of them, and 1 adds nothing."],
+            Request("9", method="grow", copies=1),
+            [COPIES.format(1), "--layers 9: layer 9 is out of range, the model has layers 0 to 2."],
         ),
         (
             Request("0", method="grow", copies=0, variant="adapt", up_width=8),
             [
                 "--variant is adapt, expected grow-freeze or grow-train for --method grow.",
                 "--up-width 8 belongs to --method scale, it has no meaning for grow. Leave it out.",
-                "--copies is 0, expected from 2 to 1000: the original is one of them, and 1 adds nothing.",
+                COPIES.format(0),
             ],
         ),
-        (
-            Request("0", copies=2),
-            ["--copies 2 belongs to --method grow, it has no meaning for scale. Leave it out."],
-        ),
-        (
-            Request("0", method="deep"),  # type: ignore[arg-type]
-            ["--method is 'deep', expected one of: scale, grow, depth."],
-        ),
-        (
-            Request("7", method="grow"),
-            ["--layers 7: layer 7 is out of range, the model has layers 0 to 2."],
-        ),
+        (Request("0", copies=2), ["--copies 2 belongs to --method grow, it has no meaning for scale. Leave it out."]),
     ],
 )
 def test_bad_requests(request_: Request, lines: list[str], base_of: Callable[..., Path]) -> None:
     with pytest.raises(PlanError) as raised:
         plan(base_of("llama"), request_)
     assert str(raised.value).splitlines() == lines
-
-
-def test_problems_of_options_and_layers_are_told_together(base_of: Callable[..., Path]) -> None:
-    with pytest.raises(PlanError) as raised:
-        plan(base_of("llama"), Request("9", method="grow", copies=1))
-    assert [line[:12] for line in str(raised.value).splitlines()] == ["--copies is ", "--layers 9: "]
-
-
-def test_inspect_counts_copies(grown_of: Callable[..., Path]) -> None:
-    found = inspect(grown_of("llama", Request("1", method="grow", copies=3)))
-    assert found.expanded is not None
-    (added,) = found.expanded.expansions.values()
-    assert (added.method, added.copies, added.layers) == ("grow", 3, (1,))
 
 
 def test_fused_is_refused(grown_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
-from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.route import route_export
-from tests.conftest import load
+from tests.conftest import load, shake
 from tests.each import each_shape
 from tests.families import FAMILIES
 from tests.routed import prompts, random_ids, trio_of  # noqa: F401
@@ -29,13 +27,7 @@ SHAPES = ((2, 9), (1, 1))
 
 def trained(folder: Path, target: Path) -> Path:
     """A copy of an expanded folder whose expansion has moved, as after any training."""
-    shutil.copytree(folder, target)
-    generator = torch.Generator().manual_seed(1)
-    for shard in target.glob("expansion-*.safetensors"):
-        tensors = load_file(shard)
-        moved = {name: torch.randn(tensor.shape, generator=generator) * 0.1 for name, tensor in tensors.items()}
-        write_tensors(shard, {name: tensor + moved[name].to(tensor.dtype) for name, tensor in tensors.items()})
-    return target
+    return shake(Path(shutil.copytree(folder, target)))
 
 
 def state_of(model: Any) -> dict[str, tuple]:
@@ -64,26 +56,38 @@ def pair(pair_of, tmp_path) -> tuple[Any, Path, Path]:
 
 @each_shape
 def test_it_is_what_the_folder_gives(trio_of, tmp_path, family):  # noqa: F811
-    """Ten families, tied and not, two dtypes, routed, trained; the base stays as it was."""
+    """Tied and not, two dtypes, routed, trained; the base stays as it was, also where the expansion trains on."""
     tied = sorted(FAMILIES).index(family) % 2 == 0
     trio = trio_of(family, "adapt", dtype="bfloat16" if tied else "float32", tied=tied)
     folder = trained(trio.path, tmp_path / "routed")
-    base = load(trio.base_path)
+    base, ids = load(trio.base_path), random_ids(2, 9)
     for parameter in list(base.parameters())[::2]:
         parameter.requires_grad_(False)
-    before, outputs = state_of(base), base(random_ids(2, 9)).logits
+    before, outputs = state_of(base), base(ids).logits
     found = load_expansion(base, extract(folder, tmp_path / "extract").path)
-    expected = load(folder)
-    assert_same(found, expected)
+    assert_same(found, load(folder))
     assert not found.training and found.is_routing_enabled
-    assert not torch.equal(found(random_ids(2, 9)).logits, outputs), "the negative control: the expansion speaks"
-    assert state_of(base) == before
-    assert torch.equal(base(random_ids(2, 9)).logits, outputs)
+    assert not torch.equal(found(ids).logits, outputs), "the negative control: the expansion speaks"
     with found.expansion_disabled():
-        assert torch.equal(found(random_ids(2, 9)).logits, outputs)
+        assert torch.equal(found(ids).logits, outputs)
     shared = {parameter.data_ptr() for parameter in base.parameters()}
     frozen = {parameter.data_ptr() for parameter in found.parameters() if not parameter.requires_grad}
     assert frozen == shared, "not a copy"
+    output = found(ids, labels=ids)
+    output.loss.backward()
+    torch.optim.SGD([parameter for parameter in found.parameters() if parameter.requires_grad], lr=0.1).step()
+    assert not torch.equal(found(ids).logits, output.logits)
+    assert state_of(base) == before and torch.equal(base(ids).logits, outputs)
+
+
+def test_it_goes_on_as_the_base_was_set(pair):
+    base, folder, extracted = pair
+    base.generation_config.max_new_tokens = 7
+    found, expected = load_expansion(base.train(), extracted), load(folder)
+    assert found.training and found.generation_config.max_new_tokens == 7
+    assert found.generation_config is not base.generation_config
+    generated = found.eval().generate(random_ids(2, 5), do_sample=False)
+    assert torch.equal(generated, expected.generate(random_ids(2, 5), do_sample=False, max_new_tokens=7))
 
 
 def test_a_model_from_a_folder_takes_up_one_more(pair, tmp_path):
@@ -105,24 +109,6 @@ def test_a_model_from_a_folder_takes_up_one_more(pair, tmp_path):
         load_expansion(changed, extracted, name="again")
 
 
-def test_generation_and_training(pair):
-    base, folder, extracted = pair
-    base.generation_config.max_new_tokens = 7
-    found, expected = load_expansion(base.train(), extracted), load(folder)
-    assert found.training and found.generation_config.max_new_tokens == 7
-    assert found.generation_config is not base.generation_config
-    found.eval(), base.eval()
-    ids = random_ids(2, 5)
-    assert torch.equal(found.generate(ids, do_sample=False), expected.generate(ids, do_sample=False, max_new_tokens=7))
-    before = base(ids).logits
-    optimizer = torch.optim.SGD([parameter for parameter in found.parameters() if parameter.requires_grad], lr=0.1)
-    output = found(ids, labels=ids)
-    output.loss.backward()
-    optimizer.step()
-    assert not torch.equal(found(ids).logits, output.logits)
-    assert torch.equal(base(ids).logits, before)
-
-
 @torch.no_grad()
 def test_where_a_header_ends_decides_no_bit(pair, tmp_path):
     """Tensors are read from where they lie in a file; single rows may round by that, so they are moved."""
@@ -141,23 +127,6 @@ def test_where_a_header_ends_decides_no_bit(pair, tmp_path):
     for model in (one, other):
         blocks = [own for name, own in model.named_parameters() if ".expansions." in name]
         assert blocks and all(own.data_ptr() % 64 == 0 for own in blocks)
-
-
-def test_it_is_saved_like_any_expanded_model(pair, tmp_path):
-    base, _, extracted = pair
-    found = load_expansion(base, extracted)
-    found.save_pretrained(tmp_path / "saved")
-    again = load(tmp_path / "saved")
-    assert torch.equal(again(random_ids(2, 5)).logits, found(random_ids(2, 5)).logits)
-
-
-def test_a_model_without_a_head(pair):
-    base, folder, extracted = pair
-    found = load_expansion(transformers.AutoModel.from_pretrained(base.name_or_path), extracted)
-    expected = transformers.AutoModel.from_pretrained(folder)
-    assert type(found) is type(expected)
-    ids = random_ids(2, 5)
-    assert torch.equal(found(ids).last_hidden_state, expected(ids).last_hidden_state)
 
 
 @pytest.mark.parametrize("family", ("gpt2", "gpt_neox"))
@@ -197,81 +166,68 @@ def test_rotary_frequencies_reach_as_far_as_the_base_s(tmp_path):
     assert torch.equal(found(ids).logits, base(ids).logits)
 
 
-def test_a_cast_model_is_refused_unless_it_is_not_checked(pair, pair_of):
-    _, folder, extracted = pair
+def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pair, pair_of, tmp_path):
+    base, folder, extracted = pair
     cast = load(pair_of("llama").base_path, dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError) as error:
-        load_expansion(cast, extracted)
-    assert str(error.value) == (
-        "model: 51 of 51 tensors were cast, lm_head.weight is BF16, expected F32 as it is stored. Load it without a "
-        "dtype; or give its folder or Hub id, and the dtype."
-    )
-    assert_same(load_expansion(cast, extracted, check=False), load(folder, dtype=torch.bfloat16))
-
-
-def test_a_trained_model_is_refused_unless_it_is_not_checked(pair, pair_of):
-    base, _, extracted = pair
     with torch.no_grad():
         base.model.norm.weight[3] += 1e-3
         base.lm_head.weight.mul_(2)
-    with pytest.raises(CheckpointError) as error:
-        load_expansion(base, extracted)
-    name = pair_of("llama").base_path.name
-    assert str(error.value).splitlines() == [
-        f"model: 2 of 51 tensors differ from those of {name}, on which this expansion was made.",
-        "lm_head.weight: its bytes differ.",
-        "model.norm.weight: its bytes differ.",
-        "Load that base as it is stored; or give check=False, and no promise is made.",
-    ]
-    found = load_expansion(base, extracted, check=False)
-    with found.expansion_disabled():
-        assert torch.equal(found(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
-
-
-def test_a_folder_with_other_tensors_is_refused(pair, tmp_path):
-    base, _, extracted = pair
-    with torch.no_grad():
-        base.model.norm.weight[3] += 1e-3
-    base.save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError) as error:
-        load_expansion(tmp_path / "other", extracted)
-    assert str(error.value).splitlines()[0].startswith(f"{tmp_path / 'other'}: 1 of 51 tensors differ from those of ")
-    assert load_expansion(tmp_path / "other", extracted, check=False).config.model_type == "scale_llama"
+    base.save_pretrained(tmp_path / "changed")
+    differ = f"2 of 51 tensors differ from those of {pair_of('llama').base_path.name}, on which this expansion was made"
+    for given, message in (
+        (
+            cast,
+            "model: 51 of 51 tensors were cast, lm_head.weight is BF16, expected F32 as it is stored. Load it without "
+            "a dtype; or give its folder or Hub id, and the dtype.",
+        ),
+        *(
+            (
+                own,
+                f"{title}: {differ}.\nlm_head.weight: its bytes differ.\nmodel.norm.weight: its bytes differ.\n"
+                "Load that base as it is stored; or give check=False, and no promise is made.",
+            )
+            for title, own in (("model", base), (tmp_path / "changed", tmp_path / "changed"))
+        ),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            load_expansion(given, extracted)
+        assert str(error.value) == message
+    assert_same(load_expansion(cast, extracted, check=False), load(folder, dtype=torch.bfloat16))
+    for given in (base, tmp_path / "changed"):
+        with (found := load_expansion(given, extracted, check=False).eval()).expansion_disabled():
+            assert torch.equal(found(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
 
 
 def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
     base, folder, extracted = pair
-    with pytest.raises(PlanError, match=r"^name: default is an expansion of this model already, expected a new name"):
-        load_expansion(load(folder), extracted)
-    for other in (pair_of("gpt2").base, load(pair_of("gpt2").path)):
-        kind = rf"model: is a {type(other).__name__}, expected LlamaForCausalLM or LlamaModel"
-        with pytest.raises(CheckpointError, match=kind):
-            load_expansion(other, extracted, name="more")
-    with pytest.raises(PlanError, match=r"^dtype: says how to load a model, but this one is loaded\. Leave it out\.$"):
-        load_expansion(base, extracted, dtype=torch.bfloat16)
     with torch.device("meta"):
         empty = type(base)(base.config)
-    with pytest.raises(CheckpointError, match=r"^model: some of its weights are offloaded, .* over more devices\.$"):
-        load_expansion(empty, extracted)
-    smaller = transformers.LlamaConfig(**base.config.to_dict() | {"intermediate_size": 60})
-    with pytest.raises(CheckpointError, match=r"down_proj\.weight: shape \[40, 60\], expected \[40, 52\]\."):
-        load_expansion(type(base)(smaller), extracted, check=False)
+    smaller = type(base)(transformers.LlamaConfig(**base.config.to_dict() | {"intermediate_size": 60}))
+    others = [pair_of("gpt2").base, load(pair_of("gpt2").path)]
+    for given, options, message in (
+        (load(folder), {}, r"^name: default is an expansion of this model already, expected a new name"),
+        *(
+            (own, {"name": "more"}, rf"model: is a {type(own).__name__}, expected LlamaForCausalLM or LlamaModel")
+            for own in others
+        ),
+        (
+            base,
+            {"dtype": torch.bfloat16},
+            r"^dtype: says how to load a model, but this one is loaded\. Leave it out\.$",
+        ),
+        (empty, {}, r"^model: some of its weights are offloaded, .* over more devices\.$"),
+        (smaller, {"check": False}, r"down_proj\.weight: shape \[40, 60\], expected \[40, 52\]\."),
+    ):
+        with pytest.raises((CheckpointError, PlanError), match=message):
+            load_expansion(given, extracted, **options)
     with pytest.raises(CheckpointError, match=r"has no extract\.json"):
         load_expansion(base, folder)
-
-
-def test_a_model_that_others_quantised_is_refused(pair):
-    base, _, extracted = pair
+    (shard,) = extracted.glob("expansion-*.safetensors")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"sha256 .* from extract\.json\. Download the extract again\.$"):
+        load_expansion(base, extracted, check=False)
+    shard.write_bytes(whole)
     base.config.quantization_config = {"quant_method": "any"}
     with pytest.raises(CheckpointError, match=r"^model: is quantised by any, expected bitsandbytes or torchao, or the"):
         load_expansion(base, extracted)
-
-
-def test_a_damaged_extract_is_refused(pair):
-    base, _, extracted = pair
-    shard = next(extracted.glob("expansion-*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"sha256 .* from extract\.json\. Download the extract again\.$"):
-        load_expansion(base, extracted, check=False)

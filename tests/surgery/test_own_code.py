@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -60,17 +61,21 @@ def answers(model: Any) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
-    known: dict[Any, tuple[Path, Path]] = {}
-
+    @functools.cache
     def make(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Path, Path]:
-        key = (dtype, *changes.items())
-        if key not in known:
-            place = tmp_path_factory.mktemp("pine")
-            base = save_pine(place / "base", dtype=dtype, **changes)
-            known[key] = base, expand(base, ADAPT, place / "wide", run=TRUSTED).path
-        return known[key]
+        place = tmp_path_factory.mktemp("pine")
+        base = save_pine(place / "base", dtype=dtype, **changes)
+        return base, expand(base, ADAPT, place / "wide", run=TRUSTED).path
 
     return make
+
+
+def save_speaking(path: Path, **options: Any) -> Path:
+    """Such a base with a tokenizer."""
+    base = save_pine(path, vocab_size=1152, **options)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_MODEL / file, base)
+    return base
 
 
 def use_untrusted(wide: Path, out: Path) -> None:
@@ -86,16 +91,13 @@ def use_untrusted(wide: Path, out: Path) -> None:
 
 def test_no_code_runs_without_the_flag(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    base = save_pine(tmp_path / "base", marker=marker, vocab_size=1152)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SHIPPED_MODEL / file, base)
+    base = save_speaking(tmp_path / "base", marker=marker)
     untrusted = RunOptions(device="cpu")
-    calls: list[Callable[[], object]] = [
+    for call in (
         lambda: inspect(base),
         lambda: plan(base, ADAPT),
         lambda: expand(base, ADAPT, tmp_path / "wide", run=untrusted),
-    ]
-    for call in calls:
+    ):
         with pytest.raises(UnsupportedFamilyError, match="Its own code says what it is: read it, then"):
             call()
     assert not marker.exists() and not (tmp_path / "wide").exists()
@@ -144,15 +146,12 @@ def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> Non
         for own in model.parameters():
             own.add_(0.1) if own.requires_grad else None
     model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="another trainer saved it"):
-        inspect(tmp_path / "saved", run=TRUSTED)
     done = adopt(tmp_path / "saved", wide, tmp_path / "out", run=RunOptions(device="cpu"))
     assert not done.other_settings and done.trained_tensors == done.expansion_tensors
     assert verify_command(done.path) == f"scale-surgery verify {done.path} --trust-remote-code"
     assert all(map(torch.equal, answers(load(done.path)), answers(model)))
     again = adopt(tmp_path / "saved", None, tmp_path / "again", base, run=TRUSTED)
-    names = ("surgery.json",)
-    assert {**digests(again.path), **dict.fromkeys(names)} == {**digests(done.path), **dict.fromkeys(names)}
+    assert digests(again.path) | {"surgery.json": ""} == digests(done.path) | {"surgery.json": ""}
     with pytest.raises(UnsupportedFamilyError, match="read it, then give --trust-remote-code"):
         adopt(tmp_path / "saved", None, tmp_path / "other", base, run=RunOptions(device="cpu"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -196,9 +195,6 @@ def test_the_base_comes_back_and_the_expansion_travels(made: Any, tmp_path: Path
     assert digests(apply(taken, tmp_path / "applied", base).path) == digests(wide)
     with pytest.raises(PlanError, match="was made on a model with code of its own, whose classes"):
         load_expansion(base, taken)
-    other = save_pine(tmp_path / "other", num_attention_heads=8)
-    with pytest.raises(CheckpointError, match=r"attention\.k\.weight: shape \[8, 32\], expected \[16, 32\]\."):
-        apply(taken, tmp_path / "no", other)
 
 
 @pytest.mark.slow
@@ -215,9 +211,7 @@ def test_routed_fused_and_duplicated(made: Any, tmp_path: Path) -> None:
 
 
 def test_it_trains_and_the_base_stream_stays(tmp_path: Path) -> None:
-    base = save_pine(tmp_path / "base", vocab_size=1152)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SHIPPED_MODEL / file, base)
+    base = save_speaking(tmp_path / "base")
     (tmp_path / "text.txt").write_text("Ada was born in London. " * 40)
     wide = expand(base, Request("last:2"), tmp_path / "wide", run=TRUSTED).path
     settings = TrainingSettings(steps=3, sequence_length=16, batch_size=2)
@@ -231,10 +225,8 @@ def test_it_trains_and_the_base_stream_stays(tmp_path: Path) -> None:
 
 
 def test_its_code_file_is_checked(made: Any, tmp_path: Path) -> None:
-    wide = tmp_path / "wide"
-    shutil.copytree(made()[1], wide)
-    own = [line for line in verify(wide, probes=None, record=False).warnings if OWN_CODE_FILE in line]
-    assert not own
+    wide = Path(shutil.copytree(made()[1], tmp_path / "wide"))
+    assert not any(OWN_CODE_FILE in line for line in verify(wide, probes=None, record=False).warnings)
     with (wide / OWN_CODE_FILE).open("a") as file:
         file.write("print('anything')\n")
     found = verify(wide, probes=None, record=False)
