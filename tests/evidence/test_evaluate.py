@@ -34,7 +34,7 @@ from scale_surgery.running.loading import loaded
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.running.texts import stride, tokenize
-from tests.conftest import load
+from tests.conftest import load, shake
 from tests.running.test_texts import letters, lines
 from tests.tiny import save_tiny
 
@@ -44,15 +44,6 @@ TEXTS = [Document("", "the quick brown fox jumps over the lazy dog and sleeps", 
 
 def with_tokenizer(folder: Path, **kinds: bool) -> Path:
     letters(**kinds).save_pretrained(folder)
-    return folder
-
-
-def perturb(folder: Path) -> Path:
-    """Move every expansion tensor, which stands for any training."""
-    torch.manual_seed(1)
-    for shard in folder.glob("expansion-*.safetensors"):
-        tensors = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in load_file(shard).items()}
-        save_file(tensors, shard, metadata={"format": "pt"})
     return folder
 
 
@@ -71,9 +62,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("evaluate")
     base = with_tokenizer(save_tiny(place / "base", "llama"))
     other = with_tokenizer(save_tiny(place / "other", "qwen3", shard_size="30KB"))
-    perturb(expand(base, Request("1-2"), place / "wide").path)
-    perturb(expand(base, Request("0,2", variant="adapt", collaborate="both"), place / "adapted").path)
-    perturb(expand(other, Request("1"), place / "other-wide").path)
+    shake(expand(base, Request("1-2"), place / "wide").path)
+    shake(expand(base, Request("0,2", variant="adapt", collaborate="both"), place / "adapted").path)
+    shake(expand(other, Request("1"), place / "other-wide").path)
     (place / "old.txt").write_text(TEXTS[0].text)
     lines(place / "new.jsonl", *({"question": document.prompt, "answer": document.text} for document in QUESTIONS))
     return place

@@ -64,9 +64,9 @@ from scale_surgery.running.texts import collate, pad, stride, tokenize
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
 from scale_surgery.surgery.routers import router_of, weights_of
-from tests.conftest import digests, load
+from tests.conftest import digests, load, shake
 from tests.each import mostly
-from tests.evidence.test_evaluate import perturb, with_tokenizer
+from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
 from tests.running.test_texts import ALPHABET, letters, lines
 from tests.tiny import save_tiny
@@ -97,7 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # no more tokens than letters, so that what a path finds most likely can be written as an answer
     base = with_tokenizer(save_tiny(place / "base", "llama", vocab_size=33))
     request = Request("0-2", variant="adapt", collaborative_layers="1-2", collaborate="both")
-    perturb(expand(base, request, place / "wide").path)
+    shake(expand(base, request, place / "wide").path)
     for name, routing in ROUTINGS.items():
         route_export(place / "wide", place / name, routing)
     (place / "old.txt").write_text(STORY)

@@ -44,8 +44,8 @@ from scale_surgery.running.texts import tokenize
 from scale_surgery.show.pages.routing import render_page, write_page
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
 from scale_surgery.show.visible import visible, visible_line, visible_text
+from tests.conftest import shake
 from tests.each import mostly
-from tests.evidence.test_evaluate import perturb
 from tests.running.test_texts import letters, lines
 from tests.tiny import save_tiny
 
@@ -78,7 +78,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("route_report")
     base = save_tiny(place / "base", "llama", vocab_size=258)
     bytes_tokenizer().save_pretrained(base)
-    perturb(expand(base, Request("0-2", variant="adapt", collaborative_layers="1-2"), place / "wide").path)
+    shake(expand(base, Request("0-2", variant="adapt", collaborative_layers="1-2"), place / "wide").path)
     routers = {"posterior": PosteriorRouter(), "cosine": CosineRouter(threshold=0.9)}
     routers["strict"] = replace(routers["cosine"], strict=True)
     for name, routing in routers.items():
