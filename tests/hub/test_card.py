@@ -146,22 +146,22 @@ def test_a_licence_that_is_given_is_named_in_place_of_the_base_s(own: Path) -> N
     assert metadata(str(plain.text))["license"] == "mit" and not [note for note in plain.notes if "license" in note]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    (
+def test_the_licence_is_that_of_the_base_s_card() -> None:
+    for text, expected in (
         ("---\nlicense: mit\n---\n", {"license": "mit"}),
         ("---\r\nlicense: apache-2.0\r\ntags: [a]\r\n---\r\n# x", {"license": "apache-2.0"}),
         ("---\nlicense:\n- mit\n- bsd\n---\n", {"license": ["mit", "bsd"]}),
-        ("---\ntags: [a]\n---\n", {}),
-        ("# license: mit\n", {}),
-        ("---\nlicense: [mit\n---\n", {}),
-        ("---\n- license\n---\n", {}),
-        ("", {}),
-        (None, {}),
-    ),
-)
-def test_the_licence_is_that_of_the_base_s_card(text: str | None, expected: dict[str, Any]) -> None:
-    assert read_licence(text) == expected
+    ):
+        assert read_licence(text) == expected
+    for text in (
+        "---\ntags: [a]\n---\n",
+        "# license: mit\n",
+        "---\nlicense: [mit\n---\n",
+        "---\n- license\n---\n",
+        "",
+        None,
+    ):
+        assert read_licence(text) == {}
 
 
 def test_what_was_widened_stands_in_the_plan(pair_of: Any, expanded: Path) -> None:
@@ -194,17 +194,11 @@ def test_training_and_what_was_measured(own: Path) -> None:
     assert "![Curves of the last run](training/curves.png)" in text
     record_own(own, training=[RUN, {**RUN, "measured": {}}])
     assert "## Evaluation" not in card(own), "numbers of an earlier run are not those of this model"
-
-
-@pytest.mark.parametrize(
-    ("rehearse", "said"), [(["self"], "text that the base wrote itself"), (["a.txt"], "other text")]
-)
-def test_rehearsal_is_said_to_be_measured(own: Path, rehearse: list[str], said: str) -> None:
-    record_own(own, training=[RUN, {**RUN, "settings": {"learning_rate": 0.01, "rehearse": rehearse}}])
-    text = " ".join(card(own).split())
-    assert f"In run 2 the model was also asked to stay what its base is, on {said}; what that keeps is measured" in text
-    record_own(own, training=[RUN])
     assert "asked to stay" not in card(own)
+    for rehearse, said in ((["self"], "text that the base wrote itself"), (["a.txt"], "other text")):
+        record_own(own, training=[RUN, {**RUN, "settings": {"learning_rate": 0.01, "rehearse": rehearse}}])
+        stays = f"In run 2 the model was also asked to stay what its base is, on {said}; what that keeps is measured"
+        assert stays in " ".join(card(own).split())
 
 
 def test_numbers_of_another_model_say_so(own: Path, forms: dict[str, Path], tmp_path: Path) -> None:
@@ -213,11 +207,12 @@ def test_numbers_of_another_model_say_so(own: Path, forms: dict[str, Path], tmp_
     assert f"{measured}, on texts" in card(own)
     record_own(own, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
     assert f"{measured}, with its router, which it has no longer, on texts" in card(own)
-    forced = {"expected_name": "x", "expected_revision": None, "differing": ["a"]}
+    forced = {"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]}
     record_own(own, training=[RUN], forced_base=forced)
-    text = card(own)
+    text = card(own, verify(own, probes=None, record=False).to_json())
     assert f"{measured}, on the base that the blocks were made on, on texts" in text
-    assert "| 1 tensor differs from the base it was made on |" in text
+    assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
+    assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
     folder = Path(shutil.copytree(forms["routed"], tmp_path / "routed"))
     for was_routed, said in ((False, ", of the adapt path alone, not routed"), (True, "")):
         record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
@@ -314,13 +309,6 @@ def test_code_in_a_stock_export_is_told(forms: dict[str, Path], tmp_path: Path) 
     assert "these lines do not run the code of `evil.py`." in str(made.text)
     note = "evil.py: is code, or names some, which trust_remote_code=True runs. Read it before you publish it."
     assert made.notes[-1] == note
-
-
-def test_a_base_that_was_forced_on_it_is_told(own: Path) -> None:
-    record_own(own, forced_base={"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]})
-    text = card(own, verify(own, probes=None, record=False).to_json())
-    assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
-    assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
 
 
 def test_of_several_expansions_each_has_its_runs_and_its_base(forms: dict[str, Path], tmp_path: Path) -> None:
