@@ -32,7 +32,8 @@ def options_of(name: str) -> list[click.Option]:
 @each_command
 def test_the_help_lists_every_option_once_in_80_columns(name: str) -> None:
     text = shown(name, "--help")
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= 80 and "\\b" not in text
+    assert [option.name for option in options_of(name) if not option.help] == []
     listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text[text.index(f"Example: scale-surgery {name}") :], re.MULTILINE)
     assert sorted(listed) == sorted([option.opts[-1] for option in options_of(name)] + ["--help"])
 
