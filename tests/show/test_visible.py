@@ -64,15 +64,6 @@ def spoiled(base_of, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def halved(spoiled, tmp_path) -> Path:
-    """The same, with half of a character in the name of its base."""
-    path = Path(shutil.copytree(spoiled, tmp_path / "halved"))
-    content = json.loads((path / "surgery.json").read_text())
-    (path / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
-    return path
-
-
 def test_what_is_hidden_is_found():
     assert set(hidden(HOSTILE)) == {"\x1b", "\x07", "\x9b", "\u202e", "\ud800", "\r", "\x7f", "\u2028", "forged"}
 
@@ -113,14 +104,10 @@ def test_tables_show_it(capfd):
     assert hidden(capfd.readouterr().out) == []
 
 
-def test_json_holds_ascii_that_can_be_seen_and_means_the_same(capfd):
+def test_json_and_lines_of_an_error_mean_the_same(capfd):
     Output(as_json=True).show({"name": HOSTILE}, "")
     text = capfd.readouterr().out
-    assert hidden(text) == [] and text.isascii()
-    assert json.loads(text) == {"name": HOSTILE}
-
-
-def test_lines_of_an_error_are_those_of_its_problems(capfd):
+    assert hidden(text) == [] and text.isascii() and json.loads(text) == {"name": HOSTILE}
     error = CheckpointError.from_problems([f"{HOSTILE}: one", "two"])
     assert str(error) == f"{HOSTILE}: one\ntwo", "in Python a text is what it is"
     Output().fail(*error.lines)
@@ -170,18 +157,17 @@ def test_progress_shows_notes(monkeypatch, capfd):
     assert "␛[2J" in shown and hidden(shown) == []
 
 
-def test_a_record_with_half_a_character_is_refused_in_one_line(halved):
+def test_half_a_character_of_a_record_is_refused_and_that_of_a_folder_is_shown(spoiled, tmp_path):
+    # Python takes a byte that is no UTF-8 for half a character
+    own = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
+    shown = call("inspect", own)
+    assert "⟨U+DCED⟩" in shown and hidden(shown) == []
+    content = json.loads((own / "surgery.json").read_text())
+    (own / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
     for verb in (["inspect"], ["verify", "--files-only"], ["report", "--files-only"]):
-        shown = call(*verb, halved, code=1)
+        shown = call(*verb, own, code=1)
         assert "it holds half a character, '\\ud800', expected Unicode text" in shown
         assert hidden(shown) == [] and len(shown.splitlines()) == 1
-
-
-def test_half_a_character_of_a_folder_is_shown(spoiled, tmp_path):
-    # Python takes a byte that is no UTF-8 for half a character
-    latin = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
-    shown = call("inspect", latin)
-    assert "⟨U+DCED⟩" in shown and hidden(shown) == []
 
 
 def test_pages_show_it(spoiled, tmp_path):
@@ -193,12 +179,8 @@ def test_pages_show_it(spoiled, tmp_path):
         patch.setattr(pages, "_shown", lambda value: value)
         call("report", spoiled, "--files-only", "-o", page)
         assert {"\x1b", "\u202e"} <= set(hidden(page.read_text(encoding="utf-8")))
-
-
-def test_pages_show_half_a_character(spoiled, tmp_path):
-    found = replace(report(spoiled, files_only=True), base_name=HOSTILE)
-    write_page(found, tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    write_page(replace(report(spoiled, files_only=True), base_name=HOSTILE), page)
+    text = page.read_text(encoding="utf-8")
     assert hidden(text) == [] and "⟨U+D800⟩" in text
 
 
