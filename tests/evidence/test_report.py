@@ -202,6 +202,7 @@ def test_an_untrained_model_is_reported_as_untrained_with_zeros(made_of) -> None
         assert found.notes[0] == "Nothing was trained: every expansion tensor has the bytes that the expansion wrote."
         assert all(tensor.norms.change == 0 and not tensor.is_trained for tensor in found.tensors)
         assert all(tensor.change_rank is None for tensor in found.tensors)
+        assert all(tensor.rank is None for tensor in found.tensors if not tensor.norms.norm), "zeros have no rank"
         assert found.streams is not None and found.streams.is_bit_equal
         assert report(changed, files_only=True).state == "trained"
 

@@ -155,11 +155,15 @@ def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expande
     assert "holds model files that the folder does not have" in message(hub, expanded), "on the same base"
 
 
-@pytest.mark.parametrize("form", mostly(("expanded", "routed", "fused"), "fused".__ne__))
+@pytest.mark.parametrize(
+    "form", mostly(("expanded", "routed", "fused", "deepened"), ("expanded", "routed").__contains__)
+)
 def test_a_download_is_the_folder_and_verifies_and_strips(
     hub: Hub, base: Path, expanded: Path, form: str, tmp_path: Path
 ) -> None:
-    make: Any = {"routed": route_export, "fused": merge}.get(form)
+    make: Any = {"routed": route_export, "fused": merge, "deepened": lambda _, out: expand(base, DEEPENED, out)}.get(
+        form
+    )
     folder = expanded if make is None else make(expanded, tmp_path / "made").path
     before = digests(folder)
     done = send(hub, folder, check=True)
@@ -272,22 +276,6 @@ def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None
     assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (stock, found)))
     again = send(hub, found, repo="me/again", check=True)
     assert "license: mit\n" in again.card and "README.base-2.md" not in hub.files("me/again")
-
-
-@pytest.mark.slow
-def test_a_model_with_duplicated_layers_is_pushed(hub: Hub, base: Path, tmp_path: Path) -> None:
-    deep = expand(base, DEEPENED, tmp_path / "deep").path
-    done = send(hub, deep, check=True)
-    found = download(hub, tmp_path / "found")
-    assert done.form == "expanded" and "the code of `helper.py`" in (found / "README.md").read_text()
-    assert "freeze_base(model)" in done.card and "remote_code" not in done.card
-    origins = {file.name: file.origin for file in done.files if file.name.startswith("model-")}
-    # a shard with another header is another file for the Hub
-    assert set(origins.values()) == {"base", "model"}
-    assert all((deep / name).read_bytes() == (base / name).read_bytes() for name in origins if origins[name] == "base")
-    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (base, found)))
-    strip(found, tmp_path / "stripped")
-    assert digests(tmp_path / "stripped") == digests(base)
 
 
 def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_path: Path) -> None:
