@@ -1,6 +1,6 @@
 """A Hub on the loopback: it speaks the part of the Hub's protocol with which the real client pushes and downloads.
 
-Git commits (as ndjson, with or without a pull request), LFS (batch, basic transfers, verification by sha256),
+Git commits (as ndjson, with or without a pull request), LFS (batch, basic transfers),
 branches, accounts with tokens, and faults that a test asks for. It counts every byte that arrives, and of each file
 those that it sends.
 """
@@ -277,21 +277,14 @@ class Handler(BaseHTTPRequestHandler):
         self.find(repo, to_write="ref" in content)
         objects = []
         for asked in content["objects"]:
-            oid, known = asked["oid"], asked["oid"] in self.hub.objects
-            href = f"{self.hub.address}/lfs/{oid}"
-            actions = {"upload": {"href": href}, "verify": {"href": f"{href}/verify"}}
-            objects.append(asked if known else {**asked, "actions": actions})
+            actions = {"upload": {"href": f"{self.hub.address}/lfs/{asked['oid']}"}}
+            objects.append(asked if asked["oid"] in self.hub.objects else {**asked, "actions": actions})
         self.reply({"transfer": "basic", "objects": objects})
 
     def put_object(self, oid: str) -> None:
         if hashlib.sha256(self.body).hexdigest() != oid:
             raise Refusal(400, "content has another sha256")
         self.hub.objects[oid] = self.body
-        self.reply({})
-
-    def verify(self, oid: str) -> None:
-        if len(self.hub.objects.get(oid, b"")) != json.loads(self.body)["size"]:
-            raise Refusal(404, "object is not there")
         self.reply({})
 
     def commit(self, repo: str, revision: str) -> None:
@@ -348,7 +341,6 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", f"{MODEL}/commit/([^/]+)", Handler.commit),
     ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", Handler.batch),
     ("PUT", "/lfs/(\\w+)", Handler.put_object),
-    ("POST", "/lfs/(\\w+)/verify", Handler.verify),
     ("GET HEAD", "/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", Handler.resolve),
 ]
 
