@@ -9,13 +9,13 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 
 from scale_surgery import CheckpointError, Request, expand
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.outputs import OutputFile, OutputFolder
 from scale_surgery.cli.program import main
+from tests.command import run
 from tests.conftest import digests
 from tests.each import mostly
 
@@ -26,12 +26,6 @@ WRITING = {
 }
 FOLDERS = sorted(name for name, option in WRITING.items() if isinstance(option.type, OutputFolder))
 FILES = sorted(name for name, option in WRITING.items() if isinstance(option.type, OutputFile))
-
-
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def needed(name: str) -> list[str]:

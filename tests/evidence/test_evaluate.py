@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
@@ -26,7 +22,6 @@ from scale_surgery import (
     evaluate,
     expand,
 )
-from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.running import loss as measure
 from scale_surgery.running.documents import Document
@@ -34,7 +29,8 @@ from scale_surgery.running.loading import loaded
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.running.texts import stride, tokenize
-from tests.conftest import load, shake
+from tests.command import run
+from tests.conftest import Bars, load, shake
 from tests.running.test_texts import letters, lines
 from tests.tiny import save_tiny
 
@@ -45,15 +41,6 @@ TEXTS = [Document("", "the quick brown fox jumps over the lazy dog and sleeps", 
 def with_tokenizer(folder: Path, **kinds: bool) -> Path:
     letters(**kinds).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """Every model that is freed is followed by a collection, which need not look at all that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +295,7 @@ def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path)
         f"scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT",
     )
     # report, which comes next otherwise, does not take it
-    shown = run(tmp_path / "saved", "--old", place / "old.txt").stdout
+    shown = run("evaluate", tmp_path / "saved", "--old", place / "old.txt").stdout
     assert " ".join(shown.split()).endswith(f"next scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT")
     wanted = evaluate([place / "wide"], [place / "old.txt"])
     assert found.scores[0].forgetting == row(wanted, "wide").forgetting
@@ -343,17 +330,14 @@ def test_dtype(place: Path) -> None:
 
 
 def test_progress(place: Path) -> None:
-    seen: dict[str, int] = {}
-    totals = []
-
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Any]:
-        totals.append((label, total))
-        yield lambda tokens, note="": seen.__setitem__(note, seen.get(note, 0) + tokens)
-
-    evaluate([place / "wide", place / "adapted"], [place / "old.txt"], [place / "new.jsonl"], track=track)
-    assert len(seen) == 5 and len(set(seen.values())) == 1
-    assert totals == [("evaluate", sum(seen.values()))]
+    bars, texts = Bars(), ([place / "old.txt"], [place / "new.jsonl"])
+    evaluate([place / "wide", place / "adapted"], *texts, track=bars.track)
+    alone = Bars()
+    evaluate(place / "base", *texts, track=alone.track)
+    (tokens, _) = alone["evaluate"]
+    assert bars == {"evaluate": [5 * tokens, 5 * tokens]} and alone == {"evaluate": [tokens, tokens]}, (
+        "five rows, and one"
+    )
 
 
 def test_json_has_no_nan(place: Path, tmp_path: Path) -> None:
@@ -367,14 +351,6 @@ def test_json_has_no_nan(place: Path, tmp_path: Path) -> None:
 
 
 # refusals, before any model is loaded
-
-
-@pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("scale_surgery.running.loading.loaded", loaded)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -457,16 +433,9 @@ def test_a_model_that_does_not_load_as_it_is(place: Path, tmp_path: Path) -> Non
 # the command
 
 
-def run(*arguments: object, code: int = 0) -> Result:
-    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
-    result = runner.invoke(main, ["evaluate", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result
-
-
 def test_command_shows_a_table_for_each_side_or_gives_json(place: Path, tmp_path: Path, result: Evaluation) -> None:
     texts = ("--old", place / "old.txt", "--new", place / "new.jsonl", "--batch-size", "2")
-    shown = run(place / "wide", *texts, "-o", tmp_path / "plane.png").stdout
+    shown = run("evaluate", place / "wide", *texts, "-o", tmp_path / "plane.png").stdout
     old, new = shown.split("\n\n")[:2]
     assert old.splitlines()[0].rstrip() == "old text  (55 tokens scored; losses in nats per token)"
     assert new.splitlines()[0].rstrip() == "new text  (14 tokens scored, 3 questions; losses in nats per token)"
@@ -475,7 +444,9 @@ def test_command_shows_a_table_for_each_side_or_gives_json(place: Path, tmp_path
     assert f"{wide.new.perplexity:.4g}" in new and f"{wide.learning:+.4f}" in new
     assert [line.split()[-1] for line in old.splitlines() if line.startswith("wide, exp")] == ["0"]
     assert f"written to {tmp_path}/plane.png" in shown.splitlines()
-    content = json.loads(run(*(place / name for name in ("wide", "base", "adapted")), *texts, "--json").stdout)
+    content = json.loads(
+        run("evaluate", *(place / name for name in ("wide", "base", "adapted")), *texts, "--json").stdout
+    )
     assert content == result.to_json()
     numbers = next(score for score in content["scores"] if score["name"] == "wide")["new"]
     assert numbers["accuracy"] == wide.new.accuracy
@@ -488,7 +459,7 @@ def test_command_says_what_a_model_was_asked_to_stay(place: Path, tmp_path: Path
     runs = [{"steps": 1, "settings": {"rehearse": texts}} for texts in (["self"], ["a.txt"], [])]
     record["expansions"]["default"]["training"] = runs
     (wide / "surgery.json").write_text(json.dumps(record))
-    shown = " ".join(run(wide, "--old", place / "old.txt").stdout.split())
+    shown = " ".join(run("evaluate", wide, "--old", place / "old.txt").stdout.split())
     on = "on text that the base wrote itself and other text"
     assert f"note: kept: was asked to stay what its base is, {on}. What that keeps is measured, on these texts" in shown
 
@@ -501,4 +472,6 @@ def test_command_says_what_a_model_was_asked_to_stay(place: Path, tmp_path: Path
     ],
 )
 def test_wrong_usage_exits_with_2(place: Path, arguments: list[str], message: str) -> None:
-    assert message in run(*[place / "base" if word == "BASE" else word for word in arguments], code=2).stderr
+    assert (
+        message in run("evaluate", *[place / "base" if word == "BASE" else word for word in arguments], code=2).stderr
+    )

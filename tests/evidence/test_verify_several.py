@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from scale_surgery.running.prompts import Batch
 from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from tests.composed import LLAMA, Made, mixed
-from tests.conftest import digests
+from tests.conftest import Bars, digests
 from tests.routed import random_ids
 
 NAMES = ("medicine", "law", "chess")
@@ -225,20 +224,10 @@ def test_it_is_streamed_where_memory_is_small(folder: Path) -> None:
 
 
 def test_each_byte_is_read_once(folder: Path) -> None:
-    told: dict[str, list[int]] = {}
-
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Callable[[int], None]]:
-        told[label] = [total, 0]
-
-        def advance(done: int) -> None:
-            told[label][1] += done
-
-        yield advance
-
-    result = verify(folder, probes=None, record=False, track=track)
+    bars = Bars()
+    result = verify(folder, probes=None, record=False, track=bars.track)
     assert result.trained_tensors > 30
-    total, read = told["bytes"]
+    total, read = bars["bytes"]
     # headers of shards are read as they are in the extract, which names tensors shorter
     assert 0.9 * total < read <= total
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)

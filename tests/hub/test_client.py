@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
 from scale_surgery import Request, expand, plan, strip
-from scale_surgery.cli.program import main
+from tests.command import run
 from tests.conftest import digests
 from tests.hub_server import Hub, Repository, asked, commit_of, running
 from tests.own_code import save_pine
@@ -54,12 +53,6 @@ def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def commit(hub: Hub) -> str:
     return commit_of(hub.repositories[REPO].branches["main"])
-
-
-def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -36,7 +33,6 @@ from scale_surgery import (
     route_export,
     set_routing,
 )
-from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
@@ -64,7 +60,8 @@ from scale_surgery.running.texts import collate, pad, stride, tokenize
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
 from scale_surgery.surgery.routers import router_of, weights_of
-from tests.conftest import digests, load, shake
+from tests.command import run
+from tests.conftest import Bars, digests, load, shake
 from tests.each import mostly
 from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
@@ -79,15 +76,6 @@ ROUTINGS = {
     "cosine": CosineRouter(threshold=0.9),
     "strict": CosineRouter(threshold=0.9, strict=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """Every model that is freed is followed by a collection, which need not look at all that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -254,22 +242,14 @@ def measured(old: float, new: float) -> Measured:
 
 
 def test_texts_are_read_once(place: Path) -> None:
-    seen: list[tuple[str, int]] = []
-    done: dict[str, int] = {}
-
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Any]:
-        seen.append((label, total))
-        yield lambda amount, note="": done.__setitem__(label, done.get(label, 0) + amount)
-
-    result = route_calibrate(place / "posterior", old(place), new(place), track=track)
+    bars = Bars()
+    result = route_calibrate(place / "posterior", old(place), new(place), track=bars.track)
     sequences = [tokenize(read_documents(files), letters()) for files in (old(place), new(place))]
     windows = sum(len(stride(some, 64, 32).ids) for some in sequences)
     assert windows > sum(len(some.ids) for some in sequences), "windows overlap"
     # the first tokens of old texts are read as prompts once more
-    tokens = windows + len(beginnings(sequences[0]).ids)
-    assert seen == [("read", tokens), ("settings", len(result.outcomes))]
-    assert done == dict(seen)
+    tokens, settings = windows + len(beginnings(sequences[0]).ids), len(result.outcomes)
+    assert bars == {"read": [tokens, tokens], "settings": [settings, settings]}
 
 
 @each_router
@@ -409,7 +389,7 @@ def test_the_bound_is_not_loosened_unless_it_is_asked_for(told: tuple[Path, Path
         shutil.copyfile(told[0] / file, model / file)
     assert digests(model) == before and "--bound" in str(kept.ask)
     words = ("--old", told[1], "--new", told[2], "--most-forgetting", 0.5, "--write", "--json")
-    done = json.loads(run(model, *words, *str(kept.ask).split()).stdout)
+    done = json.loads(run("route-calibrate", model, *words, *str(kept.ask).split()).stdout)
     assert done["written"] and done["proposed"]["routing"] == kept.to_json()["loosest"]["routing"]
     assert done["ask"] is None
 
@@ -614,14 +594,6 @@ def test_nothing_is_written_where_something_fails(
 
 
 # refusals
-
-
-@pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("scale_surgery.running.loading.loaded", loaded)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -887,13 +859,6 @@ def test_thresholds_are_written_where_they_can_be_read() -> None:
 # the command
 
 
-def run(*arguments: object, code: int = 0) -> Result:
-    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
-    result = runner.invoke(main, ["route-calibrate", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result
-
-
 def sides(place: Path) -> list[object]:
     return [word for side in ("old", "new") for file in globals()[side](place) for word in (f"--{side}", file)]
 
@@ -902,9 +867,9 @@ def test_command(place: Path) -> None:
     windows = ("--batch-size", 16, "--sequence-length", 20)
     run_as = {"sequence_length": 20, "run": RunOptions(batch_size=16)}
     found = route_calibrate(place / "strict", old(place), new(place), **run_as)
-    shown = run(place / "strict", *sides(place), *windows).stdout
+    shown = run("route-calibrate", place / "strict", *sides(place), *windows).stdout
     assert [line.rstrip() for line in shown.splitlines()] == shown_of(found)
-    content = json.loads(run(place / "strict", *sides(place), *windows, "--json").stdout)
+    content = json.loads(run("route-calibrate", place / "strict", *sides(place), *windows, "--json").stdout)
     assert content == found.to_json()
     assert content["proposed"]["routing"] == {
         "router": "cosine", "threshold": found.proposed.routing.threshold, "strict": True  # type: ignore[union-attr]
@@ -913,7 +878,7 @@ def test_command(place: Path) -> None:
     assert content["present"]["old"].keys() == {
         "nats", "scored", "questions", "answered", "nats_per_token", "accuracy"
     }  # fmt: skip
-    details = run(place / "strict", *sides(place), *windows, "--details").stdout
+    details = run("route-calibrate", place / "strict", *sides(place), *windows, "--details").stdout
     assert [line.rstrip() for line in details.splitlines()] == shown_of(found, details=True)
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from scale_surgery.show.pages.report import Cells, Heading, Section, render_head
 from scale_surgery.show.palette import BLUE, DARK, GREY, LAYERS, LIGHT, VERMILION, Palette
 from scale_surgery.show.tables_learn import COLUMNS
 from scale_surgery.show.tables_report import render_report
-from tests.conftest import shake
+from tests.conftest import Bars, shake
 from tests.routing.test_report import CHROMIUM, COLOUR_VISION, contrast, parse, seen_by, shown
 from tests.test_docs import COMMANDS
 from tests.tiny import save_tiny
@@ -345,21 +344,6 @@ def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None
 
 
 def test_tracks_what_it_does(place: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    class Tracked:
-        def __init__(self, label: str, total: int) -> None:
-            self.label, self.total, self.done = label, total, 0
-
-        def __enter__(self) -> Callable[..., None]:
-            return self.advance
-
-        def advance(self, amount: int, note: str = "") -> None:
-            self.done += amount
-
-        def __exit__(self, *_: object) -> None:
-            seen.append((self.label, self.total, self.done))
-
-    report(place / "adapt", track=Tracked)
-    assert [label for label, _, _ in seen] == ["blocks", "base stream"]
-    assert all(total == done > 0 for _, total, done in seen)
+    bars = Bars()
+    report(place / "adapt", track=bars.track)
+    assert list(bars) == ["blocks", "base stream"] and all(total == done > 0 for total, done in bars.values())

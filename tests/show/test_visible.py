@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.report import report
 from scale_surgery.planning.request import Request
@@ -28,6 +26,7 @@ from scale_surgery.show.pages import filling as pages
 from scale_surgery.show.pages.report import write_page
 from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
+from tests.command import run
 from tests.conftest import name_base
 
 # escapes, a title for the window, C1, a mark that turns the direction, half of a character, markup, line breaks
@@ -41,12 +40,6 @@ def hidden(text: str) -> list[str]:
     """Characters that a terminal would not show, and line breaks that a name brought."""
     forged = re.findall(r"(?m)^forged", text)
     return [one for one in text if one != "\n" and unicodedata.category(one) in KINDS] + forged
-
-
-def call(*arguments: object, code: int = 0) -> str:
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(map(str, arguments)))
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +114,13 @@ def test_json_and_lines_of_an_error_mean_the_same(capfd):
 def test_commands_show_names_of_files(verb, spoiled):
     more = {"push": ["me/it", "--dry-run", "--no-verify"], "report": ["-o", spoiled.parent / "page.html"]}
     code = 1 if verb == ["push"] else 0
-    shown = call(*verb, spoiled, *more.get(verb[0], []), code=code)
+    shown = run(*verb, spoiled, *more.get(verb[0], []), code=code).output
     assert hidden(shown) == []
 
 
 def test_what_is_written_shows_them(spoiled, tmp_path):
     for verb, more in (("strip", []), ("extract", []), ("route-export", []), ("merge", ["--new-tokens", 0])):
-        assert hidden(call(verb, spoiled, "-o", tmp_path / f"{verb} {FOLDER}", *more)) == []
+        assert hidden(run(verb, spoiled, "-o", tmp_path / f"{verb} {FOLDER}", *more).output) == []
 
 
 def test_errors_and_usage_show_them(base_of, tmp_path):
@@ -143,7 +136,7 @@ def test_errors_and_usage_show_them(base_of, tmp_path):
         (["inspect", base, HOSTILE], 2),
         ([f"--{FOLDER}"], 2),
     ):
-        found = [one for one in hidden(call(*arguments, code=code)) if one != "forged"]
+        found = [one for one in hidden(run(*arguments, code=code).output) if one != "forged"]
         assert found == [], arguments
 
 
@@ -160,24 +153,24 @@ def test_progress_shows_notes(monkeypatch, capfd):
 def test_half_a_character_of_a_record_is_refused_and_that_of_a_folder_is_shown(spoiled, tmp_path):
     # Python takes a byte that is no UTF-8 for half a character
     own = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
-    shown = call("inspect", own)
+    shown = run("inspect", own).output
     assert "⟨U+DCED⟩" in shown and hidden(shown) == []
     content = json.loads((own / "surgery.json").read_text())
     (own / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
     for verb in (["inspect"], ["verify", "--files-only"], ["report", "--files-only"]):
-        shown = call(*verb, own, code=1)
+        shown = run(*verb, own, code=1).output
         assert "it holds half a character, '\\ud800', expected Unicode text" in shown
         assert hidden(shown) == [] and len(shown.splitlines()) == 1
 
 
 def test_pages_show_it(spoiled, tmp_path):
     page = tmp_path / "report.html"
-    call("report", spoiled, "--files-only", "-o", page)
+    run("report", spoiled, "--files-only", "-o", page)
     text = page.read_text(encoding="utf-8")
     assert hidden(text) == [] and "⟨U+202E⟩" in text and "[bold]" in text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "_shown", lambda value: value)
-        call("report", spoiled, "--files-only", "-o", page)
+        run("report", spoiled, "--files-only", "-o", page)
         assert {"\x1b", "\u202e"} <= set(hidden(page.read_text(encoding="utf-8")))
     write_page(replace(report(spoiled, files_only=True), base_name=HOSTILE), page)
     text = page.read_text(encoding="utf-8")
