@@ -10,12 +10,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-import scale_surgery
 from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOptions, Verification, expand, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
+from tests.conftest import shake
 from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
@@ -47,21 +46,6 @@ def edit_shard(path: Path, change) -> None:
 
 def promise(result: Verification, name: str):
     return next(promise for promise in result.promises if promise.name == name)
-
-
-def train(path: Path, steps: int = 3) -> None:
-    """A few optimiser steps with weight decay on random tokens, saved into the expansion shard alone."""
-    torch.manual_seed(0)
-    scale_surgery.register()
-    model = AutoModelForCausalLM.from_pretrained(path)
-    optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-2, weight_decay=0.1)
-    for _ in range(steps):
-        ids = torch.randint(3, 97, (2, 9))
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if tensor.requires_grad}
-    save_file(trained, path / SHARD, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("variant", ["preserve", "adapt"])
@@ -109,7 +93,7 @@ def test_streamed_from_disk_gives_the_same_numbers(made: Path) -> None:
 
 def test_what_a_trained_model_still_keeps(copy) -> None:
     path = copy("preserve")
-    train(path)
+    shake(path)
     result = verify(path)
     assert result.passed and result.state == "trained" and result.trained_tensors > 0
     assert not promise(result, "output_at_init").claimed and not promise(result, "output_at_init").holds
@@ -118,7 +102,7 @@ def test_what_a_trained_model_still_keeps(copy) -> None:
     assert not verify(path, required=("output_at_init",)).passed
     # adapt changes its base stream and stays recoverable
     path = copy("adapt")
-    train(path)
+    shake(path)
     result = verify(path)
     assert result.passed and result.required == ("recoverable",)
     assert result.numbers is not None and not result.numbers.base_logits_bit_equal

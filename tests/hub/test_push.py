@@ -97,9 +97,9 @@ def send(hub: Hub, folder: Path, repo: str = REPO, token: str | None = "hf_write
     return push(folder, repo, how, token=token, dry_run=dry_run)
 
 
-def download(hub: Hub, folder: Path, repo: str = REPO, revision: str | None = None) -> Path:
-    options: Any = {"revision": revision, "endpoint": hub.address, "token": "hf_writer", "local_dir": folder}
-    return Path(huggingface_hub.snapshot_download(repo, **options))
+def download(hub: Hub, folder: Path) -> Path:
+    options: Any = {"endpoint": hub.address, "token": "hf_writer", "local_dir": folder}
+    return Path(huggingface_hub.snapshot_download(REPO, **options))
 
 
 def edit_json(file: Path, **changes: Any) -> None:
