@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
+    DataError,
     PlanError,
     Probes,
     Request,
@@ -413,9 +414,14 @@ def test_spoiled_records_are_refused(spoiled: Path) -> None:
         assert str(caught.value) == said
 
 
-def test_texts_that_nobody_reads(adapt: Path, tmp_path: Path) -> None:
+def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--text with --files-only: no model runs, so no text is read"):
         report(adapt, tmp_path / "text.txt", files_only=True)
+    with pytest.raises(DataError, match=r"missing\.txt: there is no such file\. Give UTF-8 text"):
+        report(adapt, tmp_path / "missing.txt")
+    (tmp_path / "text.txt").write_text("A text.")
+    with pytest.raises(DataError, match="has no tokenizer that loads"):
+        report(adapt, tmp_path / "text.txt")
 
 
 def test_numbers_as_text() -> None:
