@@ -54,10 +54,8 @@ BASE_CARD = b"---\nlicense: mit\n---\r\n# caf\xc3\xa9, no final newline"
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A running Hub, which this process asks."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    huggingface_hub.utils.disable_progress_bars()
     with running() as found, asked(found):
         yield found
-    huggingface_hub.utils.enable_progress_bars()
 
 
 @pytest.fixture(scope="module")
