@@ -28,6 +28,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,20 @@ class Pair:
     def load(self, **options: Any) -> Any:
         """Load the expanded model once more, for a test that changes it."""
         return load(self.path, **options)
+
+
+class Bars(dict[str, list[int]]):
+    """Bars that an operation moves, by label: how much there is to do, and how much it said to be done."""
+
+    @contextmanager
+    def track(self, label: str, total: int) -> Iterator[Callable[..., None]]:
+        """Begin one."""
+        self[label] = [total, 0]
+
+        def advance(amount: int, note: str = "") -> None:
+            self[label][1] += amount
+
+        yield advance
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -184,6 +199,16 @@ def refuse_to_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
         monkeypatch.setattr(Path, "rename", checked)
 
     return refuse
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a model fails: what is refused is refused before."""
+
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("scale_surgery.running.loading.loaded", loaded)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """A Hub on the loopback: it speaks the part of the Hub's protocol with which the real client pushes and downloads.
 
-Git commits (as ndjson, with or without a pull request), LFS (batch, basic transfers, verification by sha256),
-branches, accounts with tokens, and faults that a test asks for: a status, or a connection that breaks in the middle of
-a file. It counts every byte that arrives.
+Git commits (as ndjson, with or without a pull request), LFS (batch, basic transfers),
+branches, accounts with tokens, and faults that a test asks for. It counts every byte that arrives, and of each file
+those that it sends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import huggingface_hub
+import pytest
 import yaml
+from huggingface_hub import constants
 
 WRITER = {"name": "me", "type": "user", "orgs": [{"name": "lab", "roleInOrg": "write"}]}
 
@@ -41,14 +44,11 @@ class Repository:
 
 @dataclass
 class Fault:
-    """What happens to the next requests whose method and path match: a status, an act, or a break after some bytes."""
+    """What happens to the next request whose method and path match: a refusal, or an act before the answer."""
 
     where: str
-    status: int | None = None
-    break_after: int = 0
-    times: int = 1
+    status: int = 0
     message: str = "as the test asked"
-    headers: dict[str, str] = field(default_factory=dict)
     act: Callable[[], Any] | None = None
 
 
@@ -61,6 +61,7 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     received: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
     requests: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     gitignore: str | tuple[str, ...] | None = None
@@ -71,9 +72,9 @@ class Hub:
         return {name: self.objects[held] if isinstance(held, str) else held for name, held in found.items()}
 
 
-def account(role: str = "write", **changes: Any) -> dict[str, Any]:
+def account(role: str) -> dict[str, Any]:
     """What whoami tells of a token."""
-    return {**WRITER, "auth": {"type": "access_token", "accessToken": {"role": role, **changes}}}
+    return {**WRITER, "auth": {"type": "access_token", "accessToken": {"role": role}}}
 
 
 def commit_of(files: dict[str, bytes | str]) -> str:
@@ -117,11 +118,12 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(f"{self.command} {path}")
         fault = next((found for found in self.hub.faults if re.fullmatch(found.where, f"{self.command} {path}")), None)
         try:
-            if fault is not None:
-                self.fail(fault)
             self.body = self.read_body(int(self.headers.get("Content-Length") or 0))
-            if fault is not None and fault.act is not None:
-                fault.act()  # and is answered as ever
+            if fault is not None:
+                self.hub.faults.remove(fault)
+                if fault.act is None:
+                    raise Refusal(fault.status, fault.message)
+                fault.act()  # and it is answered as ever
             for method, pattern, answer in ROUTES:
                 found = re.fullmatch(pattern, path)
                 if found is not None and self.command in method.split():
@@ -129,23 +131,10 @@ class Handler(BaseHTTPRequestHandler):
                     return
             raise Refusal(404, f"no such route: {path}", "EntryNotFound")
         except Refusal as refusal:
-            self.refuse(refusal, fault.headers if fault is not None else {})
+            own = {"X-Error-Message": refusal.message} | ({"X-Error-Code": refusal.code} if refusal.code else {})
+            self.reply({"error": refusal.message}, refusal.status, own)
         except ConnectionError:
             self.close_connection = True
-
-    def fail(self, fault: Fault) -> None:
-        fault.times -= 1
-        if not fault.times:
-            self.hub.faults.remove(fault)
-        if fault.act is not None:
-            return
-        length = int(self.headers.get("Content-Length") or 0)
-        if fault.status is None:
-            self.read_body(min(fault.break_after, length))
-            self.connection.close()
-            raise ConnectionError
-        self.read_body(length)
-        raise Refusal(fault.status, fault.message)
 
     def read_body(self, length: int) -> bytes:
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
@@ -161,10 +150,6 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "PUT":
             self.hub.received[self.path.split("?")[0]] += len(body)
         return body
-
-    def refuse(self, refusal: Refusal, headers: dict[str, str]) -> None:
-        own = {"X-Error-Message": refusal.message} | ({"X-Error-Code": refusal.code} if refusal.code else {})
-        self.reply({"error": refusal.message}, refusal.status, {**own, **headers})
 
     def reply(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -254,26 +239,23 @@ class Handler(BaseHTTPRequestHandler):
     def model_info(self, repo: str, revision: str = "main") -> None:
         files = self.revision_of(repo, revision)
         siblings = [
-            {"rfilename": name} | (self.described(held) if "blobs" in self.query else {})
+            {"rfilename": name} | (self.described(held, "sha256") if "blobs" in self.query else {})
             for name, held in files.items()
         ]
         private = self.hub.repositories[repo].private
         self.reply({"id": repo, "sha": commit_of(files), "private": private, "siblings": siblings, "tags": []})
 
-    def described(self, held: bytes | str) -> dict[str, Any]:
+    def described(self, held: bytes | str, digest: str) -> dict[str, Any]:
         size = self.size(held)
-        lfs = {"lfs": {"sha256": held, "size": size, "pointerSize": 134}} if isinstance(held, str) else {}
-        return {"size": size, "blobId": oid_of(held), **lfs}
+        lfs = {"lfs": {digest: held, "size": size, "pointerSize": 134}} if isinstance(held, str) else {}
+        return {"size": size, "blobId": oid_of(held), "oid": oid_of(held), **lfs}
 
     def size(self, held: bytes | str) -> int:
         return len(self.hub.objects[held] if isinstance(held, str) else held)
 
     def tree(self, repo: str, revision: str) -> None:
-        entries = []
-        for name, held in self.revision_of(repo, revision).items():
-            lfs = {"lfs": {"oid": held, "size": self.size(held), "pointerSize": 134}} if isinstance(held, str) else {}
-            entries.append({"type": "file", "path": name, "size": self.size(held), "oid": oid_of(held), **lfs})
-        self.reply(entries)
+        files = self.revision_of(repo, revision).items()
+        self.reply([{"type": "file", "path": name, **self.described(held, "oid")} for name, held in files])
 
     def preupload(self, repo: str, revision: str) -> None:
         self.find(repo, to_write=True)
@@ -295,24 +277,14 @@ class Handler(BaseHTTPRequestHandler):
         self.find(repo, to_write="ref" in content)
         objects = []
         for asked in content["objects"]:
-            oid, known = asked["oid"], asked["oid"] in self.hub.objects
-            href = f"{self.hub.address}/lfs/{oid}"
-            actions = {"upload": {"href": href}, "verify": {"href": f"{href}/verify"}}
-            objects.append(asked if known else {**asked, "actions": actions})
+            actions = {"upload": {"href": f"{self.hub.address}/lfs/{asked['oid']}"}}
+            objects.append(asked if asked["oid"] in self.hub.objects else {**asked, "actions": actions})
         self.reply({"transfer": "basic", "objects": objects})
 
     def put_object(self, oid: str) -> None:
-        self.store(oid, self.body)
-        self.reply({})
-
-    def store(self, oid: str, content: bytes) -> None:
-        if hashlib.sha256(content).hexdigest() != oid:
+        if hashlib.sha256(self.body).hexdigest() != oid:
             raise Refusal(400, "content has another sha256")
-        self.hub.objects[oid] = content
-
-    def verify(self, oid: str) -> None:
-        if len(self.hub.objects.get(oid, b"")) != json.loads(self.body)["size"]:
-            raise Refusal(404, "object is not there")
+        self.hub.objects[oid] = self.body
         self.reply({})
 
     def commit(self, repo: str, revision: str) -> None:
@@ -346,8 +318,13 @@ class Handler(BaseHTTPRequestHandler):
         if name not in files:
             raise Refusal(404, "Entry not found", "EntryNotFound")
         held = files[name]
-        content = self.hub.objects[held] if isinstance(held, str) else held
-        self.reply(content, headers={"X-Repo-Commit": commit_of(files), "ETag": f'"{oid_of(held)}"'})
+        content, status = self.hub.objects[held] if isinstance(held, str) else held, 200
+        if wanted := self.headers.get("Range"):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            content, status = content[int(first) : int(last or len(content)) + 1], 206
+        if self.command == "GET":
+            self.hub.sent[name] += len(content)
+        self.reply(content, status, {"X-Repo-Commit": commit_of(files), "ETag": f'"{oid_of(held)}"'})
 
 
 MODEL = r"/api/models/([^/]+/[^/]+)"
@@ -364,7 +341,6 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", f"{MODEL}/commit/([^/]+)", Handler.commit),
     ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", Handler.batch),
     ("PUT", "/lfs/(\\w+)", Handler.put_object),
-    ("POST", "/lfs/(\\w+)/verify", Handler.verify),
     ("GET HEAD", "/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", Handler.resolve),
 ]
 
@@ -372,7 +348,7 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
 @contextlib.contextmanager
 def running() -> Iterator[Hub]:
     """Start a server; its accounts are a writer with the token "hf_writer" and a reader with "hf_reader"."""
-    hub = Hub(accounts={"hf_writer": account(), "hf_reader": account("read")})
+    hub = Hub(accounts={"hf_writer": account("write"), "hf_reader": account("read")})
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     hub.address = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -381,3 +357,17 @@ def running() -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def asked(hub: Hub) -> Iterator[None]:
+    """Let this process ask a Hub, as if it had been started with that address; large files go by LFS."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template.replace(constants.ENDPOINT, hub.address))
+        patch.setattr(constants, "ENDPOINT", hub.address)
+        huggingface_hub.close_session()
+        yield
+        huggingface_hub.close_session()

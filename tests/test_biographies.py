@@ -35,22 +35,13 @@ styles = st.integers()
 def test_a_person_depends_on_seed_and_index_alone(index: int, seed: int) -> None:
     everyone = people(index + 1, seed=seed)
     assert people(1, start=index, seed=seed) == (everyone[index],)
+    assert people(10, seed=seed) != people(10, seed=seed + 1)
 
 
 @settings(max_examples=20)  # each makes as many people as there are names for
 @given(seeds)
 def test_no_two_people_of_a_seed_share_a_name(seed: int) -> None:
     assert len({person.name for person in people(CAPACITY, seed=seed)}) == CAPACITY
-
-
-def test_ranges_that_do_not_overlap_give_disjoint_people() -> None:
-    known = {person.name for person in people(200)}
-    new = {person.name for person in people(100, start=200)}
-    assert len(known) == 200 and len(new) == 100 and not known & new
-
-
-def test_another_seed_gives_other_people() -> None:
-    assert people(10, seed=1) != people(10, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +61,7 @@ def test_a_biography_tells_every_attribute_once(index: int, style: int) -> None:
     assert text == biography(person, style)
     assert text.count(person.name) == len(ATTRIBUTES)
     assert all(getattr(person, attribute) in text for attribute in ATTRIBUTES)
-
-
-def test_styles_differ_in_wording_and_order() -> None:
-    (person,) = people(1)
-    assert len({biography(person, style) for style in range(50)}) == 50
+    assert len({biography(person, other) for other in range(style, style + 50)}) == 50
 
 
 def test_questions_ask_for_every_attribute() -> None:
@@ -108,39 +95,24 @@ def model():
     return AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
 
 
-@pytest.fixture(scope="module")
-def known_questions():
-    return [question for person in people(SHIPPED_PEOPLE) for question in questions(person)]
-
-
-@pytest.fixture(scope="module")
-def new_questions():
-    new = people(100, start=SHIPPED_PEOPLE)
-    return [question for person in new for question in questions(person)]
-
-
-def test_shipped_model_knows_its_people(model, tokenizer, known_questions) -> None:
-    assert first_token_accuracy(model, tokenizer, known_questions) >= 0.98
-
-
-def test_shipped_model_does_not_know_new_people(model, tokenizer, new_questions) -> None:
-    assert first_token_accuracy(model, tokenizer, new_questions) < 0.25
-
-
-def test_no_questions_are_refused(model, tokenizer) -> None:
+def test_shipped_model_knows_its_people_and_no_others(model, tokenizer) -> None:
+    known, new = (
+        [question for person in group for question in questions(person)]
+        for group in (people(SHIPPED_PEOPLE), people(100, start=SHIPPED_PEOPLE))
+    )
+    assert first_token_accuracy(model, tokenizer, known) >= 0.98
+    assert first_token_accuracy(model, tokenizer, new) < 0.25
+    # batches do not change the score
+    assert len({first_token_accuracy(model, tokenizer, new[:20], batch_size=size) for size in (1, 7, 512)}) == 1
     with pytest.raises(ValueError, match="no questions"):
         first_token_accuracy(model, tokenizer, [])
 
 
-def test_batches_do_not_change_the_score(model, tokenizer, new_questions) -> None:
-    scores = {first_token_accuracy(model, tokenizer, new_questions[:20], batch_size=size) for size in (1, 7, 512)}
-    assert len(scores) == 1
-
-
-def test_shipped_model_answers_in_full(model, tokenizer, known_questions) -> None:
-    prompt = tokenizer(known_questions[0].prompt, return_tensors="pt")
+def test_shipped_model_answers_in_full(model, tokenizer) -> None:
+    first = questions(people(1)[0])[0]
+    prompt = tokenizer(first.prompt, return_tensors="pt")
     (tokens,) = model.generate(**prompt, max_new_tokens=12)
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == known_questions[0].text
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == first.text
 
 
 def test_shipped_model_is_small_grouped_and_tied() -> None:

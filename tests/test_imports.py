@@ -133,30 +133,19 @@ def said(base_of, pair_of, mistaken, tmp_path_factory) -> tuple[dict[str, list[s
     return *json.loads(done.stdout), done.stderr
 
 
-def test_planning_imports_neither_torch_nor_transformers(said):
-    assert said[0]["planning"] == []
+def test_what_is_slow_is_imported_when_it_is_needed_and_not_before(said):
+    """Facts come from the stock model itself; planning, and what is refused before they are asked for, needs none."""
+    found = said[0]
+    assert found["planning"] == found["a plan that is refused"] == found["what is no request"] == []
+    assert found["a plan"] == ["torch", "transformers", "transformers.models.llama.modeling_llama"]
+    assert found["blocks"] == ["torch"]
+    # peak memory is that of tensors, not of a model: once it is planned, no stock modeling module is imported
+    assert found["an expansion that was planned before"][:1] == ["torch"]
+    assert "transformers.models.llama.modeling_llama" not in found["an expansion that was planned before"]
 
 
-def test_torch_is_imported_when_facts_are_derived_and_not_before(said):
-    """Facts come from the stock model itself; what is refused before they are asked for costs no import."""
-    assert said[0]["a plan that is refused"] == []
-    assert said[0]["a plan"] == ["torch", "transformers", "transformers.models.llama.modeling_llama"]
-
-
-def test_a_folder_in_the_place_of_another_is_refused_in_one_line_and_at_once(said, mistaken):
+def test_a_folder_in_the_place_of_another_is_refused_in_one_line(said, mistaken):
     assert said[2] == [f"error: {text}\n" for text in mistaken.values()]
-    assert said[0]["what is no request"] == []
-
-
-def test_expanding_needs_no_transformers_model_class(said):
-    """Peak memory is that of tensors, not of a model: once it is planned, no stock modeling module is imported."""
-    assert said[0]["an expansion that was planned before"][:1] == ["torch"]
-    assert "transformers.models.llama.modeling_llama" not in said[0]["an expansion that was planned before"]
-
-
-def test_the_tests_above_can_fail(said):
-    assert said[0]["blocks"] == ["torch"]
-    assert len(said[0]["a plan"]) == 3
 
 
 def test_training_does_not_say_what_others_miss(said):
@@ -210,6 +199,7 @@ def test_the_modeling_file_imports_every_file_itself():
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))
 def test_code_in_a_checkpoint_is_the_package_s(pair_of, family):
+    assert {file.name for file in modeling.FOLDER.glob("*.py")} == {"__init__.py", *CODE_FILES}
     for request in REQUESTS:
         folder: Path = pair_of(family, request).path
         assert {file.name for file in folder.glob("*.py")} == set(CODE_FILES)

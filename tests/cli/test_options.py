@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.headings import COMMON, SUBJECTS, Headed
@@ -15,14 +14,9 @@ from scale_surgery.cli.program import main
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.request import Request
 from scale_surgery.training.settings import TrainingSettings
+from tests.command import run
 
 each_command = pytest.mark.parametrize("name", sorted(main.commands))
-
-
-def shown(*arguments: str, code: int = 0) -> str:
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(arguments))
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def options_of(name: str) -> list[click.Option]:
@@ -31,8 +25,9 @@ def options_of(name: str) -> list[click.Option]:
 
 @each_command
 def test_the_help_lists_every_option_once_in_80_columns(name: str) -> None:
-    text = shown(name, "--help")
-    assert max(map(len, text.splitlines())) <= 80
+    text = run(name, "--help").output
+    assert max(map(len, text.splitlines())) <= 80 and "\\b" not in text
+    assert [option.name for option in options_of(name) if not option.help] == []
     listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text[text.index(f"Example: scale-surgery {name}") :], re.MULTILINE)
     assert sorted(listed) == sorted([option.opts[-1] for option in options_of(name)] + ["--help"])
 
@@ -44,7 +39,7 @@ def test_at_most_nine_options_stand_first(name: str) -> None:
     first = [option for option in options_of(name) if command.heading_of(option) == "Options"]
     if command.first:
         assert {option.name for option in first} == set(command.first)
-        text = shown(name, "--help")
+        text = run(name, "--help").output
         assert text.index("\nOptions:") < text.index("\nMore options:") < text.index("\nMessages:")
     elif name != "rank-layers" and name != "push":
         assert len(first) <= 9
@@ -65,15 +60,16 @@ def test_what_has_no_option_is_named_by_set(command: str, owner: type) -> None:
 
 def test_set_fills_the_field(tmp_path: Path) -> None:
     planned = ["plan", str(SHIPPED_MODEL), "--layers", "last:1"]
-    assert "zero" in shown(*planned) and "random" not in shown(*planned)
-    text = shown(*planned, "--set", "init-w22=random", "--set", "seed=3")
+    text = run(*planned).output
+    assert "zero" in text and "random" not in text
+    text = run(*planned, "--set", "init-w22=random", "--set", "seed=3").output
     assert "random" in text and "--set init_w22=random --set seed=3" in text, "and the line to type next says it"
 
 
 def test_all_that_is_wrong_with_set_is_said() -> None:
     wrong = ["--set", "warmup=2", "--set", "steps=3", "--set", "learn_prompts=maybe"]
-    text = " ".join(shown("train", ".", "--data", "x", *wrong, code=2).split())
+    text = " ".join(run("train", ".", "--data", "x", *wrong, code=2).output.split())
     assert "--set warmup is 2, expected a share of the steps, at least 0 and less than 1." in text
     assert "--set steps: there is no such setting, expected one of: packing, learn_prompts," in text
     assert "--set learn_prompts is 'maybe', expected True or False." in text
-    assert "--set seed is not KEY=VALUE" in shown("plan", ".", "--set", "seed", code=2)
+    assert "--set seed is not KEY=VALUE" in run("plan", ".", "--set", "seed", code=2).output

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 
-from scale_surgery import Request, expand
+from scale_surgery import CheckpointError, Request, expand
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.outputs import OutputFile, OutputFolder
 from scale_surgery.cli.program import main
+from tests.command import run
 from tests.conftest import digests
 from tests.each import mostly
 
@@ -23,12 +26,6 @@ WRITING = {
 }
 FOLDERS = sorted(name for name, option in WRITING.items() if isinstance(option.type, OutputFolder))
 FILES = sorted(name for name, option in WRITING.items() if isinstance(option.type, OutputFile))
-
-
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def needed(name: str) -> list[str]:
@@ -96,18 +93,43 @@ def test_the_suffix_says_what_is_written(command, suffixes, place, tmp_path):
     arguments = command.format(**places).split()
     assert set(suffixes) == set(WRITING[arguments[0]].type.suffixes)
     files = [tmp_path / f"result{suffix}" for suffix in suffixes]
-    # the same in capitals, and again over what is there
+    # again over what is there
     for _ in range(2):
-        run(*arguments, *(word for file in files for word in ("-o", file)))
+        printed = run(*arguments, *(word for file in files for word in ("-o", file)), "--json").stdout
     for file in files:
         assert file.read_bytes()[:15].lower().startswith(BEGINNINGS[file.suffix].lower()), file
+    # a saved plan is what expand reads
+    assert arguments[0] == "plan" or json.loads((tmp_path / "result.json").read_text()) == json.loads(printed)
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in files}
+    inside = places["model" if "{model}" in command else "wide"] / "result.json"
+    assert f"{inside}: would be written into" in " ".join(run(*arguments, "-o", inside, code=1).stderr.split())
 
 
-def test_the_file_holds_what_json_prints(place, tmp_path):
-    wide = place / "wide-1.5"
-    printed = json.loads(run("report", wide, "--files-only", "--json", "-o", tmp_path / "report.json").stdout)
-    assert json.loads((tmp_path / "report.json").read_text()) == printed
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(place, tmp_path):
+    model, text, twice = place / "wide-1.5", place / "text.txt", tmp_path / "report.html"
+    check_output_files([tmp_path / "new" / "report.html", twice, None], [model, text])
+    files = [twice, tmp_path / "x" / ".." / "report.html", text, tmp_path, text / "a.html", model / "config.json"]
+    with pytest.raises(CheckpointError) as refused:
+        check_output_files(files, [model, text])
+    assert set(str(refused.value).splitlines()) == {
+        f"{text}: would be written into {text}, which is read. Choose another file.",
+        f"{text}/a.html: would be written into {text}, which is read. Choose another file.",
+        f"{model}/config.json: would be written into {model}, which is read. Choose another file.",
+        f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it.",
+        f"{text}/a.html: {text} is not a folder you may write to. Choose another place.",
+        f"{twice}: is to be two different files at once. Choose two names.",
+    }
+
+
+@pytest.mark.slow
+def test_a_file_that_breaks_off_leaves_nothing(place, tmp_path):
+    """The largest size of a file, as a full disk: in a process of its own, which it is for."""
+    page = tmp_path / "report.html"
+    command = f'ulimit -f 8; "{sys.executable}" -m scale_surgery report "{place / "wide-1.5"}" --files-only -o "{page}"'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"{page}: cannot be written (File too large). Choose another place." in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_equal_pictures_have_equal_bytes(place, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import subprocess
 import sys
 import warnings
@@ -50,15 +49,6 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
-
-
-def test_every_command_has_help_with_an_example() -> None:
-    for name, command in main.commands.items():
-        text = run(name, "--help").output
-        assert f"Example: scale-surgery {name}" in text
-        assert "\\b" not in text
-        unexplained = [p.name for p in command.params if isinstance(p, click.Option) and not p.help]
-        assert not unexplained, f"{name}: {unexplained}"
 
 
 def test_module_and_command_are_the_same() -> None:
@@ -113,18 +103,6 @@ def test_json_is_all_that_stdout_holds(base: Path, expanded: Path, tmp_path: Pat
     assert json.loads(run("strip", expanded, "-o", tmp_path / "s", "--json").stdout)["base_name"] == "base"
 
 
-def test_dry_run_is_plan(base: Path, tmp_path: Path) -> None:
-    planned = run("plan", base, "--layers", "last:2").stdout
-    assert run("expand", base, "--layers", "last:2", "-o", tmp_path / "no", "--dry-run").stdout == planned
-    assert not (tmp_path / "no").exists()
-
-
-def test_expand_names_its_output_after_the_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run("expand", base, "--layers", "-1")
-    assert (tmp_path / "base-scale" / "surgery.json").is_file()
-
-
 def test_verify_exits_with_1_when_a_promise_is_broken(expanded: Path) -> None:
     shown = run("verify", expanded, "--files-only").stdout
     assert "BROKEN" not in shown and "not checked" in shown
@@ -148,22 +126,13 @@ def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_pat
         (["plan", "BASE", "--copies", "2", "--set", "seed=1"], "--copies, seed needs --layers."),
         (["verify", "BASE", "--memory", "four"], "--memory four is not a size, expected for example 4GiB or 500MB."),
         (["verify", "BASE", "--memory", "-4GiB"], "--memory -4GiB is not a size, expected for example 4GiB or 500MB."),
-        (["strip", "BASE"], "Missing option '-o'"),
     ],
 )
 def test_wrong_usage_exits_with_2(base: Path, arguments: list[str], message: str) -> None:
     result = run(*[str(base) if word == "BASE" else word for word in arguments], code=2)
     assert message in result.stderr
-
-
-def test_weights_in_other_formats_are_said_to_stay_behind(base: Path, tmp_path: Path) -> None:
-    (base / "pytorch_model.bin").write_bytes(b"pickle")
-    try:
-        result = run("expand", base, "--layers", "0", "-o", tmp_path / "e")
-        assert "not taken along  pytorch_model.bin" in result.stdout
-        assert result.stderr == ""  # no terminal, no warnings
-    finally:
-        (base / "pytorch_model.bin").unlink()
+    sizes = {"4GiB": 4 * 1024**3, "500MB": 500_000_000, "77": 77, "1.5 KB": 1500}
+    assert {text: parse_size(text) for text in sizes} == sizes
 
 
 def test_errors_of_others_are_one_line_too(base: Path, tmp_path: Path) -> None:
@@ -193,45 +162,25 @@ def test_quiet_leaves_out_what_libraries_warn_of(
     assert caplog.messages == ["broken", "slow", "broken"] and [str(own.message) for own in recwarn] == ["old"]
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("4GiB", 4 * 1024**3), ("500MB", 500_000_000), ("77", 77), ("1.5 KB", 1500)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-def test_overwrite_replaces_a_model_folder_and_nothing_else(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    result = run("expand", base, "--layers", "0", "-o", tmp_path / "mine", "--overwrite", code=1)
-    assert "mine: is no model folder, --overwrite will not replace it." in " ".join(result.stderr.split())
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
-    (tmp_path / "e.partial").mkdir()
-    (tmp_path / "e.partial" / "thesis.txt").write_text("more work")
-    result = run("expand", base, "--layers", "0", "-o", tmp_path / "e", code=1)
-    assert "e.partial: was not begun by this program, will not continue it." in " ".join(result.stderr.split())
-    run("expand", base, "--layers", "0", "-o", tmp_path / "f")
-    run("expand", base, "--layers", "1", "-o", tmp_path / "f", "--overwrite")
-    assert read_manifest(tmp_path / "f").plan.layers == (1,)
-
-
-@pytest.mark.parametrize("name", sorted(main.commands))
-def test_help_fits_a_narrow_terminal(name: str) -> None:
-    lines = run(name, "--help").output.splitlines()
-    assert not [line for line in lines if len(line) > 80]
-
-
 @pytest.mark.parametrize(("command", "suffix"), (("plan", ".json"), ("expand", "")))
 def test_what_is_not_taken_along_is_named(
     llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, suffix: str
 ) -> None:
-    """In a terminal; for a script it stands in the result."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    """In the result, and of links in a terminal; a script reads of them in JSON."""
     (tmp_path / "secret").write_text("key")
     (llama_base / "notes.txt").symlink_to(tmp_path / "secret")
+    (llama_base / "pytorch_model.bin").write_bytes(b"pickle")
+    monkeypatch.chdir(tmp_path)
+    if command == "expand":
+        silent = run(command, llama_base, "--layers", "0")
+        assert "not taken along  pytorch_model.bin" in silent.stdout and silent.stderr == ""
+        assert (tmp_path / "base-scale" / "surgery.json").is_file(), "named after the model"
+    monkeypatch.setenv("FORCE_COLOR", "1")
     said = run(command, llama_base, "--layers", "1", "-o", tmp_path / f"out{suffix}").stderr
-    assert "links out of the folder are not taken along: notes.txt" in " ".join(said.split())
-    (llama_base / "notes.txt").unlink()
+    both = "other weight formats and links out of the folder are not taken along: pytorch_model.bin, notes.txt"
+    assert both in " ".join(said.split())
+    for name in ("notes.txt", "pytorch_model.bin"):
+        (llama_base / name).unlink()
     assert "taken along" not in run(command, llama_base, "--layers", "1", "-o", tmp_path / f"again{suffix}").stderr
 
 
@@ -255,18 +204,14 @@ def test_a_base_model_is_told_to_be_expanded_first(base: Path, tmp_path: Path, c
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_its_record_is_no_base(expanded: Path, tmp_path: Path) -> None:
-    shutil.copytree(expanded, tmp_path / "saved")
-    (tmp_path / "saved" / "surgery.json").unlink()
-    assert (
-        "has no surgery.json, another trainer saved it, expected an expanded folder."
-        in run("verify", tmp_path / "saved", code=1).stderr
-    )
-
-
-def test_expand_refuses_before_it_shows_a_plan(base: Path, expanded: Path, tmp_path: Path) -> None:
-    for output in (expanded, base):
+def test_expand_refuses_before_it_shows_a_plan_and_plans_alone_when_asked(base: Path, expanded: Path) -> None:
+    for output, said in ((expanded, "exists already"), (base, "lies inside, around or at the input")):
         refused = run("expand", base, "--layers", "last:1", "-o", output, code=1)
-        assert refused.stdout == ""
-    assert "exists already" in run("expand", base, "--layers", "last:1", "-o", expanded, code=1).stderr
-    assert "plan" in run("expand", base, "--layers", "last:1", "-o", expanded, "--dry-run").stdout
+        assert refused.stdout == "" and said in refused.stderr
+    before = digests(expanded)
+    planned = run("plan", base, "--layers", "last:2").stdout
+    assert run("expand", base, "--layers", "last:2", "-o", expanded, "--dry-run").stdout == planned
+    assert digests(expanded) == before
+    run("expand", base, "--layers", "0", "-o", base.parent / "f")
+    run("expand", base, "--layers", "1", "-o", base.parent / "f", "--overwrite")
+    assert read_manifest(base.parent / "f").plan.layers == (1,)

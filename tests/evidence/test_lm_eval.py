@@ -14,8 +14,8 @@ from scale_surgery.running.documents import Document
 from scale_surgery.running.loss import measure
 from scale_surgery.running.sequences import IGNORED, Sequences
 from scale_surgery.running.texts import tokenize
-from tests.conftest import load
-from tests.evidence.test_evaluate import perturb, with_tokenizer
+from tests.conftest import load, shake
+from tests.evidence.test_evaluate import with_tokenizer
 from tests.running.test_texts import letters
 from tests.tiny import save_tiny
 
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and its expansion, after what stands for a training."""
     place = tmp_path_factory.mktemp("harness")
     base = with_tokenizer(save_tiny(place / "base", "llama"))
-    perturb(expand(base, Request("0-2", variant="adapt", collaborate="both"), place / "wide").path)
+    shake(expand(base, Request("0-2", variant="adapt", collaborate="both"), place / "wide").path)
     return place
 
 

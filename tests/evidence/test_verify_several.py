@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
-    PlanError,
     Probes,
     RunOptions,
     Verification,
@@ -30,15 +26,12 @@ from scale_surgery import (
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.cli.program import main
-from scale_surgery.evidence.integrity import check_files
-from scale_surgery.evidence.probes import MixtureLoss, PathNumbers, compare_path, run_alone
-from scale_surgery.evidence.promises import judge
+from scale_surgery.evidence.probes import compare_path, run_alone
 from scale_surgery.running.prompts import Batch
-from scale_surgery.show.tables_verify import render_verification
 from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from tests.composed import LLAMA, Made, mixed
-from tests.conftest import digests, load
+from tests.conftest import Bars, digests
 from tests.routed import random_ids
 
 NAMES = ("medicine", "law", "chess")
@@ -96,27 +89,6 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     assert extract(folder, folder.parent / "law", name="law").tensors
 
 
-def test_one_of_a_kind_and_nothing_lost(folder: Path) -> None:
-    paths = (PathNumbers("base", True, 0.0, 0.0, True, True),)
-    found = verify(folder, probes=Probes(new_tokens=0), record=False)
-    assert found.numbers is not None
-    mixture = MixtureLoss(1, 1, -0.0, "prompt 1", 0.0)
-    numbers = replace(found.numbers, is_text=True, prompts=1, tokens=1, new_tokens=1, paths=paths, mixture=mixture)
-    result = replace(found, numbers=numbers, trained_tensors=1)
-    console = Console(width=80)
-    with console.capture() as shown:
-        console.print(render_verification(result))
-    text = shown.get()
-    assert "probes           1 prompt, 1 token, float32, sdpa, cpu" in text
-    assert "mixture          1 text of up to 1 token\n" in text and "1 greedy token\n" in text
-    assert "worst loss       0 nats against the best path" in text and "trained (1 tensor changed)" in " ".join(
-        text.split()
-    )
-    checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    promises = judge(checkpoint, record, check_files(checkpoint, record, None), numbers, (), ())
-    assert promises[-1].evidence.endswith("; 1 text loses at most 0 against its best path")
-
-
 def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> None:
     """The control of `paths_as_alone`: no two of the models are equal."""
     batch = Batch(random_ids(2, 9), torch.ones(2, 9, dtype=torch.long))
@@ -168,43 +140,31 @@ def shard_of(name: str) -> str:
     return f"expansion-{name}-00001-of-00001.safetensors"
 
 
-def test_damage_of_the_base_breaks_what_it_concerns(copy: Path) -> None:
-    """Headers are right, a byte of a tensor is not."""
+def test_damage_breaks_what_it_concerns(copy: Path) -> None:
+    """Headers are right, a byte of a tensor is not; a tensor of an expansion has another shape."""
     assert verify(copy, probes=None).passed, "the control"
+    law = copy / shard_of("law")
+    whole = law.read_bytes()
+    tensors = load_file(law)
+    name = next(iter(tensors))
+    tensors[name] = torch.zeros(3, 2)
+    save_file(tensors, law, metadata={"format": "pt"})
+    result = verify(copy)
+    assert "paths_as_alone" in broken(result) and result.not_run == "tensors are missing or damaged"
+    assert any(line.startswith(f"{name}: shape (3, 2)") for line in promise(result, "paths_as_alone").problems)
+    law.write_bytes(whole)
     flip(copy / "model-00001-of-00001.safetensors")
     result = verify(copy, probes=None)
     assert broken(result) == {"recoverable", "base_stream_always"}
     assert any("differ from the base's model.saf" in line for line in promise(result, "recoverable").problems)
 
 
-def test_damage_of_an_expansion_breaks_what_it_concerns(copy: Path) -> None:
-    file = copy / shard_of("law")
-    tensors = load_file(file)
-    name = next(iter(tensors))
-    tensors[name] = torch.zeros(3, 2)
-    save_file(tensors, file, metadata={"format": "pt"})
-    result = verify(copy)
-    assert "paths_as_alone" in broken(result) and result.not_run == "tensors are missing or damaged"
-    assert any(line.startswith(f"{name}: shape (3, 2)") for line in promise(result, "paths_as_alone").problems)
-
-
-def test_other_values_of_an_expansion_are_another_model(copy: Path) -> None:
-    """As training makes it: nothing is broken, and what was verified is not said of it."""
-    before = verify(copy, probes=Probes(new_tokens=0))
-    flip(copy / shard_of("law"))
-    after = verify(copy, probes=None)
-    assert after.passed and after.fingerprint != before.fingerprint
-    assert read_manifest(copy).verification == after.to_json()
-
-
-def test_a_damaged_record_is_refused(copy: Path) -> None:
+def test_a_damaged_record_and_shards_that_were_swapped_or_lost_are_refused(copy: Path) -> None:
+    law, chess = copy / shard_of("law"), copy / shard_of("chess")
     flip(copy / "surgery.json")
     with pytest.raises(CheckpointError, match=r"surgery\.json"):
         verify(copy)
-
-
-def test_shards_that_were_swapped_or_lost(copy: Path) -> None:
-    law, chess = copy / shard_of("law"), copy / shard_of("chess")
+    flip(copy / "surgery.json")
     law.rename(copy / "kept")
     with pytest.raises(CheckpointError, match=shard_of("law")):
         verify(copy)
@@ -247,23 +207,13 @@ def test_another_prior_in_the_config_breaks_the_bound(copy: Path) -> None:
 
 
 def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> None:
-    """It is said first, and what cannot be said of it is not said."""
+    """What cannot be said of the folder is not said."""
     other = Path(shutil.copytree(llama.base, tmp_path / "other"))
-    model = load(other)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
-    model.save_pretrained(other)
+    flip(other / "model.safetensors")
     result = verify(folder, other, record=False)
     assert broken(result) == {"recoverable", "base_stream_always"} and result.numbers is None
     assert result.not_run == "the given base is another one"
-    lines = promise(result, "recoverable").problems
-    assert lines[0].startswith(f"{other}: is not the base of {folder}, 1 of ") and len(lines) == 2
-    assert lines[1].startswith("model.layers.1.mlp.up_proj.weight: F32")
     assert promise(result, "bounded_forgetting").holds is None
-    with pytest.raises(CheckpointError, match="the folder that is verified, expected its base model"):
-        verify(folder, folder)
-    with pytest.raises(CheckpointError, match=r"all: is an expanded model, expected a base model\."):
-        verify(llama.folders["law"], folder)
 
 
 @pytest.mark.slow
@@ -274,38 +224,14 @@ def test_it_is_streamed_where_memory_is_small(folder: Path) -> None:
 
 
 def test_each_byte_is_read_once(folder: Path) -> None:
-    told: dict[str, list[int]] = {}
-
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Callable[[int], None]]:
-        told[label] = [total, 0]
-
-        def advance(done: int) -> None:
-            told[label][1] += done
-
-        yield advance
-
-    result = verify(folder, probes=None, record=False, track=track)
+    bars = Bars()
+    result = verify(folder, probes=None, record=False, track=bars.track)
     assert result.trained_tensors > 30
-    total, read = told["bytes"]
+    total, read = bars["bytes"]
     # headers of shards are read as they are in the extract, which names tensors shorter
     assert 0.9 * total < read <= total
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
     assert check_integrity(checkpoint, record).hashes == hash_tensors(checkpoint, record.base_tensors)
-
-
-def test_files_of_a_tokenizer_that_were_added(copy: Path) -> None:
-    for name in ("tokenizer.model", "chat_template.jinja"):
-        (copy / name).write_text("{}")
-    result = verify(copy, probes=None)
-    assert result.passed, "a base without a tokenizer may be given one"
-    assert [line.partition(":")[0] for line in result.warnings] == ["chat_template.jinja"]
-    record = json.loads((copy / "surgery.json").read_text())
-    record["base_files"]["tokenizer.json"] = {"sha256": "0", "bytes": 2, "stored_as": "tokenizer.json"}
-    (copy / "surgery.json").write_text(json.dumps(record))
-    assert verify(copy, probes=None).problems == (
-        "tokenizer.model: the base's tokenizer has no such file, expected the base's alone.",
-    )
 
 
 @pytest.mark.slow
@@ -324,17 +250,8 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     assert [own["name"] for own in content["numbers"]["paths"]] == ["base", *NAMES]
     asked = run("--promise", "output_at_init")
     assert asked.exit_code == 1 and "BROKEN" in asked.output, "a mixture of what has learned is not the base's output"
-    refused = run("--promise", "output")
-    assert (
-        refused.exit_code == 1
-        and "--promise output is unknown, expected one of: recoverable, output_at_" in " ".join(refused.output.split())
-    )
-    flip(next(copy.glob("model-*.safetensors")))
-    assert run("--files-only").exit_code == 1
     alone = verify(llama.folders["law"], required=("paths_as_alone",))
     assert not alone.passed and promise(alone, "paths_as_alone").evidence == "this model has one path"
-    with pytest.raises(PlanError, match="--promise recover is unknown"):
-        verify(copy, required=("recover",))
 
 
 @pytest.mark.slow

@@ -37,34 +37,25 @@ from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
-from scale_surgery.surgery.extract import extract as take_out
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from tests.conftest import DEEPENED, REQUESTS, digests, load, shake
 from tests.each import mostly
-from tests.hub_server import Fault, Hub, Repository, running
+from tests.hub_server import Fault, Hub, Repository, asked, running
 
 REPO = "me/wide"
 AGAIN = "The same command again continues: what has arrived is not sent a second time."
+NO_ACCESS = "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens."
 BASE_CARD = b"---\nlicense: mit\n---\r\n# caf\xc3\xa9, no final newline"
-PUTS = r"PUT /lfs/.*"
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A running Hub, and a client that may ask it; large files go by LFS, as without hf_xet."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    """A running Hub, which this process asks."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    huggingface_hub.utils.disable_progress_bars()
-    with running() as found:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, found.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", found.address)
+    with running() as found, asked(found):
         yield found
-        huggingface_hub.close_session()
-    huggingface_hub.utils.enable_progress_bars()
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +95,9 @@ def send(hub: Hub, folder: Path, repo: str = REPO, token: str | None = "hf_write
     return push(folder, repo, how, token=token, dry_run=dry_run)
 
 
-def download(hub: Hub, folder: Path, repo: str = REPO, revision: str | None = None) -> Path:
-    options: Any = {"revision": revision, "endpoint": hub.address, "token": "hf_writer", "local_dir": folder}
-    return Path(huggingface_hub.snapshot_download(repo, **options))
+def download(hub: Hub, folder: Path) -> Path:
+    options: Any = {"endpoint": hub.address, "token": "hf_writer", "local_dir": folder}
+    return Path(huggingface_hub.snapshot_download(REPO, **options))
 
 
 def edit_json(file: Path, **changes: Any) -> None:
@@ -145,7 +136,7 @@ def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expande
     records = dict.fromkeys((".gitattributes", "README.md", "surgery.json", "extract.json"), "")
     (blocks,) = map(load_file, own.glob("expansion-*.safetensors"))
     for name in ("law", "art"):
-        one, other = (take_out(path, tmp_path / f"{name}-{path.name}", name=name).path for path in (found, folder))
+        one, other = (extract(path, tmp_path / f"{name}-{path.name}", name=name).path for path in (found, folder))
         assert digests(one) | records == digests(other) | records
         (taken,) = map(load_file, one.glob("expansion-*.safetensors"))
         assert taken.keys() == {renamed(block, name) for block in blocks}
@@ -159,26 +150,18 @@ def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expande
     assert "| `recoverable` | holds |" in card and "`surgery.json` holds the hashes" in card
     assert 'model.set_expansion("law")' in card and "extract expanded --name law -o law" in card
     assert "license: mit" in card and "- composed" in card
-    # once more sends nothing, and another model on the same base is not this one
-    assert send(hub, folder, check=True).is_unchanged
-    assert "holds model files that the folder does not have" in message(hub, expanded)
-    spoiled = Path(shutil.copytree(folder, tmp_path / "spoiled"))
-    flip_last_byte(next(spoiled.glob("model-*.safetensors")))
-    with pytest.raises(CheckpointError, match="not pushed, it does not verify"):
-        send(hub, spoiled, repo="me/spoiled", check=True)
-    holed = Path(shutil.copytree(folder, tmp_path / "holed"))
-    shard = next(holed.glob("expansion-law-*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=shard.name):
-        send(hub, holed, repo="me/spoiled", check=True)
-    assert "me/spoiled" not in hub.repositories
+    assert "holds model files that the folder does not have" in message(hub, expanded), "on the same base"
 
 
-@pytest.mark.parametrize("form", mostly(("expanded", "routed", "fused"), "fused".__ne__))
+@pytest.mark.parametrize(
+    "form", mostly(("expanded", "routed", "fused", "deepened"), ("expanded", "routed").__contains__)
+)
 def test_a_download_is_the_folder_and_verifies_and_strips(
     hub: Hub, base: Path, expanded: Path, form: str, tmp_path: Path
 ) -> None:
-    make: Any = {"routed": route_export, "fused": merge}.get(form)
+    make: Any = {"routed": route_export, "fused": merge, "deepened": lambda _, out: expand(base, DEEPENED, out)}.get(
+        form
+    )
     folder = expanded if make is None else make(expanded, tmp_path / "made").path
     before = digests(folder)
     done = send(hub, folder, check=True)
@@ -283,19 +266,6 @@ def test_a_snapshot_of_the_hubs_cache_is_made_of_links(hub: Hub, expanded: Path,
     assert send(hub, snapshot).left_out == ()
 
 
-@pytest.mark.slow
-def test_an_extract_of_a_pushed_model_gets_a_card_of_its_own(
-    hub: Hub, base: Path, expanded: Path, tmp_path: Path
-) -> None:
-    send(hub, expanded)
-    found = download(hub, tmp_path / "found")
-    send(hub, extract(found, tmp_path / "extract").path, repo="me/blocks")
-    blocks = download(hub, tmp_path / "blocks", "me/blocks")
-    assert "# blocks\n" in (blocks / "README.md").read_text()
-    apply(blocks, tmp_path / "whole", base=base)
-    assert verify(tmp_path / "whole", probes=None, record=False).passed
-
-
 def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None:
     done = send(hub, stock, check=True)
     found = download(hub, tmp_path / "found")
@@ -304,22 +274,6 @@ def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None
     assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (stock, found)))
     again = send(hub, found, repo="me/again", check=True)
     assert "license: mit\n" in again.card and "README.base-2.md" not in hub.files("me/again")
-
-
-@pytest.mark.slow
-def test_a_model_with_duplicated_layers_is_pushed(hub: Hub, base: Path, tmp_path: Path) -> None:
-    deep = expand(base, DEEPENED, tmp_path / "deep").path
-    done = send(hub, deep, check=True)
-    found = download(hub, tmp_path / "found")
-    assert done.form == "expanded" and "the code of `helper.py`" in (found / "README.md").read_text()
-    assert "freeze_base(model)" in done.card and "remote_code" not in done.card
-    origins = {file.name: file.origin for file in done.files if file.name.startswith("model-")}
-    # a shard with another header is another file for the Hub
-    assert set(origins.values()) == {"base", "model"}
-    assert all((deep / name).read_bytes() == (base / name).read_bytes() for name in origins if origins[name] == "base")
-    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (base, found)))
-    strip(found, tmp_path / "stripped")
-    assert digests(tmp_path / "stripped") == digests(base)
 
 
 def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_path: Path) -> None:
@@ -381,8 +335,7 @@ def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> N
     lost = f"/lfs/{digests(expanded)['expansion-default-00001-of-00001.safetensors']}"
     hub.faults = [Fault(f"PUT {lost}", 403, message="Request has expired")]
     found = message(hub, expanded)
-    advice = "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens."
-    assert found == f"{REPO}: not pushed (403 Request has expired). {advice} {AGAIN}"
+    assert found == f"{REPO}: not pushed (403 Request has expired). {NO_ACCESS} {AGAIN}"
     assert REPO in hub.repositories and hub.files(REPO) == {".gitattributes": b"\n"}, "nothing, not a part"
     arrived = {f"/lfs/{oid}" for oid in hub.objects}
     assert arrived and lost not in arrived
@@ -395,10 +348,7 @@ def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> N
     ("status", "advice"),
     (
         (401, "The Hub does not know this token: log in with hf auth login, or check HF_TOKEN and --token."),
-        (
-            403,
-            "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens.",
-        ),
+        (403, NO_ACCESS),
         (409, "The Hub does not accept this: see its reason."),
         (429, "Too many requests: try again in some minutes."),
         (500, "The Hub has trouble: try again later; https://status.huggingface.co tells more."),
@@ -407,24 +357,6 @@ def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> N
 def test_a_refusal_says_what_to_do(hub: Hub, expanded: Path, status: int, advice: str) -> None:
     hub.faults = [Fault(f"GET /api/models/{REPO}", status)]
     assert message(hub, expanded) == f"{REPO}: not pushed ({status} as the test asked). {advice}"
-
-
-@pytest.mark.parametrize("step", ("repos/create", "models/me/wide/commit/main"))
-def test_a_refusal_on_the_way_loses_nothing(hub: Hub, expanded: Path, step: str) -> None:
-    hub.faults = [Fault(f"POST /api/{step}", 403)]
-    found = message(hub, expanded)
-    assert found.startswith(f"{REPO}: not pushed (403 as the test asked). The token may not do that: ")
-    assert found.endswith(f" {AGAIN}")
-    assert send(hub, expanded).commit
-
-
-def test_a_hub_that_is_not_there(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    found = message(hub, expanded)
-    assert (
-        found
-        == f"{REPO}: not pushed ([Errno 111] Connection refused). Check the network, HF_ENDPOINT and HF_HUB_OFFLINE."
-    )
 
 
 def test_a_file_that_does_not_arrive_as_it_is_is_named(hub: Hub, own: Path) -> None:
@@ -442,35 +374,49 @@ def test_a_file_that_does_not_arrive_as_it_is_is_named(hub: Hub, own: Path) -> N
     assert send(hub, own).commit
 
 
-def test_a_hub_that_does_not_answer(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_there_or_does_not_answer(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.3)
     hub.faults = [Fault(f"GET /api/models/{REPO}", act=lambda: time.sleep(1))]
     found = message(hub, expanded)
     assert found.startswith(f"{REPO}: ") and "timed out" in found
     assert found.endswith("Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.")
+    # the Hub's own address comes back before the Hub is stopped
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        found = message(hub, expanded)
+    assert found == (
+        f"{REPO}: not pushed ([Errno 111] Connection refused). Check the network, HF_ENDPOINT and HF_HUB_OFFLINE."
+    )
 
 
 # -- what is refused before anything is sent
 
 
-@pytest.mark.parametrize(
-    "repo",
-    ("./wide", "/srv/wide", "wide", "a/b/c", "me/", "/me", "~/wide", "me/a--b", "me/x.git", "https://hf.co/me/x"),
-)
-def test_a_repository_that_is_a_path(repo: str) -> None:
-    with pytest.raises(HubError) as error:
+def test_a_repository_that_is_a_path() -> None:
+    for repo in (
+        "./wide",
+        "/srv/wide",
+        "wide",
+        "a/b/c",
+        "me/",
+        "/me",
+        "~/wide",
+        "me/a--b",
+        "me/x.git",
+        "https://hf.co/me/x",
+    ):
+        with pytest.raises(HubError) as error:
+            check_repo_id(repo)
+        assert str(error.value) == (
+            f"{repo}: is no Hub id, expected user/name or organisation/name, such as me/qwen3-wide. The folder comes "
+            "first: scale-surgery push FOLDER user/name."
+        )
+    for repo in ("me/wide", "Qwen/Qwen3-0.6B", "a_b/c.d_e-f", "0/1"):
         check_repo_id(repo)
-    assert str(error.value) == (
-        f"{repo}: is no Hub id, expected user/name or organisation/name, such as me/qwen3-wide. The folder comes "
-        "first: scale-surgery push FOLDER user/name."
-    )
-    for other in ("me/wide", "Qwen/Qwen3-0.6B", "a_b/c.d_e-f", "0/1"):
-        check_repo_id(other)
 
 
-@pytest.mark.parametrize(
-    ("token", "repo", "problem"),
-    (
+def test_no_token_and_no_write_access(hub: Hub, expanded: Path) -> None:
+    for token, repo, problem in (
         (None, REPO, "no token is known. Log in with hf auth login, set HF_TOKEN, or give --token."),
         (
             "hf_reader",
@@ -478,31 +424,18 @@ def test_a_repository_that_is_a_path(repo: str) -> None:
             "the token can only read, expected one with write access: make one at "
             "https://huggingface.co/settings/tokens.",
         ),
-        (
-            "hf_writer",
-            "they/wide",
-            "the token belongs to me, who is no member of they. Push to me/...",
-        ),
-    ),
-)
-def test_no_token_and_no_write_access(hub: Hub, expanded: Path, token: str | None, repo: str, problem: str) -> None:
-    assert message(hub, expanded, token=token, repo=repo) == f"{repo}: {problem}"
-    assert changing(hub) == []
-    looked = send(hub, expanded, token=token, repo=repo, dry_run=True)
-    assert looked.obstacle == f"{repo}: {problem}" and looked.files
-
-
-def test_a_repository_that_this_token_may_only_read_is_refused_before_anything_is_sent(
-    hub: Hub, expanded: Path
-) -> None:
-    hub.repositories["they/wide"] = Repository(private=False)
-    hub.repositories[REPO] = Repository(private=False)
-    advice = "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens."
+        ("hf_writer", "they/wide", "the token belongs to me, who is no member of they. Push to me/..."),
+    ):
+        assert message(hub, expanded, token=token, repo=repo) == f"{repo}: {problem}"
+        looked = send(hub, expanded, token=token, repo=repo, dry_run=True)
+        assert looked.obstacle == f"{repo}: {problem}" and looked.files
+    assert send(hub, expanded, repo="lab/wide", dry_run=True).obstacle is None, "a member of lab"
+    # of a repository that is there the Hub says it
+    hub.repositories |= {repo: Repository(private=False) for repo in ("they/wide", REPO)}
     for token, repo in (("hf_writer", "they/wide"), ("hf_reader", REPO)):
         found = message(hub, expanded, token=token, repo=repo)
-        assert found.startswith(f"{repo}: not pushed (403 ") and found.endswith(advice)
+        assert found.startswith(f"{repo}: not pushed (403 ") and found.endswith(NO_ACCESS)
     assert changing(hub) == []
-    assert send(hub, expanded, repo="lab/wide", dry_run=True).obstacle is None, "a member of lab"
 
 
 def test_a_folder_that_does_not_verify_is_not_pushed(hub: Hub, own: Path) -> None:
@@ -527,24 +460,19 @@ def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
     )
 
 
-def test_private_weights_do_not_go_to_a_public_repository(hub: Hub, expanded: Path) -> None:
-    for repo, options in {"me/hidden": {"private": True}, "me/unsaid": {}}.items():
-        assert send(hub, expanded, repo=repo, **options).is_private
-        assert hub.repositories[repo].private, repo
-    hub.repositories[REPO] = Repository(private=False)
+def test_a_repository_is_private_unless_public_is_asked_for_and_one_that_exists_stays(hub: Hub, expanded: Path) -> None:
+    for repo, is_private, options in (
+        ("me/hidden", True, {"private": True}),
+        ("me/unsaid", True, {}),
+        (REPO, False, {"private": False}),
+    ):
+        assert send(hub, expanded, repo=repo, **options).is_private == is_private
+        assert send(hub, expanded, repo=repo).is_private == hub.repositories[repo].private == is_private
     expected = f"{REPO}: is public, expected a private repository. Leave out --private, or take another id."
     assert message(hub, expanded, private=True) == expected
-    assert hub.repositories[REPO].messages == []
-
-
-def test_a_repository_is_public_only_where_that_is_asked_for(hub: Hub, expanded: Path) -> None:
-    assert not send(hub, expanded, private=False).is_private
-    assert not hub.repositories[REPO].private
-    assert not send(hub, expanded).is_private, "one that exists stays what it is"
-    hub.repositories["me/hidden"] = Repository(private=True)
     expected = "me/hidden: is private, expected a public repository. Leave out --public, or take another id."
     assert message(hub, expanded, repo="me/hidden", private=False) == expected
-    assert send(hub, expanded, repo="me/hidden").is_private
+    assert [len(hub.repositories[repo].messages) for repo in (REPO, "me/hidden")] == [1, 1]
 
 
 def test_a_licence_is_for_a_card_that_is_written(hub: Hub, own: Path) -> None:
@@ -614,13 +542,8 @@ def test_a_model_on_another_base_is_not_overwritten(
 def test_bases_are_compared_by_their_shards() -> None:
     record = {"base_files": {"model.safetensors": {"sha256": "a"}, "README.md": {"sha256": "b"}}}
     assert is_same_base(record, json.dumps({"base_files": {"other.safetensors": {"sha256": "a"}}}))
-    for there in (
-        {"base_files": {"model.safetensors": {"sha256": "b"}}},
-        {"base_files": {}},
-        {},
-        [],
-        {"base_files": [1]},
-    ):
+    another = {"base_files": {"model.safetensors": {"sha256": "b"}}}
+    for there in (another, {"base_files": {}}, {}, [], {"base_files": [1]}):
         assert not is_same_base(record, json.dumps(there))
     assert not is_same_base(record, "no JSON")
 
@@ -639,7 +562,13 @@ def test_a_dry_run_changes_nothing(hub: Hub, expanded: Path) -> None:
 # -- where it goes
 
 
-def test_a_pull_request_leaves_the_branch_as_it_is(hub: Hub, expanded: Path) -> None:
+def test_a_pull_request_needs_a_repository_and_leaves_the_branch_as_it_is(hub: Hub, expanded: Path) -> None:
+    expected = (
+        "they/none: is not there, or this token may not see it, and a pull request needs a repository. Check the name, "
+        "or push to me/none without --create-pr."
+    )
+    assert message(hub, expanded, repo="they/none", create_pr=True) == expected
+    assert send(hub, expanded, repo="they/none", create_pr=True, dry_run=True).obstacle == expected
     hub.repositories["they/wide"] = Repository(private=False)
     before = hub.files("they/wide")
     done = send(hub, expanded, repo="they/wide", create_pr=True, commit_message="Widened")
@@ -647,15 +576,6 @@ def test_a_pull_request_leaves_the_branch_as_it_is(hub: Hub, expanded: Path) -> 
     assert hub.files("they/wide") == before
     assert "surgery.json" in hub.files("they/wide", "refs/pr/1")
     assert hub.repositories["they/wide"].messages == ["Widened"]
-
-
-def test_a_pull_request_needs_a_repository(hub: Hub, expanded: Path) -> None:
-    expected = (
-        "they/none: is not there, or this token may not see it, and a pull request needs a repository. Check the name, "
-        "or push to me/none without --create-pr."
-    )
-    assert message(hub, expanded, repo="they/none", create_pr=True) == expected
-    assert send(hub, expanded, repo="they/none", create_pr=True, dry_run=True).obstacle == expected
 
 
 def test_a_branch_is_made_and_written(hub: Hub, expanded: Path) -> None:
@@ -705,12 +625,13 @@ def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, own: Path, tmp_pat
 
 
 def test_a_certificate_is_shown_until_the_model_changes(hub: Hub, own: Path) -> None:
-    date = verify(own, probes=Probes(new_tokens=0)).date
-    shown = f"`scale-surgery verify`, {date}, "
-    assert shown in send(hub, own, check=True).card
-    assert "No verification is recorded" in send(hub, own).card, "nobody looked"
-    card = send(hub, shake(own), check=True).card
-    assert shown not in card and "`scale-surgery verify --files-only`" in card
+    for seed in (1, 2):  # the second time as many tensors are trained as before, but they are others
+        date = verify(own, probes=Probes(new_tokens=0)).date
+        shown = f"`scale-surgery verify`, {date}, "
+        assert shown in send(hub, own, check=True).card
+        assert "No verification is recorded" in send(hub, own).card, "nobody looked"
+        card = send(hub, shake(own, seed), check=True).card
+        assert shown not in card and "`scale-surgery verify --files-only`" in card
 
 
 def test_a_card_that_was_edited_in_the_repository_stays(hub: Hub, expanded: Path) -> None:
@@ -775,13 +696,6 @@ def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytes
     sent = run(own, REPO, "--token", "hf_writer")
     assert sent.exit_code == 0, sent.output
     assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
-    hub.repositories.clear()
-    flip_last_byte(own / "expansion-default-00001-of-00001.safetensors")
-    assert run(own, REPO, "--token", "hf_writer", "--no-verify").exit_code == 0, "trained, for all that files show"
-    hub.repositories.clear()
-    flip_last_byte(next(own.glob("model-*.safetensors")))
-    refused = run(own, REPO, "--token", "hf_writer")
-    assert refused.exit_code == 1 and "not pushed, it does not verify" in refused.output and not hub.repositories
 
 
 def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -36,7 +33,6 @@ from scale_surgery import (
     route_export,
     set_routing,
 )
-from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
@@ -61,12 +57,13 @@ from scale_surgery.routing.sweep import Measured, Reference
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, stride, tokenize
-from scale_surgery.show.figure_calibration import calibration_figure, plot_calibration
+from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
 from scale_surgery.surgery.routers import router_of, weights_of
-from tests.conftest import digests, load
+from tests.command import run
+from tests.conftest import Bars, digests, load, shake
 from tests.each import mostly
-from tests.evidence.test_evaluate import perturb, with_tokenizer
+from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
 from tests.running.test_texts import ALPHABET, letters, lines
 from tests.tiny import save_tiny
@@ -81,15 +78,6 @@ ROUTINGS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """Every model that is freed is followed by a collection, which need not look at all that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, a trained expansion of it, routed in three ways, and texts."""
@@ -97,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # no more tokens than letters, so that what a path finds most likely can be written as an answer
     base = with_tokenizer(save_tiny(place / "base", "llama", vocab_size=33))
     request = Request("0-2", variant="adapt", collaborative_layers="1-2", collaborate="both")
-    perturb(expand(base, request, place / "wide").path)
+    shake(expand(base, request, place / "wide").path)
     for name, routing in ROUTINGS.items():
         route_export(place / "wide", place / name, routing)
     (place / "old.txt").write_text(STORY)
@@ -114,12 +102,6 @@ def free(router: str, **changes: Any) -> CalibrationSettings:
     return CalibrationSettings(
         **{"most_forgetting": 1.0, "most_short_forgetting": 9.0, "least_gain": 0.0, **bounds, **changes}
     )
-
-
-FREE = [
-    *("--most-forgetting", 1, "--bound", 9),
-    *("--set", "most_short_forgetting=9", "--set", "least_gain=0", "--set", "bound_per_token=1"),
-]
 
 
 def old(place: Path) -> list[Path]:
@@ -189,68 +171,31 @@ def agrees(outcome: Outcome, score: Score) -> bool:
 
 
 @each_router
-def test_the_present_setting_scores_what_evaluate_measures(
-    place: Path, calibration_of: Callable[[str], Calibration], router: str
-) -> None:
-    found = calibration_of(router)
-    measured = evaluate(
-        place / router, old(place), new(place), sequence_length=20, step=7, run=RunOptions(batch_size=16)
-    ).scores
-    by_kind = {score.kind: score for score in measured}
-    assert agrees(found.present, by_kind["expanded"])
-    assert agrees(found.base, by_kind["base"]) and agrees(found.base, by_kind["disabled"])
-    assert agrees(found.adapt, by_kind["adapt"])
-    assert found.present.old.questions == 2 and found.present.new.questions > 50
-    answered = {
-        found.base.new.answered,
-        found.adapt.new.answered,
-        *(outcome.new.answered for outcome in found.outcomes),
-    }
-    assert len(answered) > 3, "who is right depends on the setting"
-    others = [outcome for outcome in found.outcomes if not agrees(outcome, by_kind["expanded"])]
-    assert len(others) > len(found.outcomes) / 2, "other settings score something else"
-    assert not agrees(found.adapt, by_kind["base"])
-
-
-@each_router
-def test_another_setting_scores_what_evaluate_measures_when_it_is_set(
+def test_every_setting_scores_what_evaluate_measures(
     place: Path, tmp_path: Path, calibration_of: Callable[[str], Calibration], router: str
 ) -> None:
     found = calibration_of(router)
+
+    def measure(model: Path) -> dict[str, Score]:
+        windows: dict[str, Any] = {"sequence_length": 20, "step": 7, "run": RunOptions(batch_size=16)}
+        return {score.kind: score for score in evaluate(model, old(place), new(place), **windows).scores}
+
+    by_kind = measure(place / router)
+    assert agrees(found.present, by_kind["expanded"])
+    assert agrees(found.base, by_kind["base"]) and agrees(found.base, by_kind["disabled"])
+    assert agrees(found.adapt, by_kind["adapt"]) and not agrees(found.adapt, by_kind["base"])
+    assert found.present.old.questions == 2 and found.present.new.questions > 50
+    assert len({own.new.answered for own in (found.base, found.adapt, *found.outcomes)}) > 3
+    others = [outcome for outcome in found.outcomes if not agrees(outcome, by_kind["expanded"])]
+    assert len(others) > len(found.outcomes) / 2, "other settings score something else"
+    # another one, when it is set
     outcomes = [outcome for outcome in found.outcomes if 0.2 < outcome.routed_new < 0.9]
     outcome = outcomes[len(outcomes) // 2]
     assert outcome.routing is not None and outcome.routing != found.present.routing
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     set_routing(model, outcome.routing)
-    measured = evaluate(model, old(place), new(place), sequence_length=20, step=7, run=RunOptions(batch_size=16)).scores
-    (routed,) = [score for score in measured if score.kind == "expanded"]
+    routed = measure(model)["expanded"]
     assert agrees(outcome, routed) and not agrees(found.present, routed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "request_", "router"),
-    [
-        ("gemma2", Request("0,2", variant="adapt"), "cosine"),  # logits are capped, a layer is not expanded
-        ("gpt2", Request("1-2", variant="adapt", collaborate="both"), "strict"),
-        ("qwen3", Request("all", variant="adapt"), "posterior"),
-        ("llama", Request("1-2"), "posterior"),  # both paths part in the head alone
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_every_family_s_form(tmp_path: Path, place: Path, family: str, request_: Request, router: str) -> None:
-    base = with_tokenizer(save_tiny(tmp_path / "base", family))
-    perturb(expand(base, request_, tmp_path / "wide").path)
-    model = route_export(tmp_path / "wide", tmp_path / "routed", ROUTINGS[router]).path
-    if router != "posterior":
-        set_routing(model, replace(ROUTINGS[router], threshold=threshold_between(model, new(place))))
-    found = route_calibrate(model, place / "old.jsonl", new(place), run=RunOptions(batch_size=40))
-    measured = {
-        score.kind: score
-        for score in evaluate(model, place / "old.jsonl", new(place), run=RunOptions(batch_size=40)).scores
-    }
-    assert agrees(found.present, measured["expanded"]) and agrees(found.adapt, measured["adapt"])
-    assert agrees(found.base, measured["base"]) and not agrees(found.present, measured["base"])
 
 
 @each_router
@@ -297,35 +242,14 @@ def measured(old: float, new: float) -> Measured:
 
 
 def test_texts_are_read_once(place: Path) -> None:
-    seen: list[tuple[str, int]] = []
-    done: dict[str, int] = {}
-
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Any]:
-        seen.append((label, total))
-        yield lambda amount, note="": done.__setitem__(label, done.get(label, 0) + amount)
-
-    result = route_calibrate(place / "posterior", old(place), new(place), track=track)
+    bars = Bars()
+    result = route_calibrate(place / "posterior", old(place), new(place), track=bars.track)
     sequences = [tokenize(read_documents(files), letters()) for files in (old(place), new(place))]
     windows = sum(len(stride(some, 64, 32).ids) for some in sequences)
     assert windows > sum(len(some.ids) for some in sequences), "windows overlap"
     # the first tokens of old texts are read as prompts once more
-    tokens = windows + len(beginnings(sequences[0]).ids)
-    assert seen == [("read", tokens), ("settings", len(result.outcomes))]
-    assert done == dict(seen)
-
-
-def test_a_forward_pass_for_each_batch_and_the_router_is_given_back(place: Path) -> None:
-    model, sequences, passes = load(place / "cosine"), tokenize(read_documents(new(place)), letters()), []
-    model.base_model.register_forward_pre_hook(lambda *_: passes.append(type(model.choice.router).__name__))
-    router = model.choice.router
-    batches = read_paths(model, sequences, 10)
-    assert passes == ["PathObserver"] * math.ceil(len(sequences) / 10) and model.choice.router is router
-    assert sum(len(batch.is_scored) for batch in batches) == len(sequences)
-    sequences.ids[0] = 1000
-    with pytest.raises(IndexError):
-        read_paths(model, sequences, 10)
-    assert model.choice.router is router
+    tokens, settings = windows + len(beginnings(sequences[0]).ids), len(result.outcomes)
+    assert bars == {"read": [tokens, tokens], "settings": [settings, settings]}
 
 
 @each_router
@@ -370,7 +294,7 @@ def test_winning_weights_are_those_that_a_search_finds() -> None:
 # what is tried, and which is best
 
 
-def test_settings_that_are_tried(place: Path, calibration_of: Callable[[str], Calibration]) -> None:
+def test_settings_that_are_tried(place: Path) -> None:
     present: Any = ROUTINGS["posterior"].for_expansions(1)
     read = read_paths(load(place / "posterior"), tokenize(read_documents(new(place)), letters()), 8)
     tried = settings_of(present, (), read)
@@ -388,17 +312,9 @@ def test_settings_that_are_tried(place: Path, calibration_of: Callable[[str], Ca
     for share in (0.1, 0.5, 0.9):
         at = float(cosines[int(share * (len(cosines) - 1))])
         assert min(abs(threshold - at) for threshold in thresholds) <= 0.05 * (1 - at)
-    for router in ("cosine", "strict"):
-        found = [outcome.routing.threshold for outcome in calibration_of(router).outcomes if outcome.routing]
-        assert found == sorted(found) and 0.5 in found
-
-
-@pytest.mark.parametrize(
-    ("cosine", "threshold"),
-    [(0.99731, 0.9973), (0.999962, 0.999962), (0.123, 0.12), (-0.3, -0.3), (1.0, 1.0), (1.0000002, 1.0), (-1.0, -1.0)],
-)
-def test_thresholds_keep_two_figures_of_the_distance_from_1(cosine: float, threshold: float) -> None:
-    assert round_threshold(cosine) == threshold
+    # two figures of the distance from 1
+    rounded = {0.99731: 0.9973, 0.999962: 0.999962, 0.123: 0.12, -0.3: -0.3, 1.0000002: 1.0, -1.0: -1.0}
+    assert [round_threshold(cosine) for cosine in rounded] == list(rounded.values())
 
 
 def outcome(threshold: float, forgetting: float, learning: float, **changes: Any) -> Outcome:
@@ -416,19 +332,12 @@ def short_prompts(forgetting: float, change: float = 0.0) -> ShortPrompts:
 
 
 def test_the_best_learns_most_among_those_that_forget_little() -> None:
-    outcomes = [outcome(0.1, 0.0, 0.5), outcome(0.2, 0.02, 1.0), outcome(0.3, 0.021, 2.0), outcome(0.4, 0.01, 0.9)]
-    assert propose(outcomes, 0.02) is outcomes[1]
-    assert propose(outcomes, 0.019) is outcomes[3]
-    assert propose(outcomes, 0.5) is outcomes[2]
-    assert propose(outcomes, 0.0) is outcomes[0]
-
-
-def test_where_none_forgets_so_little_the_best_forgets_least() -> None:
-    outcomes = [outcome(0.1, 0.3, 0.5), outcome(0.2, 0.2, 0.1), outcome(0.3, 0.2, 0.2), outcome(0.4, 0.4, 2.0)]
-    assert propose(outcomes, 0.02) is outcomes[2]
-
-
-def test_of_equal_settings_the_first_wins() -> None:
+    some = [outcome(0.1, 0.0, 0.5), outcome(0.2, 0.02, 1.0), outcome(0.3, 0.021, 2.0), outcome(0.4, 0.01, 0.9)]
+    for most, place in ((0.02, 1), (0.019, 3), (0.5, 2), (0.0, 0)):
+        assert propose(some, most) is some[place]
+    # where none forgets so little it forgets least, and of equal ones it is the first
+    many = [outcome(0.1, 0.3, 0.5), outcome(0.2, 0.2, 0.1), outcome(0.3, 0.2, 0.2), outcome(0.4, 0.4, 2.0)]
+    assert propose(many, 0.02) is many[2]
     equal = [outcome(threshold, 0.01, 0.5) for threshold in (0.7, 0.5, 0.1)]
     assert propose(equal, 0.02) is equal[0] and propose(equal, 0.0) is equal[0]
     less = outcome(0.9, 0.005, 0.5)
@@ -436,8 +345,6 @@ def test_of_equal_settings_the_first_wins() -> None:
 
 
 # what a change must not cost, and what it must gain
-
-LEARNS = {"most_forgetting": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -465,48 +372,26 @@ def written_by(folder: Path, side: int, count: int) -> list[str]:
 def test_the_bound_is_not_loosened_unless_it_is_asked_for(told: tuple[Path, Path, Path], tmp_path: Path) -> None:
     model = Path(shutil.copytree(told[0], tmp_path / "model"))
     before = digests(model)
-    kept = route_calibrate(model, *told[1:], CalibrationSettings(write=True, **LEARNS))
-    assert kept.loosest.bound > kept.present.bound == pytest.approx(math.log(2)), "the rule of old loosened it"
+    kept = route_calibrate(model, *told[1:], CalibrationSettings(0.5, write=True))
+    assert kept.loosest.bound == pytest.approx(-math.log(0.01)) and kept.adapt.bound is None
+    assert kept.present.bound == kept.limits.bound == pytest.approx(math.log(2))
+    assert kept.present.bound_per_token == pytest.approx(-math.log(0.99))
     assert kept.loosest.learning > kept.proposed.learning
     assert kept.proposed.bound <= kept.present.bound and kept.proposed.bound_per_token <= kept.present.bound_per_token
+    # short prompts that were the base's would be the adapt path's afterwards
+    assert propose([kept.present, *kept.outcomes], 0.5) == kept.loosest
+    assert kept.loosest.short.lengths[0].weight > 0.98 > 0.5 == kept.proposed.short.lengths[0].weight
+    assert kept.loosest.short.change.value > 5 * kept.loosest.short.change.error > 0
     shown = " ".join(" ".join(shown_of(kept)).split())
     assert f"{kept.loosest.numbers} would learn" in shown and f"Ask for it: {kept.ask}" in shown
     # the negative control: what is asked for is done
-    (model / "config.json").write_bytes((told[0] / "config.json").read_bytes())
-    (model / "surgery.json").write_bytes((told[0] / "surgery.json").read_bytes())
-    assert digests(model) == before
-    words = iter(str(kept.ask).split())
-    asked = {name[2:].replace("-", "_"): float(value) for name, value in zip(words, words, strict=True)}
-    assert "bound" in asked
-    done = route_calibrate(model, *told[1:], CalibrationSettings(write=True, **LEARNS, **asked))
-    assert done.written and done.proposed.routing == kept.loosest.routing and done.ask is None
-    assert "a text may lose 0.693 nats before, 4.61 nats after" in " ".join(" ".join(shown_of(done)).split())
-
-
-@pytest.mark.slow
-def test_bounds_and_short_prompts_stand_in_the_json_and_the_options_are_the_command_s(
-    told: tuple[Path, Path, Path],
-) -> None:
-    model, known, learned = told
-    words = (model, "--old", known, "--new", learned, "--most-forgetting", 0.5, "--json")
-    kept = json.loads(run(*words).stdout)
-    assert kept["present"]["bound"] == kept["limits"]["bound"] == pytest.approx(math.log(2))
-    assert kept["present"]["bound_per_token"] == pytest.approx(-math.log(0.99))
-    assert kept["loosest"]["bound"] == pytest.approx(-math.log(0.01)) and kept["adapt"]["bound"] is None
-    assert [length["tokens"] for length in kept["proposed"]["short"]["lengths"]] == list(range(1, 9))
-    assert kept["proposed"]["gain"].keys() == {"value", "error"}
-    asked = json.loads(run(*words, *kept["ask"].split()).stdout)
-    assert asked["proposed"]["routing"] == kept["loosest"]["routing"] != kept["proposed"]["routing"]
-    assert asked["ask"] is None
-
-
-@pytest.mark.slow
-def test_the_rule_of_old_would_have_written_it(told: tuple[Path, Path, Path]) -> None:
-    """What `--write` did: the short prompts that were the base's are the adapt path's afterwards."""
-    found = route_calibrate(*told, CalibrationSettings(**LEARNS))
-    assert propose([found.present, *found.outcomes], 0.5) == found.loosest
-    assert found.loosest.short.lengths[0].weight > 0.98 > 0.5 == found.proposed.short.lengths[0].weight
-    assert found.loosest.short.change.value > 5 * found.loosest.short.change.error > 0
+    for file in ("config.json", "surgery.json"):
+        shutil.copyfile(told[0] / file, model / file)
+    assert digests(model) == before and "--bound" in str(kept.ask)
+    words = ("--old", told[1], "--new", told[2], "--most-forgetting", 0.5, "--write", "--json")
+    done = json.loads(run("route-calibrate", model, *words, *str(kept.ask).split()).stdout)
+    assert done["written"] and done["proposed"]["routing"] == kept.to_json()["loosest"]["routing"]
+    assert done["ask"] is None
 
 
 @each_router
@@ -666,26 +551,6 @@ def test_windows_of_one_text_are_one_text(place: Path, tmp_path: Path) -> None:
     assert max(found.gain.error for found in both[0].outcomes) > 1e-3
 
 
-@pytest.mark.slow
-def test_a_tighter_bound_can_be_asked_for(told: tuple[Path, Path, Path]) -> None:
-    found = route_calibrate(*told, CalibrationSettings(bound=0.1, bound_per_token=0.0))
-    assert found.proposed.bound < 0.1 < found.present.bound and found.proposed.bound_per_token == 0
-    message = refusal(*told, CalibrationSettings(bound=0.001), error=PlanError)
-    assert message == (
-        "--bound 0.001: no setting bounds a text so tightly; the lowest is 0.01005 nats, with prior 0.99, switch rate "
-        "0.01. Raise it."
-    )
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_a_cosine_router_has_no_bound(place: Path) -> None:
-    settings = CalibrationSettings(bound=1.0, bound_per_token=0.1)
-    assert refusal(place / "cosine", old(place), new(place), settings, error=PlanError) == (
-        "--bound 1 and bound_per_token 0.1: the cosine router bounds nothing, expected a posterior router. Leave "
-        "that out; most_short_forgetting limits what short prompts may lose."
-    )
-
-
 # writing
 
 
@@ -728,45 +593,55 @@ def test_nothing_is_written_where_something_fails(
     assert done.written and [file.name for file in plot.parent.iterdir()] == ["sweep.png"]
 
 
-def test_a_plot_that_cannot_be_drawn_changes_no_model(place: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
-    before = digests(model)
-    (tmp_path / "plots").touch()
-    plot = tmp_path / "plots" / "sweep.png"
-    message = refusal(model, old(place), new(place), free("posterior", write=True, plot=plot))
-    assert message.startswith(f"{plot}: ")
-    assert digests(model) == before and (tmp_path / "plots").is_file()
-
-
 # refusals
-
-
-@pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("scale_surgery.running.loading.loaded", loaded)
 
 
 @pytest.mark.usefixtures("unloaded")
 def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
-    texts = (old(place), new(place))
-    assert refusal(place / "base", *texts) == (
-        f"{place}/base: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
-        "scale-surgery route-export."
-    )
-    assert refusal(place / "wide", *texts) == (
-        f"{place}/wide: has no router. Give it one: scale-surgery route-export {place}/wide -o ROUTED."
-    )
-    assert refusal(tmp_path / "none", *texts) == (
-        f"{tmp_path}/none: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
-        "--local-dir FOLDER."
-    )
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
-    assert refusal(bare, *texts, CalibrationSettings(write=True)).startswith(
-        f"{bare}: has no surgery.json, another trainer saved it, expected an expanded folder."
+    for model, said in (
+        (
+            place / "base",
+            "is no expanded model, expected a routed one. Make one: scale-surgery expand, then scale-surgery "
+            "route-export.",
+        ),
+        (place / "wide", f"has no router. Give it one: scale-surgery route-export {place}/wide -o ROUTED."),
+        (
+            tmp_path / "none",
+            "not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name --local-dir "
+            "FOLDER.",
+        ),
+        (bare, "has no surgery.json, another trainer saved it, expected an expanded folder."),
+    ):
+        assert refusal(model, old(place), new(place), CalibrationSettings(write=True)).startswith(f"{model}: {said}")
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_texts_and_settings_that_are_refused(place: Path, tmp_path: Path) -> None:
+    model, texts = place / "posterior", (old(place), new(place))
+    no_old = (
+        "There is no old text, on which forgetting is measured. Give files with --old. Where there is none, the base "
+        "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
+    )
+    no_new = "There is no new text, on which learning is measured. Give files with --new."
+    assert refusal(model, [], [], error=DataError) == f"{no_old}\n{no_new}"
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert refusal(model, tmp_path / "empty.txt", [tmp_path / "empty.txt"], error=DataError).splitlines() == [
+        f"The {side} text is empty: {tmp_path}/empty.txt. Give at least one document." for side in ("old", "new")
+    ]
+    for number in (-0.1, math.nan):
+        assert refusal(model, *texts, CalibrationSettings(number), error=PlanError) == (
+            f"--most-forgetting is {number}, expected nats per token, at least 0."
+        )
+    bounds = CalibrationSettings(bound=1.0, bound_per_token=0.1)
+    assert refusal(place / "cosine", *texts, bounds, error=PlanError) == (
+        "--bound 1 and bound_per_token 0.1: the cosine router bounds nothing, expected a posterior router. Leave "
+        "that out; most_short_forgetting limits what short prompts may lose."
+    )
+    inside = model / "config.json"
+    assert refusal(model, *texts, CalibrationSettings(plot=inside)) == (
+        f"{inside}: would be written into {model}, which is read. Choose another file."
     )
 
 
@@ -780,57 +655,6 @@ def test_a_folder_that_a_trainer_saved_is_measured(place: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
-    model = place / "posterior"
-    no_old = (
-        "There is no old text, on which forgetting is measured. Give files with --old. Where there is none, the base "
-        "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
-    )
-    no_new = "There is no new text, on which learning is measured. Give files with --new."
-    assert refusal(model, [], new(place), error=DataError) == no_old
-    assert refusal(model, old(place), [], error=DataError) == no_new
-    assert refusal(model, [], [], error=DataError) == f"{no_old}\n{no_new}"
-    (tmp_path / "empty.txt").write_text(" \n")
-    assert refusal(model, tmp_path / "empty.txt", [tmp_path / "empty.txt"], error=DataError).splitlines() == [
-        f"The old text is empty: {tmp_path}/empty.txt. Give at least one document.",
-        f"The new text is empty: {tmp_path}/empty.txt. Give at least one document.",
-    ]
-    message = refusal(model, old(place), tmp_path / "none.txt", error=DataError)
-    assert message.startswith(f"{tmp_path}/none.txt: there is no such file. Give")
-    assert refusal(model, old(place), new(place), sequence_length=65, error=DataError) == (
-        "--sequence-length is 65, expected at most 64, the context of posterior."
-    )
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize("number", [-0.1, math.nan])
-def test_a_limit_that_is_refused(place: Path, number: float) -> None:
-    assert refusal(place / "posterior", old(place), new(place), CalibrationSettings(number), error=PlanError) == (
-        f"--most-forgetting is {number}, expected nats per token, at least 0."
-    )
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_plots_that_are_refused(place: Path, tmp_path: Path) -> None:
-    job = (place / "posterior", old(place), new(place))
-    assert (
-        refusal(*job, CalibrationSettings(plot=tmp_path))
-        == f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."
-    )
-    (tmp_path / "file").write_text("mine")
-    under = tmp_path / "file" / "new" / "sweep.png"
-    assert refusal(*job, CalibrationSettings(plot=under)) == (
-        f"{under}: {tmp_path}/file is not a folder you may write to. Choose another place."
-    )
-    for inside in (place / "posterior" / "config.json", place / "old.txt"):
-        before = inside.read_bytes()
-        source = place / "posterior" if inside.name == "config.json" else inside
-        expected = f"{inside}: would be written into {source}, which is read. Choose another file."
-        assert refusal(*job, CalibrationSettings(plot=inside)) == expected
-        assert inside.read_bytes() == before
-
-
-@pytest.mark.usefixtures("unloaded")
 def test_a_read_only_folder_is_refused_before_any_work(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -838,18 +662,14 @@ def test_a_read_only_folder_is_refused_before_any_work(
     allowed = os.access
     # root may write everywhere, so the operating system's answer stands in for a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (model, tmp_path) and allowed(path, mode))
-    assert refusal(
-        model, old(place), new(place), CalibrationSettings(write=True, plot=tmp_path / "sweep.png")
-    ).splitlines() == [
+    settings = CalibrationSettings(write=True, plot=tmp_path / "sweep.png")
+    assert refusal(model, old(place), new(place), settings).splitlines() == [
         f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another place.",
         f"{model}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder to where "
         "you may write.",
     ]
-
-
-def test_a_read_only_folder_is_measured_without_write(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert not route_calibrate(place / "posterior", old(place), new(place)).written
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        route_calibrate(model, old(place), new(place))
 
 
 def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> None:
@@ -957,12 +777,9 @@ def test_what_the_table_says_of_the_best() -> None:
     least = "\n".join(shown_of(calibration(present, best, is_within=False)))
     assert "no setting forgets so little: it is the one that forgets least" in least
     assert "nothing: the model routes so already" in "\n".join(shown_of(calibration(best, present, best)))
-
-
-def test_where_the_adapt_path_learns_nothing_no_share_is_kept() -> None:
     present, best = (replace(outcome(threshold, 0.0, -0.5), kept=None) for threshold in (0.5, 0.25))
     text = "\n".join(shown_of(calibration(present, best)))
-    assert "learns -0.5000\n" in text and "-0.5000       -" in text
+    assert "learns -0.5000\n" in text and "-0.5000       -" in text, "where the adapt path learns nothing"
 
 
 # the figure
@@ -994,6 +811,12 @@ def test_the_figure_has_a_point_for_each_setting(calibration_of: Callable[[str],
     assert points == sorted(places)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     assert all(left < x < right and bottom < y < top for x, y in points)
+    if router == "posterior":
+        labels = [label for points in axes.collections if (label := points.get_label()).startswith("switch rate")]
+        assert labels == [
+            f"switch rate {own}" for own in ("0", "0.0001", "0.001", "0.003", "0.01", "0.02", "0.03", "0.1")
+        ]
+        assert not axes.texts and figure.legends[0].get_title().get_text() == "larger points: lower prior"
 
 
 def test_settings_that_lie_close_together_have_a_panel_of_their_own() -> None:
@@ -1033,32 +856,7 @@ def test_thresholds_are_written_where_they_can_be_read() -> None:
     assert len(colours) == len(crowd)
 
 
-def test_lines_of_a_posterior_sweep_are_switch_rates(calibration_of: Callable[[str], Calibration]) -> None:
-    figure = calibration_figure(calibration_of("posterior"))
-    axes = figure.axes[0]
-    rates = [label for label in (points.get_label() for points in axes.collections) if label.startswith("switch rate")]
-    assert rates == [f"switch rate {rate}" for rate in ("0", "0.0001", "0.001", "0.003", "0.01", "0.02", "0.03", "0.1")]
-    assert not axes.texts
-    assert figure.legends[0].get_title().get_text() == "larger points: lower prior"
-
-
-def test_the_figure_is_written_as_png(tmp_path: Path) -> None:
-    result = calibration(outcome(0.5, 0.1, 1.5), outcome(0.25, 0.01, 1.2))
-    plot_calibration(result, tmp_path / "new" / "sweep.png")
-    before = (tmp_path / "new" / "sweep.png").read_bytes()
-    assert before.startswith(b"\x89PNG")
-    plot_calibration(result, tmp_path / "new" / "sweep.png")
-    assert (tmp_path / "new" / "sweep.png").read_bytes() == before
-
-
 # the command
-
-
-def run(*arguments: object, code: int = 0) -> Result:
-    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
-    result = runner.invoke(main, ["route-calibrate", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def sides(place: Path) -> list[object]:
@@ -1069,9 +867,9 @@ def test_command(place: Path) -> None:
     windows = ("--batch-size", 16, "--sequence-length", 20)
     run_as = {"sequence_length": 20, "run": RunOptions(batch_size=16)}
     found = route_calibrate(place / "strict", old(place), new(place), **run_as)
-    shown = run(place / "strict", *sides(place), *windows).stdout
+    shown = run("route-calibrate", place / "strict", *sides(place), *windows).stdout
     assert [line.rstrip() for line in shown.splitlines()] == shown_of(found)
-    content = json.loads(run(place / "strict", *sides(place), *windows, "--json").stdout)
+    content = json.loads(run("route-calibrate", place / "strict", *sides(place), *windows, "--json").stdout)
     assert content == found.to_json()
     assert content["proposed"]["routing"] == {
         "router": "cosine", "threshold": found.proposed.routing.threshold, "strict": True  # type: ignore[union-attr]
@@ -1080,43 +878,8 @@ def test_command(place: Path) -> None:
     assert content["present"]["old"].keys() == {
         "nats", "scored", "questions", "answered", "nats_per_token", "accuracy"
     }  # fmt: skip
-    details = run(place / "strict", *sides(place), *windows, "--details").stdout
+    details = run("route-calibrate", place / "strict", *sides(place), *windows, "--details").stdout
     assert [line.rstrip() for line in details.splitlines()] == shown_of(found, details=True)
-
-
-@pytest.mark.slow
-def test_command_writes_and_draws(place: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(place / "posterior", tmp_path / "model"))
-    plot = tmp_path / "sweep.png"
-    options = (*FREE, "-o", plot, "--write")
-    content = json.loads(run(model, *sides(place), *options, "--json").stdout)
-    assert content["written"] and content["plot"] == str(plot) and plot.read_bytes().startswith(b"\x89PNG")
-    config = json.loads((model / "config.json").read_text())
-    assert config["scale_surgery"]["router"] == content["proposed"]["routing"]
-    assert "nothing: the model routes so already" in run(model, *sides(place), *options).stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--new", "new.txt"], "Missing option '--old'"),
-        (["--old", "old.txt"], "Missing option '--new'"),
-        (["--old", "o", "--new", "n", "--most-forgetting", "many"], "'many' is not a valid float"),
-    ],
-)
-def test_wrong_usage_exits_with_2(place: Path, arguments: list[str], message: str) -> None:
-    assert message in " ".join(run(place / "posterior", *arguments, code=2).stderr.split())
-
-
-def test_refusals_exit_with_1_and_no_traceback(place: Path) -> None:
-    failed = run(place / "wide", *sides(place), code=1)
-    assert failed.stdout == "" and failed.stderr.startswith("error: ") and "Traceback" not in failed.stderr
-
-
-def test_help_explains_the_rule() -> None:
-    text = " ".join(run("--help").stdout.split())
-    assert "learns most among those that forget at most --most-forgetting." in text
-    assert "Where none forgets so little, it is the one that forgets least." in text
 
 
 def test_what_forgets_too_much_is_not_written(place: Path, tmp_path: Path) -> None:

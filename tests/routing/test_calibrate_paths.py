@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scale_surgery import CalibrationSettings, CheckpointError, PlanError, set_routing
+from scale_surgery import CalibrationSettings
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
@@ -149,27 +149,3 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     assert model.choice.router.settings == content["proposed"]["routing"]
     # the control: the folder that it was copied from is another
     assert read_manifest(place / "composed").routing == mixed(switch_rate=0.05).for_expansions(3)
-
-
-def test_numbers_are_set_in_both_files_or_in_none(
-    place: Path, tmp_path: Path, refuse_to_write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
-    before = {file.name: file.read_bytes() for file in folder.glob("*.json")}
-    with pytest.raises(PlanError) as refused:
-        set_routing(folder, mixed((0.5, 0.3, 0.2), 1.5))
-    assert str(refused.value).splitlines() == [
-        "prior: is [0.5, 0.3, 0.2], expected 4 positive weights of sum 1, the base's first.",
-        "switch_rate: is 1.5, expected a share of at least 0 and less than 1.",
-    ]
-    refuse_to_write(folder / "surgery.json")
-    with pytest.raises(CheckpointError, match=r"composed: cannot be written \(Input/output error\)"):
-        set_routing(folder, mixed((0.4, 0.2, 0.2, 0.2), 0.0))
-    monkeypatch.undo()
-    assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
-    set_routing(folder, mixed((0.4, 0.2, 0.2, 0.2), 0.0))
-    assert not check_integrity(open_checkpoint(folder), read_manifest(folder)).problems
-    set_routing(folder, read_manifest(place / "composed").routing)
-    assert {file.name: file.read_bytes() for file in folder.glob("*.json")} == before
-    with pytest.raises(CheckpointError, match=r"config\.json: not found\. Is this a model folder"):
-        set_routing(tmp_path, mixed())

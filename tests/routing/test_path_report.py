@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from scale_surgery.cli.program import main
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report
@@ -61,8 +58,12 @@ def test_totals_are_means_over_the_tokens_that_count(report: RouteReport) -> Non
     counted = [token for document in file.documents for token in document.tokens if token.is_counted]
     assert len(counted) == file.totals.tokens == len(tokens_of(report)) - 1
     for path in range(len(NAMES)):
-        losses = [-(token.log_probabilities or ())[path] for token in counted]
-        assert math.isclose(file.totals.nats_per_token[path], sum(losses) / len(losses), rel_tol=1e-5)
+        loss, share = (
+            sum((getattr(token, name) or ())[path] for token in counted) / len(counted)
+            for name in ("log_probabilities", "weights")
+        )
+        assert math.isclose(file.totals.nats_per_token[path], -loss, rel_tol=1e-5)
+        assert math.isclose(file.totals.shares[path], share, rel_tol=1e-5)
     assert math.isclose(sum(file.totals.shares), 1, rel_tol=1e-6) and report.shares == file.totals.shares
     assert len(set(file.totals.nats_per_token)) == len(NAMES), "the control: the paths differ"
     content = strictly(json.dumps(report.to_json()))
@@ -97,6 +98,10 @@ TOKENS = (
 
 def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
     text = shown(render_route_report(handmade(*TOKENS))).splitlines()
+    assert [line.rstrip() for line in text[:2]] == [
+        "in ⟦name: ⟧: from that expansion, which has most of the weight; the rest from",
+        "base, or from no path alone",
+    ]
     assert text[3:7] == ["a.txt", "<s>An⟦medicine: na Berg⟧ is⟦law: ↵⟧", "⟦law: [b]new⟧", ""]
     assert text[7].startswith("routing  (posterior, all paths alike, switch rate 0.01;")
     assert [line.split() for line in text[-5:]] == [
@@ -131,14 +136,6 @@ def test_the_page_colours_by_weight_and_by_evidence() -> None:
     assert data["tokens"][2] == ["na", "na", 7, 2, [-3.0, -1.0, -3.0], [0.1, 0.8, 0.1], -1.0, None, None]
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert all(name in page.text for name in (*NAMES[:3], "routed", "33.3%", "1.5000"))
-
-
-def test_names_and_texts_cannot_leave_the_page() -> None:
-    text = "</script><script>alert(1)</script><!--"
-    evil = replace(handmade(token(0, "a"), token(1, text, 1.0, 0.0, 0.0)), model="<u>model", base="<s>base")
-    page = parse(render_page(evil))
-    assert [tag for tag, _ in page.tags].count("script") == 2 and not [tag for tag, _ in page.tags if tag in ("u", "s")]
-    assert strictly(page.data)["tokens"][1][0] == text == page.tokens[1][1]
 
 
 def test_of_too_many_paths_the_smallest_share_a_pattern() -> None:
@@ -178,17 +175,3 @@ def test_paths_are_told_apart_with_any_colour_vision(vision: str | None) -> None
     assert contrast(DARK.text, DARK.line) >= 5.5
     # the test can fail: Okabe and Ito's own green and purple, each as light as text on it needs
     assert vision != "deutan" or seen_apart("#2bb384", "#cf8fbf", vision) < 0.09
-
-
-def test_the_command_writes_what_is_asked_for(speaking: tuple[Made, Path], tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Anna Berg\n")
-    outputs = [tmp_path / f"out.{kind}" for kind in ("html", "jsonl", "json")]
-    asked = [word for file in outputs for word in ("-o", str(file))]
-    result = CliRunner().invoke(main, ["route-report", str(speaking[1]), "--text", str(tmp_path / "a.txt"), *asked])
-    assert result.exit_code == 0, result.output
-    assert "posterior, all paths alike" in result.output.replace("\n", " ")
-    rows = [strictly(line) for line in outputs[1].read_text().splitlines()]
-    assert rows == strictly(outputs[2].read_text())["tokens"] and len(rows) == 12
-    assert "law" in outputs[0].read_text()
-    stock = CliRunner().invoke(main, ["route-report", str(speaking[0].base), "--text", str(tmp_path / "a.txt")])
-    assert stock.exit_code == 1 and "has one path only" in stock.output

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console, Group
 
-from scale_surgery import Request, expand, inspect, strip, verify
+from scale_surgery import Probes, verify
 from scale_surgery.checkpoint.expansions import nameless
 from scale_surgery.show.console import Output
 from scale_surgery.show.tables import (
@@ -16,14 +15,11 @@ from scale_surgery.show.tables import (
     format_bytes,
     format_count,
     format_seconds,
-    render_expansion,
-    render_inspection,
-    render_stripped,
     render_warnings,
 )
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.show.tables_verify import render_verification
-from tests.tiny import save_tiny
+from tests.conftest import Pair
 
 
 def shown(rendered: object, width: int = 80) -> str:
@@ -32,38 +28,22 @@ def shown(rendered: object, width: int = 80) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(7, "7 B"), (163_008, "163.0 kB"), (16_060_522_496, "16.1 GB"), (3e12, "3.0 TB")]
-)
-def test_bytes(count: float, text: str) -> None:
-    assert format_bytes(count) == text
-
-
-def test_counts_and_durations() -> None:
+def test_numbers_and_units() -> None:
+    sizes = {7: "7 B", 163_008: "163.0 kB", 16_060_522_496: "16.1 GB", 3e12: "3.0 TB"}
+    assert [format_bytes(count) for count in sizes] == list(sizes.values())
     assert [format_count(n) for n in (12, 40_752, 1_235_814_400)] == ["12", "40.8 k", "1.24 B"]
     assert [format_seconds(s) for s in (0.2, 42, 600)] == ["under a second", "42 s", "10 min"]
 
 
-def test_results_fit_80_columns_and_lose_nothing(tmp_path: Path) -> None:
-    base = save_tiny(tmp_path / "base", "llama")
-    request = Request("1-2", variant="adapt")
-    done = expand(base, request, tmp_path / "expanded")
-    result = verify(done.path)
-    texts = {
-        "inspect": shown(render_inspection(inspect(done.path))),
-        "plan": shown(render_plan(done.plan, details=True)),
-        "expand": shown(render_expansion(done)),
-        "verify": shown(render_verification(result)),
-        "strip": shown(render_stripped(strip(done.path, tmp_path / "back"))),
-    }
-    for text in texts.values():
-        assert max(map(len, text.splitlines())) <= 80
-        assert "…" not in text
-    joined = texts["plan"].replace("\n", "")
-    assert all(nameless(tensor.name) in joined for tensor in done.plan.tensors)
-    for expected in ("1-2  (2 of 3)", "1-2 (attn)", f"+{done.plan.costs.parameters_added:,}"):
-        assert expected in texts["plan"]
-    assert "not claimed" in texts["verify"] and "verified  adapt, untrained" in texts["verify"]
+def test_tables_lose_nothing(llama: Pair) -> None:
+    """Every command is shown in test_eighty_columns; here the longest table, and what verify says of a promise."""
+    plan = llama.expansion.plan
+    text = shown(render_plan(plan, details=True))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert all(nameless(tensor.name) in text.replace("\n", "") for tensor in plan.tensors)
+    assert "1-2  (2 of 3)" in text and f"+{plan.costs.parameters_added:,}" in text
+    text = shown(render_verification(verify(llama.path, probes=Probes(new_tokens=0), record=False)))
+    assert "not claimed" in text and "verified  preserve, untrained" in text
 
 
 def test_progress_is_silent_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:

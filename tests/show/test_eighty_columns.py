@@ -80,38 +80,25 @@ def write_texts(place: Path) -> None:
     (place / "told.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
 
 
-def too_long(text: str) -> list[str]:
-    return [line for line in text.splitlines() if len(line) > 80 and not line.startswith("next ")]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_line_is_longer(command, shown):
-    assert too_long(shown[command]) == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_name_is_broken(command, shown):
-    """Wherever a name begins, it ends too, and the other way round."""
+def test_no_line_is_longer_no_name_is_broken_and_the_next_command_comes_last(command, shown):
     text = shown[command]
+    assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith("next ")] == []
+    # wherever a name begins, it ends too, and the other way round
     for name in (BASE, WIDE, TUNED, ROUTED):
         assert text.count(name[:16]) == text.count(name) == text.count(name[-16:]), name
+    if not command.startswith(WITHOUT_NEXT):
+        name, _, line = text.splitlines()[-1].partition(" ")
+        program, verb, *arguments = shlex.split(line)
+        assert (name, program) == ("next", "scale-surgery") and verb in main.commands
+        options = {option for parameter in main.commands[verb].params for option in parameter.opts}
+        assert {word for word in arguments if word.startswith("-")} <= options
 
 
 def test_a_broken_name_would_be_found(shown):
     text = shown[f"verify {WIDE}"]
     broken = text.replace(WIDE, f"{WIDE[:20]}\n{WIDE[20:]}")
     assert WIDE in text and broken.count(WIDE[:16]) != broken.count(WIDE)
-
-
-@pytest.mark.parametrize("command", [one for one in COMMANDS if not one.startswith(WITHOUT_NEXT)])
-def test_the_command_to_type_next_comes_last_and_exists(command, shown):
-    last = shown[command].splitlines()[-1]
-    name, _, line = last.partition(" ")
-    assert name == "next", last
-    program, verb, *arguments = shlex.split(line)
-    assert program == "scale-surgery" and verb in main.commands
-    options = {option for parameter in main.commands[verb].params for option in parameter.opts}
-    assert {word for word in arguments if word.startswith("-")} <= options
 
 
 def test_next_is_never_broken():
@@ -153,7 +140,7 @@ def test_the_demo_prints_commands_and_results_alone(tmp_path, monkeypatch, capfd
     demo(Path("demo"), Output(), steps=2)
     text = capfd.readouterr().out
     assert "train_runtime" not in text and "{'" not in text
-    assert [line for line in too_long(text) if not line.startswith("$ ")] == []
+    assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith(("$ ", "next "))] == []
     commands = [line for line in text.splitlines() if line.startswith("$ scale-surgery")]
     assert len(commands) >= 9 and all(len(shlex.split(line)) > 3 for line in commands)
     assert any(line.endswith("--learning-rate 0.01") for line in commands), "not broken"

@@ -19,7 +19,7 @@ from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.evidence.evaluate_models import MeterKind, Score
 from scale_surgery.running.loss import Measurement
 from scale_surgery.show.figure_plane import plane_figure, plot_plane
-from scale_surgery.show.figures import NOISY_POINTS, curve_of, plot_training, running_mean, training_figure
+from scale_surgery.show.figures import plot_training, running_mean, training_figure
 
 BASE = "model (base)"
 
@@ -84,9 +84,7 @@ def test_a_run_has_a_panel_for_each_kind_of_number() -> None:
     assert [list(line.get_xdata()) for line in change.get_lines()] == [[0, 4, 8]] * 2
     assert [line.get_label() for line in accuracy.get_lines()] == ["old questions"]
     assert accuracy.get_xlabel() == "optimizer steps"
-
-
-def test_a_panel_without_data_is_left_out() -> None:
+    # a panel without data is left out
     assert len(training_figure(log(8, accuracies=False)).axes) == 2
     assert len(training_figure([record for record in log(8) if "loss" in record]).axes) == 1
     assert len(training_figure([]).axes) == 1
@@ -96,27 +94,21 @@ def test_a_long_curve_is_smoothed_and_shown_as_it_was() -> None:
     mean, line = training_figure(log(300)).axes[0].get_lines()
     assert list(line.get_ydata()) == [3 / step for step in range(1, 301)]
     assert len(mean.get_ydata()) == 300 and max(mean.get_ydata()) < 3
-
-
-def test_running_mean() -> None:
-    few = [float(value) for value in range(NOISY_POINTS)]
-    assert running_mean(few) == few
     flat = running_mean([1.0, 3.0] * 100)
     assert len(flat) == 200 and all(1.5 < value < 2.5 for value in flat[10:-10])
 
 
-def test_a_curve_has_the_records_that_have_its_key() -> None:
-    assert curve_of([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": None}], "loss") == ([1], [2.0])
-
-
-def test_a_run_is_written_as_png(tmp_path: Path) -> None:
+def test_a_run_and_the_plane_are_written_as_png(tmp_path: Path) -> None:
     plot_training(log(80), tmp_path / "new" / "curves.png")
     height, width, _ = imread(tmp_path / "new" / "curves.png").shape
     assert (width, height) == (1120, 1056)
     before = (tmp_path / "new" / "curves.png").read_bytes()
     plot_training(log(80), tmp_path / "new" / "curves.png")
     assert (tmp_path / "new" / "curves.png").read_bytes() == before
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["curves.png"]
+    plot_plane(evaluation(*CROWD), tmp_path / "new" / "plane.png")
+    height, width, _ = imread(tmp_path / "new" / "plane.png").shape
+    assert (width, height) == (1024, 808)
+    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == ["curves.png", "plane.png"]
 
 
 # the plane
@@ -132,6 +124,9 @@ def test_the_plane_has_a_point_for_each_model() -> None:
     assert guides == [[0.4, 0.4], [0, 1]], "where the base stands"
     (arrow,) = (text for text in axes.texts if not text.get_text())
     assert (arrow.xyann, arrow.xy) == ((0.4, 2.1), (0.43, 0.35))
+    broken = score("broken", "other", None, math.nan, 1.0)
+    (axes,) = plane_figure(evaluation(*THREE, broken)).axes
+    assert len(axes.collections) == 3, "a loss that is not finite is left out"
 
 
 TWENTY = (
@@ -166,19 +161,11 @@ def test_models_on_one_point_share_a_number_and_a_plane() -> None:
     assert names_of(axes.figure) == ["1  one", "2  two"]
     assert axes.get_xlim()[0] < 0.003 < axes.get_xlim()[1]
     assert not axes.get_lines()
-
-
-def test_a_name_may_have_any_character() -> None:
+    # a name may have any character
     names = ["_hidden", "a$b$c", r"$\frac{$"]
     figure = plane_figure(evaluation(*(score(name, "other", None, 1.0, 2.0) for name in names)))
     FigureCanvasAgg(figure).draw()
     assert names_of(figure) == [f"{place}  {name}" for place, name in enumerate(names, start=1)]
-
-
-def test_a_loss_that_is_not_finite_is_left_out() -> None:
-    broken = score("broken", "other", None, math.nan, 1.0)
-    (axes,) = plane_figure(evaluation(*THREE, broken)).axes
-    assert len(axes.collections) == 3
 
 
 def test_the_plane_needs_old_and_new_text(tmp_path: Path) -> None:
@@ -188,12 +175,6 @@ def test_the_plane_needs_old_and_new_text(tmp_path: Path) -> None:
         str(error.value) == "The plane has an axis for old and one for new text. Give text for both, --old and --new."
     )
     assert not (tmp_path / "plane.png").exists()
-
-
-def test_the_plane_is_written_as_png(tmp_path: Path) -> None:
-    plot_plane(evaluation(*CROWD), tmp_path / "plane.png")
-    height, width, _ = imread(tmp_path / "plane.png").shape
-    assert (width, height) == (1024, 808)
 
 
 def test_matplotlib_is_left_as_it_was(tmp_path: Path) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from jinja2 import UndefinedError
 
-from scale_surgery import CheckpointError, PosteriorRouter, Report, Request, expand, report
-from scale_surgery.checkpoint.staging import check_output_files
+from scale_surgery import PosteriorRouter, Report, Request, expand, report
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.probes import Layer
 from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
@@ -31,7 +27,7 @@ from scale_surgery.show.pages.report import Cells, Heading, Section, render_head
 from scale_surgery.show.palette import BLUE, DARK, GREY, LAYERS, LIGHT, VERMILION, Palette
 from scale_surgery.show.tables_learn import COLUMNS
 from scale_surgery.show.tables_report import render_report
-from tests.conftest import shake
+from tests.conftest import Bars, shake
 from tests.routing.test_report import CHROMIUM, COLOUR_VISION, contrast, parse, seen_by, shown
 from tests.test_docs import COMMANDS
 from tests.tiny import save_tiny
@@ -88,12 +84,13 @@ def test_page_needs_nothing_else_and_runs_nothing(found: Report, tmp_path: Path)
     assert not [own for tag, own in page.tags if "href" in own or ("src" in own and tag != "img")]
     assert not re.search(r"https?:|@import|url\(|\{\{|\{%", html)
     assert "default-src 'none'; img-src data:;" in html and "script-src" not in html
+    with pytest.raises(UndefinedError):
+        fill("report.html", title="a gap that nothing fills")
 
 
-def test_page_shows_every_section_and_every_tensor(found: Report) -> None:
+def test_page_shows_every_section_and_every_tensor(found: Report, place: Path) -> None:
     html = render_page(found)
-    headings = re.findall("<h2>(.*?)</h2>", html)
-    assert headings == [
+    assert re.findall("<h2>(.*?)</h2>", html) == [
         "W12, layer by layer", "The base stream, layer by layer", "W12, from zeros", "W21, from its start",
         "W22, from zeros", "Spectrum of W21", "Every tensor",
     ]  # fmt: skip
@@ -101,39 +98,30 @@ def test_page_shows_every_section_and_every_tensor(found: Report) -> None:
     (w12,) = (one for one in found.tensors if one.name == "model.layers.1.mlp.down_proj.expansions.default.w12")
     assert f"{w12.norms.relative_norm:.1%}" in html and f"{w12.change_rank:.1f}/{w12.full_rank}" in html
     assert re.findall("<figcaption>(.*?)</figcaption>", html)[-7:] == ["q", "k", "v", "o", "gate", "up_proj", "down"]
-
-
-def test_page_of_an_untrained_model_says_so(place: Path) -> None:
-    found = report(place / "untrained")
-    html = render_page(found)
+    untrained = report(place / "untrained")
+    html = render_page(untrained)
     assert re.findall("<h2>(.*?)</h2>", html) == ["The base stream, layer by layer", "Spectrum of W21", "Every tensor"]
-    assert "Nothing was trained" in html and f"0 of {len(found.tensors)}" in html
+    assert "Nothing was trained" in html and f"0 of {len(untrained.tensors)}" in html
     assert not any("stroke-dasharray" in svg for svg in images_of(html))
     assert "Bit-equal to the base model's after every layer." in parse(html).text
 
 
-def test_names_are_escaped(found: Report) -> None:
-    streams = Streams((Layer(-1, 0.0, 1.0, True), Layer(0, 1.0, 0.5, False)), EVIL, 3, "float32", "expanded")
-    evil = handmade(
-        tensor(0, EVIL, name=EVIL), path=Path(EVIL.replace("/", "_")), base_name=EVIL, streams=streams, notes=(EVIL,)
-    )
-    page = parse(render_page(evil))
-    assert not [tag for tag, _ in page.tags if tag == "script"]
-    assert page.text.count("<script>alert(1)") >= 6
-    assert EVIL in page.text and EVIL in [own.get("title") for _, own in page.tags]
-
-
-def test_curves_of_the_training_run() -> None:
+def test_charts_of_a_page() -> None:
     log = [{"step": 0, "forgetting": 0.0, "learning": 0.0}, {"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.0}]
     html = render_page(handmade(tensor(0), log=(*log, {"step": 20, "forgetting": 0.5, "learning": 1.5})))
     assert 'alt="Training loss: nats per token over step"' in html and "Questions answered" not in html
     assert "learning (new text)</text>" in images_of(html)[1]
-
-
-def test_a_loss_that_is_no_number_breaks_the_line() -> None:
-    losses = (3.0, 2.0, math.nan, 2.0, 1.0)
-    html = render_page(handmade(tensor(0), log=tuple({"step": step, "loss": loss} for step, loss in enumerate(losses))))
-    assert [len(path) for path in paths_of(images_of(html)[0])] == [2, 2]
+    losses = tuple({"step": step, "loss": loss} for step, loss in enumerate((3.0, 2.0, math.nan, 2.0, 1.0)))
+    html = render_page(handmade(tensor(0), log=losses))
+    assert [len(path) for path in paths_of(images_of(html)[0])] == [2, 2], "a loss that is no number breaks the line"
+    # two of five layers have colours of curves that have markers, and would stand out for no reason
+    page = render_page(handmade(*(tensor(layer, block=block) for layer in range(2) for block in ("w12", "w21"))))
+    marked = [bool(re.search(r"<g clip-path[^>]*>\s*<use", svg)) for svg in images_of(page)]
+    assert marked == [True, True, False], "norm and its share have markers"
+    # no more layers are drawn than have a colour
+    html = render_page(handmade(*(tensor(layer, block="w21") for layer in range(30))))
+    layers = re.findall(r"<text[^>]*>(layer \d+)</text>", images_of(html)[-1])
+    assert layers == ["layer 0", "layer 7", "layer 14", "layer 22", "layer 29"]
 
 
 def test_only_what_scale_found_is_said_of_its_w12() -> None:
@@ -145,22 +133,15 @@ def test_only_what_scale_found_is_said_of_its_w12() -> None:
     assert "W12 is the copies' part of the down projection" in parse(page).text
 
 
-def test_no_more_layers_are_drawn_than_have_a_colour() -> None:
-    html = render_page(handmade(*(tensor(layer, block="w21") for layer in range(30))))
-    layers = re.findall(r"<text[^>]*>(layer \d+)</text>", images_of(html)[-1])
-    assert layers == ["layer 0", "layer 7", "layer 14", "layer 22", "layer 29"]
-
-
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
-def test_lines_are_seen_by_day_and_by_night(palette: Palette) -> None:
+def test_lines_and_texts_are_seen_by_day_and_by_night(palette: Palette) -> None:
     assert min(contrast(colour, palette.background) for colour in LAYERS) >= 3.4
     assert contrast(GREY, palette.background) >= 4 and contrast(palette.text, palette.heat) >= 4.5
-
-
-@pytest.mark.parametrize("vision", COLOUR_VISION.values(), ids=COLOUR_VISION)
-def test_lines_are_told_apart_with_any_colour_vision(vision: list[list[float]]) -> None:
-    one, other = (seen_by(colour, vision) for colour in (BLUE, VERMILION))
-    assert float((one - other).abs().max() / torch.maximum(one, other).abs().max()) > 0.5
+    assert min(contrast(palette.text, colour) for colour in (palette.background, palette.surface)) >= 5.5
+    assert contrast(palette.muted, palette.background) >= 4.5 and contrast(palette.accent, palette.background) >= 3
+    for vision in COLOUR_VISION.values():
+        one, other = (seen_by(colour, vision) for colour in (BLUE, VERMILION))
+        assert float((one - other).abs().max() / torch.maximum(one, other).abs().max()) > 0.5
 
 
 def on_a_telephone(page: str, numbers: str, tmp_path: Path) -> list[int]:
@@ -180,15 +161,10 @@ def on_a_telephone(page: str, numbers: str, tmp_path: Path) -> list[int]:
 
 
 @needs_chromium
-def test_page_fits_a_telephone(found: Report, tmp_path: Path) -> None:
-    """Tables scroll in themselves."""
+def test_all_is_seen_on_a_telephone(found: Report, tmp_path: Path) -> None:
+    """A page is no wider, tables scroll in themselves, and a text has a width in which words need not break."""
     width, needed = on_a_telephone(render_page(found), "page.clientWidth, page.scrollWidth", tmp_path)
     assert 380 <= width <= 400 and needed <= width
-
-
-@needs_chromium
-def test_every_column_of_what_was_learned_is_on_a_telephone(found: Report, tmp_path: Path) -> None:
-    """And a text has the whole width, in which words need not break."""
     losses = [Cells(("", *head), [("learned", "3.2928", "-0.5374", "100.0%")]) for head in COLUMNS.values()]
     promise = ("base_stream_always", "not claimed", "47 base tensors, 1,040,128 bytes, sha256 compared")
     promises = Cells(("promise", "result", "evidence"), [promise], True)
@@ -203,35 +179,21 @@ def test_every_column_of_what_was_learned_is_on_a_telephone(found: Report, tmp_p
 # charts
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0, 3.7), (-2, 5), (0.61, 1), (0, 1e-7), (3, 3), (0, 0), (-4, -4), (1e6, 3e6)]
-)
-def test_linear_axes_hold_their_values(low: float, high: float) -> None:
-    (axes,) = chart_figure([curve(low, high)], reaches=None).axes
-    bottom, top = axes.get_ylim()
-    assert len(shown_ticks(axes.yaxis)) >= 2 and bottom < low <= high < top
-
-
-def test_axes_of_whole_numbers_have_whole_ticks() -> None:
-    def ticks(*places: float) -> list[float]:
-        return shown_ticks(chart_figure([Curve("", [(place, 1.0) for place in places], BLUE)]).axes[0].xaxis)
-
-    assert ticks(0, 3) == [0, 1, 2, 3] and ticks(1, 2) == [1, 2] and 5 in ticks(5)
-    assert all(tick == int(tick) for places in ((5,), (0, 79)) for tick in ticks(*places))
-
-
-@pytest.mark.parametrize("values", [(1.0,), (0.3, 2.4), (0.9, 1.1), (1e-8, 3.0), (2e-5, 7e4), (5.0, 5.1)])
-def test_logarithmic_axes_hold_their_values(values: tuple[float, ...]) -> None:
-    (axes,) = chart_figure([curve(*values)], is_log=True).axes
-    bottom, top = axes.get_ylim()
-    assert 0 < bottom < min(values) and max(values) < top
-
-
-def test_an_axis_reaches_what_it_has_to() -> None:
-    def limits(reaches: float | None) -> tuple[float, float]:
-        return chart_figure([curve(5, 6)], reaches=reaches).axes[0].get_ylim()
-
-    assert limits(None)[0] > 4.5 and limits(0)[0] <= 0 and limits(9)[1] >= 9
+def test_axes_hold_their_values_and_reach_what_they_have_to() -> None:
+    for low, high in ((0, 3.7), (-2, 5), (0.61, 1), (0, 1e-7), (3, 3), (0, 0), (1e6, 3e6)):
+        (axes,) = chart_figure([curve(low, high)], reaches=None).axes
+        bottom, top = axes.get_ylim()
+        assert len(shown_ticks(axes.yaxis)) >= 2 and bottom < low <= high < top
+    for values in ((1.0,), (0.3, 2.4), (1e-8, 3.0), (2e-5, 7e4), (5.0, 5.1)):
+        (axes,) = chart_figure([curve(*values)], is_log=True).axes
+        bottom, top = axes.get_ylim()
+        assert 0 < bottom < min(values) and max(values) < top
+    least, most = (chart_figure([curve(5, 6)], reaches=reaches).axes[0].get_ylim() for reaches in (0, 9))
+    assert least[0] <= 0 and most[1] >= 9
+    # steps and layers are whole numbers
+    for places, wanted in (((0, 3), [0, 1, 2, 3]), ((1, 2), [1, 2]), ((5,), None), ((0, 79), None)):
+        ticks = shown_ticks(chart_figure([Curve("", [(place, 1.0) for place in places], BLUE)]).axes[0].xaxis)
+        assert all(tick == int(tick) for tick in ticks) and wanted in (None, ticks)
 
 
 def curve(*values: float, name: str = "one", colour: str = BLUE) -> Curve:
@@ -294,24 +256,20 @@ def test_few_points_have_markers_and_one_curve_has_no_legend() -> None:
     assert ">first</text>" not in draw(one, replace(two, in_legend=False))
 
 
-def test_no_layer_of_a_spectrum_has_markers() -> None:
-    """Two of five layers have colours of curves that have them, and would stand out for no reason."""
-    page = render_page(handmade(*(tensor(layer, block=block) for layer in range(2) for block in ("w12", "w21"))))
-    marked = [bool(re.search(r"<g clip-path[^>]*>\s*<use", svg)) for svg in images_of(page)]
-    assert marked == [True, True, False], "norm and its share have markers"
-
-
-def test_texts_of_a_chart_are_escaped_and_the_same_each_time() -> None:
+def test_names_are_escaped_in_pages_and_charts() -> None:
+    streams = Streams((Layer(-1, 0.0, 1.0, True), Layer(0, 1.0, 0.5, False)), EVIL, 3, "float32", "expanded")
+    evil = handmade(
+        tensor(0, EVIL, name=EVIL), path=Path(EVIL.replace("/", "_")), base_name=EVIL, streams=streams, notes=(EVIL,)
+    )
+    page = parse(render_page(evil))
+    assert not [tag for tag, _ in page.tags if tag == "script"]
+    assert page.text.count("<script>alert(1)") >= 6
+    assert EVIL in page.text and EVIL in [own.get("title") for _, own in page.tags]
     curves = curve(1, 2, name=EVIL), curve(2, 1, name=EVIL, colour=VERMILION)
     svg = draw(*curves, title=EVIL)
     page = parse(svg)
     assert not [tag for tag, _ in page.tags if tag == "script"] and page.text.count(EVIL) == 2
-    assert svg == draw(*curves, title=EVIL)
-
-
-def test_a_gap_that_nothing_fills_is_an_error() -> None:
-    with pytest.raises(UndefinedError):
-        fill("report.html", title="a title alone")
+    assert svg == draw(*curves, title=EVIL), "the same each time"
 
 
 # the terminal
@@ -323,19 +281,11 @@ def test_terminal_fits_eighty_columns(found: Report) -> None:
         assert max(map(len, text.splitlines())) <= 80
         assert ("tensors  (" in text) == details
     assert "W12 attention  norm " in text and "embedding" in text
-
-
-def test_terminal_of_large_numbers_fits_too() -> None:
     large = Norms(123456.0, 98765.0, 99999.0, 123456.0)
     rows = [tensor(99, "up_proj", "up_weight", norms=large, rank=1023.4, change_rank=1000.1, shape=(128000, 4096))]
-    text = shown(
-        render_report(
-            handmade(*rows, tensor(98), routing=PosteriorRouter().for_expansions(1), variant="grow-freeze"),
-            details=True,
-        )
-    )
-    assert max(map(len, text.splitlines())) <= 80
-    assert "123456" in text and "1023.4" in text
+    routed = handmade(*rows, tensor(98), routing=PosteriorRouter().for_expansions(1), variant="grow-freeze")
+    text = shown(render_report(routed, details=True))
+    assert max(map(len, text.splitlines())) <= 80 and "123456" in text and "1023.4" in text
 
 
 def test_layers_show_norms_of_zeros_and_changes_of_the_rest() -> None:
@@ -351,16 +301,12 @@ def test_layers_show_norms_of_zeros_and_changes_of_the_rest() -> None:
     assert next(line for line in lines if line.startswith("1 ")).split() == ["1", "25.0%", "2.00"]
 
 
-def test_terminal_counts_parameters_of_all_tensors() -> None:
+def test_terminal_counts_what_is_trained_and_says_that_separations_are_means_over_layers() -> None:
     text = shown(render_report(handmade(tensor(0), tensor(1), tensor(2, is_trained=False))))
-    assert "2 of 3 expansion tensors (100 parameters in all)" in text
-
-
-def test_terminal_says_that_separations_are_means_over_layers() -> None:
+    assert "2 of 3 expansion tensors (100 parameters in all)" in text and "copies apart" not in text
     copies = [tensor(0, "gate", "w21", separation=0.25), tensor(1, "gate", "w21", separation=0.75)]
     text = shown(render_report(handmade(*copies, tensor(1, "up_proj", "w21", separation=0.1), method="grow")))
     assert "copies apart  gate 50.0%, up_proj 10.0%, mean over layers" in text
-    assert "copies apart" not in shown(render_report(handmade(tensor(0, block="w21"))))
 
 
 def test_terminal_says_which_layer_a_row_of_a_copy_is() -> None:
@@ -379,19 +325,14 @@ def test_terminal_says_which_layer_a_row_of_a_copy_is() -> None:
 # the command line
 
 
-def call(*arguments: object) -> Result:
-    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
-    return runner.invoke(main, ["report", *map(str, arguments)])
-
-
 def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    done = call(place / "adapt", "--files-only", "-o", page)
-    assert done.exit_code == 0 and "written to" in done.output and page.read_text().startswith("<!doctype html>")
-    content = json.loads(call(place / "adapt", "--json").stdout)
-    assert (
-        content["path"].endswith("adapt") and content["state"] == "trained" and len(content["streams"]["layers"]) == 4
-    )
+    words = ["report", str(place / "adapt"), "-o", str(page), "--json"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0 and page.read_text().startswith("<!doctype html>")
+    content = json.loads(done.stdout)
+    assert content["path"].endswith("adapt") and content["state"] == "trained"
+    assert len(content["streams"]["layers"]) == 4
     lines = "".join(page.read_text(encoding="utf-8") for page in COMMANDS).splitlines()
     row = next(line for line in lines if line.startswith("| `report` |"))
     documented = re.search("for each role: (.*); `layers`", re.sub(r"\(.*?\)", "", row))
@@ -402,73 +343,7 @@ def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None
     assert all(layer.keys() == {"layer", "group", "block"} | norms for layer in content["layers"])
 
 
-def test_command_refuses_in_one_line(place: Path, tmp_path: Path) -> None:
-    done = call(place / "base")
-    assert done.exit_code == 1 and "is a base model, expected one made by scale-surgery expand" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = call(place / "adapt", "-o", place / "adapt" / "report.html")
-    assert done.exit_code == 1 and "would be written into" in done.stderr
-    assert call(place / "adapt", "-o", tmp_path).exit_code == 2  # a folder is no file
-
-
-def test_a_page_that_cannot_be_written_is_refused_before_any_work(place: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("A text.")
-    refused: list[tuple[Path, str]] = [
-        (text, f"{text}: would be written into {text}, which is read. Choose another file."),
-        (tmp_path, f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it."),
-        (text / "a.html", f"{text}/a.html: {text} is not a folder you may write to. Choose another place."),
-    ]
-    for page, message in refused:
-        with pytest.raises(CheckpointError) as caught:
-            check_output_files([page], [place / "adapt", text])
-        assert message in str(caught.value).splitlines()
-    check_output_files([tmp_path / "new" / "report.html", None], [place / "adapt", text])
-    twice = tmp_path / "report.html"
-    with pytest.raises(CheckpointError) as caught:
-        check_output_files(
-            [twice, tmp_path / "x" / ".." / "report.html", place / "adapt" / "config.json"], [place / "adapt"]
-        )
-    assert str(caught.value).splitlines() == [
-        f"{place}/adapt/config.json: would be written into {place}/adapt, which is read. Choose another file.",
-        f"{twice}: is to be two different files at once. Choose two names.",
-    ]
-
-
-@pytest.mark.slow
-def test_a_page_that_breaks_off_leaves_nothing(place: Path, tmp_path: Path) -> None:
-    """The largest size of a file, as a full disk: in a process of its own, which it is for."""
-    page = tmp_path / "report.html"
-    command = f'ulimit -f 8; "{sys.executable}" -m scale_surgery report "{place / "adapt"}" --files-only -o "{page}"'
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert f"{page}: cannot be written (File too large). Choose another place." in " ".join(done.stderr.split())
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="is not a folder you may write to"):
-        check_output_files([tmp_path / "report.html"], [])
-
-
 def test_tracks_what_it_does(place: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    class Tracked:
-        def __init__(self, label: str, total: int) -> None:
-            self.label, self.total, self.done = label, total, 0
-
-        def __enter__(self) -> Callable[..., None]:
-            return self.advance
-
-        def advance(self, amount: int, note: str = "") -> None:
-            self.done += amount
-
-        def __exit__(self, *_: object) -> None:
-            seen.append((self.label, self.total, self.done))
-
-    report(place / "adapt", track=Tracked)
-    assert [label for label, _, _ in seen] == ["blocks", "base stream"]
-    assert all(total == done > 0 for _, total, done in seen)
+    bars = Bars()
+    report(place / "adapt", track=bars.track)
+    assert list(bars) == ["blocks", "base stream"] and all(total == done > 0 for total, done in bars.values())

@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.report import report
 from scale_surgery.planning.request import Request
@@ -28,6 +26,7 @@ from scale_surgery.show.pages import filling as pages
 from scale_surgery.show.pages.report import write_page
 from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
+from tests.command import run
 from tests.conftest import name_base
 
 # escapes, a title for the window, C1, a mark that turns the direction, half of a character, markup, line breaks
@@ -43,12 +42,6 @@ def hidden(text: str) -> list[str]:
     return [one for one in text if one != "\n" and unicodedata.category(one) in KINDS] + forged
 
 
-def call(*arguments: object, code: int = 0) -> str:
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(map(str, arguments)))
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 @pytest.fixture(scope="module")
 def spoiled(base_of, tmp_path_factory) -> Path:
     """An expanded model whose folder and base have hostile names."""
@@ -61,15 +54,6 @@ def spoiled(base_of, tmp_path_factory) -> Path:
     own = HOSTILE.replace("\ud800", "")
     file.write_text(json.dumps(content | {"left_out": [f"{own}.bin"]}))
     name_base(path, own, own)
-    return path
-
-
-@pytest.fixture
-def halved(spoiled, tmp_path) -> Path:
-    """The same, with half of a character in the name of its base."""
-    path = Path(shutil.copytree(spoiled, tmp_path / "halved"))
-    content = json.loads((path / "surgery.json").read_text())
-    (path / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
     return path
 
 
@@ -113,14 +97,10 @@ def test_tables_show_it(capfd):
     assert hidden(capfd.readouterr().out) == []
 
 
-def test_json_holds_ascii_that_can_be_seen_and_means_the_same(capfd):
+def test_json_and_lines_of_an_error_mean_the_same(capfd):
     Output(as_json=True).show({"name": HOSTILE}, "")
     text = capfd.readouterr().out
-    assert hidden(text) == [] and text.isascii()
-    assert json.loads(text) == {"name": HOSTILE}
-
-
-def test_lines_of_an_error_are_those_of_its_problems(capfd):
+    assert hidden(text) == [] and text.isascii() and json.loads(text) == {"name": HOSTILE}
     error = CheckpointError.from_problems([f"{HOSTILE}: one", "two"])
     assert str(error) == f"{HOSTILE}: one\ntwo", "in Python a text is what it is"
     Output().fail(*error.lines)
@@ -134,13 +114,13 @@ def test_lines_of_an_error_are_those_of_its_problems(capfd):
 def test_commands_show_names_of_files(verb, spoiled):
     more = {"push": ["me/it", "--dry-run", "--no-verify"], "report": ["-o", spoiled.parent / "page.html"]}
     code = 1 if verb == ["push"] else 0
-    shown = call(*verb, spoiled, *more.get(verb[0], []), code=code)
+    shown = run(*verb, spoiled, *more.get(verb[0], []), code=code).output
     assert hidden(shown) == []
 
 
 def test_what_is_written_shows_them(spoiled, tmp_path):
     for verb, more in (("strip", []), ("extract", []), ("route-export", []), ("merge", ["--new-tokens", 0])):
-        assert hidden(call(verb, spoiled, "-o", tmp_path / f"{verb} {FOLDER}", *more)) == []
+        assert hidden(run(verb, spoiled, "-o", tmp_path / f"{verb} {FOLDER}", *more).output) == []
 
 
 def test_errors_and_usage_show_them(base_of, tmp_path):
@@ -156,7 +136,7 @@ def test_errors_and_usage_show_them(base_of, tmp_path):
         (["inspect", base, HOSTILE], 2),
         ([f"--{FOLDER}"], 2),
     ):
-        found = [one for one in hidden(call(*arguments, code=code)) if one != "forged"]
+        found = [one for one in hidden(run(*arguments, code=code).output) if one != "forged"]
         assert found == [], arguments
 
 
@@ -170,35 +150,30 @@ def test_progress_shows_notes(monkeypatch, capfd):
     assert "␛[2J" in shown and hidden(shown) == []
 
 
-def test_a_record_with_half_a_character_is_refused_in_one_line(halved):
+def test_half_a_character_of_a_record_is_refused_and_that_of_a_folder_is_shown(spoiled, tmp_path):
+    # Python takes a byte that is no UTF-8 for half a character
+    own = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
+    shown = run("inspect", own).output
+    assert "⟨U+DCED⟩" in shown and hidden(shown) == []
+    content = json.loads((own / "surgery.json").read_text())
+    (own / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
     for verb in (["inspect"], ["verify", "--files-only"], ["report", "--files-only"]):
-        shown = call(*verb, halved, code=1)
+        shown = run(*verb, own, code=1).output
         assert "it holds half a character, '\\ud800', expected Unicode text" in shown
         assert hidden(shown) == [] and len(shown.splitlines()) == 1
 
 
-def test_half_a_character_of_a_folder_is_shown(spoiled, tmp_path):
-    # Python takes a byte that is no UTF-8 for half a character
-    latin = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
-    shown = call("inspect", latin)
-    assert "⟨U+DCED⟩" in shown and hidden(shown) == []
-
-
 def test_pages_show_it(spoiled, tmp_path):
     page = tmp_path / "report.html"
-    call("report", spoiled, "--files-only", "-o", page)
+    run("report", spoiled, "--files-only", "-o", page)
     text = page.read_text(encoding="utf-8")
     assert hidden(text) == [] and "⟨U+202E⟩" in text and "[bold]" in text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "_shown", lambda value: value)
-        call("report", spoiled, "--files-only", "-o", page)
+        run("report", spoiled, "--files-only", "-o", page)
         assert {"\x1b", "\u202e"} <= set(hidden(page.read_text(encoding="utf-8")))
-
-
-def test_pages_show_half_a_character(spoiled, tmp_path):
-    found = replace(report(spoiled, files_only=True), base_name=HOSTILE)
-    write_page(found, tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    write_page(replace(report(spoiled, files_only=True), base_name=HOSTILE), page)
+    text = page.read_text(encoding="utf-8")
     assert hidden(text) == [] and "⟨U+D800⟩" in text
 
 
