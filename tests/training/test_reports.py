@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.training.reports import find_reports
 from tests.conftest import digests, load
 from tests.each import mostly
+from tests.training.test_train import stopping_at
 
 pytest.importorskip("tensorboard", reason="the test extra installs it")
 
@@ -89,46 +88,23 @@ def test_tensorboard_shows_what_the_log_says(reported: Training) -> None:
 
 
 @pytest.mark.parametrize("asked", mostly(([], ["none"]), [].__eq__), ids=str)
-def test_nothing_is_reported_unless_asked(place: Path, tmp_path: Path, asked: list[str]) -> None:
+def test_nothing_is_reported_unless_asked(place: Path, reported: Training, tmp_path: Path, asked: list[str]) -> None:
     done = run(place, tmp_path / "out", TrainingStart(report_to=tuple(asked)))
-    assert {path.name for path in (done.path / "training").iterdir()} == {"settings.json", "log.jsonl", "curves.png"}
-
-
-@pytest.mark.slow
-def test_a_reported_run_learns_the_same(place: Path, reported: Training, tmp_path: Path) -> None:
-    silent = run(place, tmp_path / "out", TrainingStart())
     shard = "expansion-default-00001-of-00001.safetensors"
-    assert digests(silent.path)[shard] == digests(reported.path)[shard]
+    assert digests(done.path)[shard] == digests(reported.path)[shard], "a reported run learns the same"
+    assert {path.name for path in (done.path / "training").iterdir()} == {"settings.json", "log.jsonl", "curves.png"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", mostly([1, 5], (5).__eq__))
 def test_a_resumed_run_goes_on_in_the_same_place(place: Path, reported: Training, tmp_path: Path, stop: int) -> None:
     with pytest.raises(TrainingError, match="interrupted"):
-        run(place, tmp_path / "out", track=stopping(stop))
+        run(place, tmp_path / "out", track=stopping_at(stop + 1))
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"][-1][0] == stop
     done = run(place, tmp_path / "out", TrainingStart(resume=True, report_to=("tensorboard",)))
     again, whole = (read_board(one.path / "training" / "runs") for one in (done, reported))
     assert [again[f"train/{name}"] for name in NAMES] == [whole[f"train/{name}"] for name in NAMES]
     assert len(list((done.path / "training" / "runs").iterdir())) > 1, "the control: both runs wrote there"
-
-
-def stopping(step: int) -> Callable[..., Any]:
-    """A progress bar in front of which somebody presses Ctrl-C."""
-
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Callable[..., None]]:
-        done = 0
-
-        def advance(amount: int, note: str = "") -> None:
-            nonlocal done
-            done += amount
-            if label == "training" and done > step:
-                raise KeyboardInterrupt
-
-        yield advance
-
-    return track
 
 
 @pytest.mark.slow
@@ -162,40 +138,21 @@ def test_every_command_takes_the_folder_and_leaves_the_reports(place: Path, repo
 # refusals
 
 
-def refusal(*names: str) -> list[str]:
-    with pytest.raises(TrainingError) as error:
-        find_reports(names)
-    return list(error.value.lines)
-
-
-def test_what_is_unknown_is_refused_with_what_is_known() -> None:
-    (line,) = refusal("tensorbord", "tensorboard")
-    assert line.startswith("--report-to tensorbord: is unknown, expected some of ") and "wandb" in line
-
-
-def test_what_is_not_installed_is_refused_with_the_line_to_type() -> None:
-    missing = [name for name in ("wandb", "mlflow", "clearml") if not is_there(name)]
-    assert missing, "none of the tests' packages brings one of them"
-    lines = [f"--report-to {name}: its package is not installed. Run `pip install {name}`." for name in missing]
-    assert refusal(*missing, "tensorboard") == lines
-    for name, package in (("flyte", "flytekit"), ("azure_ml", "azureml-sdk")):
-        (line,) = refusal(name)
-        assert f"Run `pip install {package}`." in line
-
-
-def is_there(name: str) -> bool:
-    try:
-        return __import__(name) is not None
-    except ImportError:
-        return False
-
-
-def test_without_tensorboard_the_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations import integration_utils
 
+    def refusal(*names: str) -> list[str]:
+        with pytest.raises(TrainingError) as error:
+            find_reports(names)
+        return list(error.value.lines)
+
+    (line,) = refusal("tensorbord", "tensorboard")
+    assert line.startswith("--report-to tensorbord: is unknown, expected some of ") and "wandb" in line
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
-    assert refusal("tensorboard") == [
-        "--report-to tensorboard: its package is not installed. Run `pip install tensorboard`."
+    packages = {"tensorboard": "tensorboard", "flyte": "flytekit", "azure_ml": "azureml-sdk"}
+    assert refusal(*packages) == [
+        f"--report-to {name}: its package is not installed. Run `pip install {package}`."
+        for name, package in packages.items()
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scale_surgery import DataError, EvalData, Request, RunOptions, TrainingSettings, TrainingStart, expand, train
+from scale_surgery import EvalData, Request, RunOptions, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
 from scale_surgery.errors import TrainingError
@@ -28,6 +28,7 @@ from scale_surgery.training.arguments import TrainingSchedule, training_schedule
 from scale_surgery.training.result import LossChange, loss_warnings
 from scale_surgery.training.train import MOST_SAMPLED, sample_of
 from tests.conftest import digests, load
+from tests.training.test_train import stopping_at
 
 CPU = RunOptions(device="cpu")
 SETTINGS = TrainingSettings(steps=4, sequence_length=64, batch_size=4, save_every=2, learning_rate=3e-3, log_every=1)
@@ -126,21 +127,6 @@ def sampled(count: int, processes: int = 1, **settings: Any) -> int:
     return len(sample_of(learned, training_schedule(chosen, learned, processes)))
 
 
-@pytest.mark.parametrize("length", ({"steps": 4}, {"epochs": 1.0}, {"epochs": 0.25}))
-def test_the_sample_is_the_same_however_a_step_is_shared(length: dict[str, Any]) -> None:
-    alone = sampled(32, batch_size=4, **length)
-    assert alone == 4, "no fewer than one step reads"
-    assert sampled(32, processes=2, batch_size=2, **length) == alone
-    assert sampled(32, batch_size=1, gradient_accumulation=4, **length) == alone
-    assert sampled(32, processes=2, batch_size=4, **length) == 8, "the control: a larger step"
-
-
-def test_the_sample_has_its_bounds() -> None:
-    assert sampled(200, batch_size=2, steps=50) == 10, "a tenth of what is read"
-    assert sampled(3, batch_size=8, epochs=0.1) == 1 and sampled(3, batch_size=8, steps=50) == 3
-    assert sampled(5000, batch_size=8) == MOST_SAMPLED
-
-
 @pytest.mark.slow
 def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path: Path) -> None:
     """Neither numbers nor chance: with dropout, each step draws its own."""
@@ -165,6 +151,18 @@ def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path:
     assert shards and [one[name] for name in shards] == [other[name] for name in shards]
 
 
+@pytest.mark.parametrize("length", ({"steps": 4}, {"epochs": 1.0}, {"epochs": 0.25}))
+def test_the_sample_is_the_same_however_a_step_is_shared_and_has_its_bounds(length: dict[str, Any]) -> None:
+    alone = sampled(32, batch_size=4, **length)
+    assert alone == 4, "no fewer than one step reads"
+    assert sampled(32, processes=2, batch_size=2, **length) == alone
+    assert sampled(32, batch_size=1, gradient_accumulation=4, **length) == alone
+    assert sampled(32, processes=2, batch_size=4, **length) == 8, "the control: a larger step"
+    assert sampled(200, batch_size=2, steps=50) == 10, "a tenth of what is read"
+    assert sampled(3, batch_size=8, epochs=0.1) == 1 and sampled(3, batch_size=8, steps=50) == 3
+    assert sampled(5000, batch_size=8) == MOST_SAMPLED
+
+
 def losses_of(log: Path) -> tuple[list[float], int]:
     """The loss of each step, and how often something was measured."""
     entries = [json.loads(line) for line in log.read_text().splitlines()]
@@ -172,26 +170,12 @@ def losses_of(log: Path) -> tuple[list[float], int]:
     return [entry["loss"] for entry in entries if "loss" in entry], len(measured)
 
 
-@contextmanager
-def interrupted(label: str, total: int) -> Iterator[Progress]:
-    """Somebody presses Ctrl-C after the third step."""
-    steps = 0
-
-    def advance(amount: int, note: str = "") -> None:
-        nonlocal steps
-        steps += amount
-        if label == "training" and steps == 3:
-            raise KeyboardInterrupt
-
-    yield advance
-
-
 @pytest.mark.slow
 def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_path: Path) -> None:
     whole = train(place / "wide", [place / "texts.jsonl"], tmp_path / "whole", SETTINGS, run=CPU)
     target = tmp_path / "made"
     with pytest.raises(TrainingError, match="it holds step 2"):
-        train(place / "wide", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=interrupted)
+        train(place / "wide", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=stopping_at(3))
     assert not (target / "training" / "curves.png").exists(), "drawn at the end, not at every checkpoint"
     resumed = TrainingStart(resume=True)
     done = train(place / "wide", [place / "texts.jsonl"], target, SETTINGS, start=resumed, run=CPU)
@@ -223,8 +207,3 @@ def test_one_step_alone_learns(place: Path, tmp_path: Path) -> None:
     done = train(place / "wide", [place / "word.txt"], tmp_path / "made", TrainingSettings(), run=CPU)
     assert (done.steps, done.schedule.warmup_steps) == (1, 0)
     assert done.change is not None and done.change.before is not None and done.change.after < done.change.before
-
-
-def test_a_file_that_is_not_there(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nofile: there is no such file\. Give UTF-8 text"):
-        train(place / "wide", [place / "nofile"], tmp_path / "made", SETTINGS, run=CPU)
