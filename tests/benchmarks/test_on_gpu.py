@@ -15,8 +15,8 @@ import torch
 from click.testing import CliRunner, Result
 from rich.table import Table
 
-from benchmarks import device, inference, make_checkpoint, on_gpu, routing_cost, training_cost
-from benchmarks.device import Place, as_markdown, peak_of, timed, warm_up
+from benchmarks import inference, make_checkpoint, on_gpu, routing_cost, training_cost
+from benchmarks.device import Place, as_markdown, peak_of
 from benchmarks.on_gpu import BENCHMARKS, Benchmark
 from scale_surgery.training.allocator import is_glibc, keep_freed_memory
 
@@ -77,32 +77,6 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     found = CliRunner().invoke(on_gpu.main, [str(tmp_path / "out")])
     assert found.exit_code == 1 and "torch sees no CUDA device" in found.output
     assert not (tmp_path / "out").exists()
-
-
-def test_a_gpu_is_waited_for_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("wait"))
-    timed(lambda: done.append("call"), Place("cuda", "bfloat16", 1))
-    assert done == ["wait", "call", "wait"]
-    done.clear()
-    timed(lambda: done.append("call"), CPU)
-    assert done == ["call"], "the control"
-
-
-def test_peaks_on_a_gpu_are_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, calls = {"now": 100, "most": 100}, []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.update(most=held["now"]))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: held["now"])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: held["most"])
-
-    def call() -> None:
-        calls.append(1)
-        held["most"] = max(held["most"], held["now"] + 50 // len(calls))
-
-    assert warm_up(call, Place("cuda", "bfloat16", 1)) == 50 // device.WARM_UP, "of the last call"
-    assert len(calls) == device.WARM_UP
-    assert warm_up(call, CPU) is None and len(calls) == device.WARM_UP, "the control"
 
 
 @pytest.mark.skipif(not is_glibc(), reason="this system has another malloc")

@@ -240,15 +240,6 @@ def test_what_a_job_took_is_all_the_time_of_all_its_runs(done, recipe, tmp_path)
     assert ">30 min<" in (folder / PAGE_FILE).read_text(encoding="utf-8")
 
 
-def test_an_interrupt_between_stages_says_so_too(said, tmp_path):
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    recipe = resolve_recipe(said | {"expansion.layers": "last:1"})
-    with pytest.raises(TrainingError, match=r"interrupted between stages\. Type the same line again to go on"):
-        learn(recipe, tmp_path / "job", told=Told(ends=interrupt))
-
-
 def test_a_finished_job_says_its_end_again_and_does_nothing(done, recipe):
     learned = done.learned
     before, begun = digests(learned.path), []

@@ -12,12 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoTokenizer, GenerationConfig
 
-from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, RunOptions, SurgeryError, generate
+from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, SurgeryError, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.routing.token_texts import TextReader
-from scale_surgery.routing.watched import WeightObserver
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
 from scale_surgery.talking.settings import USUAL
@@ -54,14 +53,6 @@ def test_greedy_answers_are_those_of_transformers(place: Path, kind: str) -> Non
         assert (answer.prompt, answer.read) == (prompt, 1 + len(prompt.encode()))
         assert [token.weights is not None for token in answer.tokens] == [kind in ROUTED] * len(answer.tokens)
     assert (found.model, found.base_answers) == (kind, ())
-
-
-def test_the_kinds_differ(place: Path) -> None:
-    """The control of the test above."""
-    answers = {
-        tuple(ids_of(generate(place / kind, PROMPTS[0], GREEDY).answers[0])) for kind in ("base", "wide", "deep")
-    }
-    assert len(answers) == 3
 
 
 @pytest.mark.slow
@@ -109,21 +100,6 @@ def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
     assert answer.routed_share == pytest.approx(float(found.mean()))
 
 
-@pytest.mark.slow
-def test_a_prompt_that_is_read_in_parts_is_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (whole,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
-    calls: list[int] = []
-    weights = WeightObserver.weights
-    monkeypatch.setattr(WeightObserver, "weights", lambda *given: (calls.append(1), weights(*given))[1])
-    # three positions at a time
-    monkeypatch.setattr("scale_surgery.modeling.expanded_routing.LOGITS_AT_ONCE", 2 * 3 * 258)
-    (parts,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
-    assert len(calls) > len(parts.tokens), "the control"
-    assert ids_of(parts) == ids_of(whole)
-    found = [[token.weights[1] for token in answer.tokens] for answer in (parts, whole)]
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
-
-
 def test_the_base_answers_from_the_same_weights(place: Path) -> None:
     settings = replace(GREEDY, temperature=0.8, max_new_tokens=12)
     for kind in ("wide", "posterior", "deep"):
@@ -135,13 +111,6 @@ def test_the_base_answers_from_the_same_weights(place: Path) -> None:
         # it takes no random numbers away
         assert found.answers == generate(place / kind, PROMPTS, settings).answers
         assert ids_of(found.answers[0]) != ids_of(found.base_answers[0])
-
-
-@pytest.mark.slow
-def test_code_of_the_folder_gives_the_same(place: Path) -> None:
-    for kind in ("posterior", "cosine"):
-        found = generate(place / kind, PROMPTS[0], GREEDY, run=RunOptions(trust_remote_code=True))
-        assert found.answers == generate(place / kind, PROMPTS[0], GREEDY).answers
 
 
 # tokens and texts
@@ -300,12 +269,6 @@ def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(own)
     (line,) = refusal(own, "x", error=CheckpointError)
     assert line.startswith("picky: its chat template does not take the conversation (TemplateError: no system message)")
-
-
-def test_no_such_model() -> None:
-    assert refusal("nowhere", "x", error=CheckpointError) == [
-        "nowhere: not found. Give a model folder or a Hub id such as org/name."
-    ]
 
 
 # the command
