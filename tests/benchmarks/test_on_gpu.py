@@ -108,10 +108,3 @@ def test_tables_become_markdown() -> None:
     table.add_row("base", "1.0")
     assert as_markdown(table) == "**a case**\n\n| model | ms |\n| --- | --: |\n| base | 1.0 |"
     assert as_markdown("all: 1 of 2\n  NOT reached: one") == "* all: 1 of 2\n* NOT reached: one"
-
-
-def test_a_checkpoint_made_on_another_device_has_the_same_shapes(tmp_path: Path) -> None:
-    made = make_checkpoint.make_checkpoint(tmp_path / "one", make_checkpoint.SHAPES["tiny"], device="cpu")
-    assert made == make_checkpoint.make_checkpoint(tmp_path / "other", make_checkpoint.SHAPES["tiny"])
-    file = "model-00001-of-00001.safetensors"
-    assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, differin
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.prompts import read_prompts
-
-MUTATED_HEADERS = 4000
 
 
 @pytest.fixture(autouse=True)
@@ -295,65 +293,27 @@ def test_infinity_in_a_config_is_kept(llama_base: Path, tmp_path: Path) -> None:
     assert verify(expanded, probes=Probes(new_tokens=1), run=RunOptions()).passed
 
 
-def accepts(call: Callable[[], object], refusing: type[Exception]) -> bool:
-    try:
-        call()
-    except refusing:
-        return False
-    return True
-
-
-NUMBERS = [-1, 0, 1, 2.0, 2**64, 10**30]
-ODD = [*NUMBERS, None, True, False, "F32", "X", [], {}, [0], [0, 4, 8], [8, 0], ["0", "4"], "\ud800"]
-PIECES = [
-    *(b"NaN", b"Infinity", b"-0", b"01", b"1e1", b"1e999", b"\\ud800", b"\xff", b"\0", b"\n", b"{", b"}", b"[", b"]"),
-    *(b",", b'"', b" ", b'"__metadata__":{"a":1},', b'"__metadata__":null,', b'"dtype":"F32",'),
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+HEADERS: list[tuple[dict[str, Any], bool]] = [
+    ({"a": ENTRY}, True),
+    ({"a": ENTRY, "__metadata__": {"format": "pt"}}, True),
+    ({"a": ENTRY, "__metadata__": {"format": 1}}, False),
+    ({"a": ENTRY, "b": ENTRY}, False),
+    *(({"a": ENTRY | {"dtype": dtype}}, False) for dtype in ("X", "F64", 1)),
+    *(({"a": ENTRY | {"shape": shape}}, False) for shape in ([-1], [2**64], [True], [1.0], 1)),
+    *(({"a": ENTRY | {"data_offsets": places}}, False) for places in ([0, 3], [4, 0], [1, 5], ["0", "4"], [0, 4, 8])),
 ]
 
 
-def mutated_header(chance: random.Random) -> tuple[bytes, int]:
-    """A header that is nearly right, and the bytes behind it."""
-    sizes = {name: chance.choice((0, 1, 3)) for name in ("a", "b", "c")}
-    header: dict[str, Any] = {}
-    end = 0
-    for name, size in sizes.items():
-        dtype, width = chance.choice((("F32", 4), ("BF16", 2), ("BOOL", 1), ("F8_E8M0", 1), ("C64", 8)))
-        header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size * width]}
-        end += size * width
-    if chance.random() < 0.3:
-        header["__metadata__"] = chance.choice(({}, {"format": "pt"}, {"format": 1}, None, [], "x"))
-    for _ in range(chance.choice((0, 1, 1, 2))):
-        entry = header[chance.choice("abc")]
-        if isinstance(entry, dict):
-            entry[chance.choice(("dtype", "shape", "data_offsets", "more"))] = chance.choice(ODD)
-        if chance.random() < 0.1:
-            header[chance.choice("abcd")] = chance.choice(ODD)
+@pytest.mark.parametrize(("header", "is_one"), HEADERS)
+def test_headers_are_judged_as_safetensors_judges_them(tmp_path: Path, header: dict[str, Any], is_one: bool) -> None:
     text = json.dumps(header).encode()
-    for _ in range(chance.choice((0, 0, 1, 2))):
-        place = chance.randrange(len(text))
-        text = text[:place] + chance.choice(PIECES) + text[place + chance.choice((0, 1)) :]
-    return text, max(0, end + chance.choice((0, 0, 0, 0, 1, -1, 4)))
-
-
-def is_plain(text: bytes) -> bool:
-    """Whether each entry is an object whose dtype is a text, as every writer writes it."""
-    entries = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
-    return all(isinstance(entry, dict) and isinstance(entry["dtype"], str) for entry in entries)
-
-
-def test_headers_are_judged_as_safetensors_judges_them(tmp_path: Path) -> None:
-    """The same verdict on thousands of spoiled headers; but for forms that safetensors reads and nobody writes."""
-    chance, verdicts, file = random.Random(0), [], tmp_path / "a.safetensors"
-    for _ in range(MUTATED_HEADERS):
-        text, size = mutated_header(chance)
-        content = len(text).to_bytes(8, "little") + text + bytes(size)
-        file.write_bytes(content)
-        ours = accepts(lambda: read_header(tmp_path, file.name), CheckpointError)
-        theirs = accepts(lambda content=content: deserialize(content), SafetensorError)  # type: ignore[misc]
-        verdicts.append(theirs)
-        assert ours == theirs or (theirs and not is_plain(text)), text
-    # a test that refuses everything would pass too
-    assert MUTATED_HEADERS / 10 < sum(verdicts) < MUTATED_HEADERS * 9 / 10
+    content = len(text).to_bytes(8, "little") + text + bytes(4)
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with nullcontext() if is_one else pytest.raises(SafetensorError):
+        deserialize(content)
+    with nullcontext() if is_one else pytest.raises(CheckpointError, match=r"a\.safetensors: .*ownload it again"):
+        read_header(tmp_path, "a.safetensors")
 
 
 def test_a_model_whose_shard_is_empty(llama_base: Path, tmp_path: Path) -> None:

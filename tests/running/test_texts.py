@@ -349,14 +349,11 @@ def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:
 # long texts
 
 
-@pytest.fixture
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "LONG_TEXT", 100)
     monkeypatch.setattr(documents, "PIECE", 20)
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:
     text = " \n" * 60 + "abc defg\n" * 9 + " \n" * 40 + "ab\r\n" * 9 + "x" * 70 + "\nend"
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -372,23 +369,16 @@ def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(tmp_path: Path)
     one = tokenize([Document("", "ab", ""), whole, Document("", "cd", "")], letters())
     assert one[1]["input_ids"].tolist() == [START, *ids_of(whole.text), END] and len(one) == 3
     assert one.labels[4] == IGNORED and one[1]["labels"][1:].tolist() == one[1]["input_ids"][1:].tolist()
+    # what is not long, or no plain text, is one piece; lines without text are none
+    chat = {"messages": [{"role": "user", "content": "a" * 200}]}
+    for own in (Document("", "a" * 100, ""), Document("a" * 200, "b" * 200, ""), Document("", "a" * 200, "", chat)):
+        assert list(in_pieces(own)) == [own]
+    (tmp_path / "blank.txt").write_text(" \n" * 200)
+    assert list(read_documents([tmp_path / "blank.txt"], whole=False)) == []
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     found = [tokenizer(piece.text, add_special_tokens=False)["input_ids"] for piece in pieces]
     ids = tokenize([whole], tokenizer).ids.tolist()
     assert ids == [tokenizer.bos_token_id, *chain.from_iterable(found), tokenizer.eos_token_id]
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_what_is_not_long_or_no_plain_text_is_tokenized_at_once(tmp_path: Path) -> None:
-    chat = {"messages": [{"role": "user", "content": "a" * 200}]}
-    for document in (
-        Document("", "a" * 100, ""),
-        Document("a" * 200, "b" * 200, ""),
-        Document("", "a" * 200, "", chat),
-    ):
-        assert list(in_pieces(document)) == [document]
-    (tmp_path / "blank.txt").write_text(" \n" * 200)
-    assert list(read_documents([tmp_path / "blank.txt"], whole=False)) == []
 
 
 # windows

@@ -319,11 +319,3 @@ def test_paths_are_shown_where_there_are_colours_or_when_asked_for() -> None:
     for without, look in ((plain, Look()), (refusing, Look())):
         assert choose_marking(without, look) == "nothing"
         assert choose_marking(without, replace(look, paths=True)) == "brackets"
-
-
-def test_refusals_come_before_anything_is_loaded(place: Path) -> None:
-    failed = talk(place / "base", "Anna", options=("--compare", "--top-p", "2"), code=1)
-    assert failed.stdout == "" and " ".join(failed.stderr.split()) == (
-        "error: --top-p is 2.0, expected more than 0 and at most 1. --compare: base is not expanded, so it has no base "
-        "beside it. Give an expanded model."
-    )

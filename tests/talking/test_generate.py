@@ -16,13 +16,11 @@ from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanEr
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.eval_targets import open_subjects
-from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
 from scale_surgery.talking.settings import USUAL
 from tests.conftest import load
 from tests.each import mostly
-from tests.routing.test_report import bytes_tokenizer
 
 KINDS = ("base", "wide", "posterior", "cosine", "fused", "deep")
 ROUTED = ("posterior", "cosine", "fused")
@@ -74,9 +72,6 @@ def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kin
 
 
 def test_options_of_drawing() -> None:
-    assert GenerationSettings().options() == {}
-    assert GenerationSettings(temperature=0, top_p=0.5).options() == {"do_sample": False}
-    assert GenerationSettings(top_k=0).options() == {"do_sample": True, "top_k": 0}
     own = GenerationConfig(do_sample=True, temperature=0.6)
     assert GenerationSettings(top_p=0.9).describe(own) == (
         "drawn with temperature 0.6, top-p 0.9, top-k 50, at most 512 tokens"
@@ -139,13 +134,6 @@ def test_an_answer_reads_on_from_its_prompt() -> None:
     assert tokenizer.decode(ids_of(answer), skip_special_tokens=True) == answer.text
 
 
-def test_a_character_stands_at_its_last_token() -> None:
-    tokenizer = bytes_tokenizer()
-    ids = tokenizer("a東", add_special_tokens=False)["input_ids"]
-    reader = TextReader(tokenizer, ids[:1])
-    assert [reader.read(id_) for id_ in ids[1:]] == ["", "", "東"]
-
-
 def test_answers_end_where_there_is_no_room(templated: Path) -> None:
     prompt = "x" * 200
     (answer,) = generate(templated, prompt, GenerationSettings(temperature=0)).answers
@@ -204,14 +192,6 @@ def test_the_oldest_turns_are_left_out(templated: Path) -> None:
         conversation.encode("x" * 108, settings)
     assert len(conversation.turns) == 2
     assert read_by(conversation, "x" * 60, settings)[1] == 2
-
-
-def test_an_interrupt_ends_all_answers(place: Path) -> None:
-    def interrupt(token: StreamedToken) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        generate(place / "posterior", PROMPTS, GREEDY, on_token=interrupt)
 
 
 # refusals

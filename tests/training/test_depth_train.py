@@ -33,7 +33,7 @@ from scale_surgery import (
     train,
     verify,
 )
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts, train_in_float32
@@ -44,7 +44,7 @@ from tests.each import mostly
 from tests.families import FAMILIES
 from tests.modeling.test_promises import base_bytes, prompts, unequal
 from tests.modeling.test_promises import train as take_steps
-from tests.training.test_train import SETTINGS, SHORT, ask, write_lines
+from tests.training.test_train import SETTINGS, SHORT
 
 Deep = Callable[..., Pair]
 
@@ -118,19 +118,9 @@ def test_what_trains_in_float32_computes_as_it_is_stored(deep_of: Deep, family: 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data."""
-    folder = tmp_path_factory.mktemp("depth")
-    write_lines(folder / "texts.jsonl", [{"text": biography(person, 3)} for person in people(12, start=400)])
-    write_lines(folder / "old.jsonl", ask(0))
-    write_lines(folder / "new.jsonl", ask(400))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def deepened(place: Path) -> Path:
     """The shipped model with two layers duplicated."""
-    return expand(SHIPPED_MODEL, Request("1,3", method="depth"), place / "depth").path
+    return expand(SHIPPED_MODEL, Request("1,3", method="depth"), place / "deepened").path
 
 
 def test_training_from_end_to_end(place: Path, deepened: Path, tmp_path: Path) -> None:

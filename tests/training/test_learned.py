@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +34,10 @@ from scale_surgery.running.documents import read_documents
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, StoredSequences
 from scale_surgery.running.texts import pack, tokenize, without_unscored
-from scale_surgery.running.token_cache import open_stored, store
+from scale_surgery.running.token_cache import open_stored
 from scale_surgery.training import learned
 from scale_surgery.training.learned import read_texts
 from tests.conftest import digests
-from tests.interrupted_steps import FORKS
 
 SHORT: dict[str, Any] = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
 SETTINGS = TrainingSettings(steps=6, save_every=2, eval_every=3, **SHORT)
@@ -345,30 +343,3 @@ def test_a_cache_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
         f"{tmp_path}/file/cache: the tokens of the texts cannot be kept there, Not a directory. They take eight bytes "
         "each. Free some space, or name another folder with --cache-dir."
     )
-
-
-def make_slowly(cache: Path, made: Path, ready: Any) -> None:
-    def parts() -> Iterator[Sequences]:
-        made.open("a").write("made\n")
-        ids = torch.arange(40, dtype=torch.int32)
-        ready.set()
-        for _ in range(20):
-            time.sleep(0.05)
-            yield Sequences(ids, ids.clone(), (0, 20, 40))
-
-    store("key", str(cache), parts(), {})
-
-
-@pytest.mark.slow
-def test_one_process_makes_them_and_others_wait(tmp_path: Path) -> None:
-    ready = FORKS.Event()
-    runs = [FORKS.Process(target=make_slowly, args=(tmp_path / "cache", tmp_path / "made", ready)) for _ in range(3)]
-    for run in runs:
-        run.start()
-    assert ready.wait(60)
-    for run in runs:
-        run.join(60)
-    assert [run.exitcode for run in runs] == [0, 0, 0]
-    assert (tmp_path / "made").read_text() == "made\n"
-    assert open_stored("key", str(tmp_path / "cache")).scored == 40 * 20 - 40
-    assert [path.name for path in kept(tmp_path / "cache")] == ["key"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from tokenizers import Tokenizer
 from torch.nn.functional import kl_div
 from transformers import PreTrainedTokenizerFast
@@ -28,9 +27,8 @@ from scale_surgery import (
     train,
     verify,
 )
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.cli.program import main
 from scale_surgery.progress import no_track
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.sequences import Sequences, concatenate
@@ -56,17 +54,12 @@ from scale_surgery.training.rehearsal import (
 )
 from scale_surgery.training.settings import SAMPLES_FILE
 from tests.conftest import digests, load, shake
-from tests.training.test_train import expansion, same, stopping_at
+from tests.training.test_train import ask, expansion, same, stopping_at, write_lines
 
 ITSELF = {"rehearse": ("self",), "rehearsal_samples": 12, "rehearsal_length": 24}
 SETTINGS = TrainingSettings(
     steps=4, sequence_length=32, batch_size=2, learning_rate=3e-3, save_every=2, log_every=1, **ITSELF
 )
-
-
-def ask(start: int, count: int) -> list[dict[str, Any]]:
-    asked = [question for person in people(count, start=start) for question in questions(person)]
-    return [{"question": question.prompt, "answer": question.answer} for question in asked]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rehearsal")
     new = [{"text": biography(person, 3)} for person in people(8, start=400)]
     for name, rows in (("new", new + ask(400, 8)), ("old", ask(0, 8)), ("old-asked", ask(0, 12))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     expand(SHIPPED_MODEL, Request("all", variant="adapt", collaborate="both"), folder / "adapt")
     expand(SHIPPED_MODEL, Request("2-3"), folder / "preserve")
     expand(SHIPPED_MODEL, Request("2-3", method="grow"), folder / "grow")
@@ -347,17 +340,3 @@ def test_wrong_wishes_are_refused(place, tmp_path):
         with pytest.raises(error, match=message):
             train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_the_options(place, tmp_path):
-    (tmp_path / "begins.txt").write_text("Q: What is\nThe\n")
-    words = ["train", str(place / "adapt"), "--data", str(place / "new.jsonl"), "-o", str(tmp_path / "out")]
-    words += ["--steps", "2", "--sequence-length", "32", "--rehearse", "self"]
-    rare = {"samples": 6, "length": 16, "prompts": tmp_path / "begins.txt", "share": 0.2, "weight": 2}
-    words += [word for name, value in rare.items() for word in ("--set", f"rehearsal_{name}={value}")]
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0, result.output
-    kept = json.loads((tmp_path / "out" / "training" / "settings.json").read_text())
-    assert (kept["rehearse"], kept["rehearsal_share"], kept["rehearsal_weight"]) == (["self"], 0.2, 2.0)
-    assert "Q: What is" in (tmp_path / "out" / "training" / SAMPLES_FILE).read_text()

@@ -12,13 +12,11 @@ from click.testing import CliRunner
 
 from scale_surgery import (
     EvalData,
-    Request,
     Training,
     TrainingError,
     TrainingSettings,
     TrainingStart,
     adopt,
-    expand,
     extract,
     inspect,
     merge,
@@ -27,7 +25,7 @@ from scale_surgery import (
     train,
     verify,
 )
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.training.reports import find_reports
 from tests.conftest import digests, load
@@ -42,19 +40,9 @@ SETTINGS = TrainingSettings(
 TO_BOARD = TrainingStart(report_to=("tensorboard",))
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model expanded, and a text."""
-    folder = tmp_path_factory.mktemp("reports")
-    rows = [json.dumps({"text": biography(person, 3)}) for person in people(12, start=400)]
-    (folder / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "wide")
-    return folder
-
-
 def run(place: Path, output: Path, start: TrainingStart = TO_BOARD, **options: Any) -> Training:
-    sides = EvalData(old=[place / "text.jsonl"])
-    return train(place / "wide", [place / "text.jsonl"], output, SETTINGS, eval_data=sides, start=start, **options)
+    sides = EvalData(old=[place / "texts.jsonl"])
+    return train(place / "adapt", [place / "texts.jsonl"], output, SETTINGS, eval_data=sides, start=start, **options)
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +96,6 @@ def test_a_resumed_run_goes_on_in_the_same_place(place: Path, reported: Training
 
 
 @pytest.mark.slow
-def test_the_environment_says_where(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    done = run(place, tmp_path / "out")
-    assert len(read_board(tmp_path / "board")["train/loss"]) == 7
-    assert not (done.path / "training" / "runs").exists()
-
-
-@pytest.mark.slow
 def test_every_command_takes_the_folder_and_leaves_the_reports(place: Path, reported: Training, tmp_path: Path) -> None:
     board = {name for name in digests(reported.path) if "runs" in name}
     assert board
@@ -131,7 +111,7 @@ def test_every_command_takes_the_folder_and_leaves_the_reports(place: Path, repo
     for made in ("extract", "merged", "adopted", "routed"):
         assert not [name for name in digests(tmp_path / made) if "tfevents" in name], made
     settings = TrainingSettings(steps=1, sequence_length=32, batch_size=2)
-    followed = train(reported.path, [place / "text.jsonl"], tmp_path / "followed", settings)
+    followed = train(reported.path, [place / "texts.jsonl"], tmp_path / "followed", settings)
     assert not (followed.path / "training" / "runs").exists() and len(digests(followed.path)) > 1
 
 
@@ -155,7 +135,7 @@ def test_what_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_the_command_refuses_before_any_work_and_takes_several(place: Path, tmp_path: Path) -> None:
-    command = ["train", str(place / "wide"), "--data", str(place / "text.jsonl"), "-o", str(tmp_path / "out")]
+    command = ["train", str(place / "adapt"), "--data", str(place / "texts.jsonl"), "-o", str(tmp_path / "out")]
     found = CliRunner().invoke(main, [*command, "--report-to", "tensorboard, wandbb", "--report-to", "x"])
     assert found.exit_code == 1 and not (tmp_path / "out").exists()
     assert "--report-to wandbb: is unknown" in " ".join(found.output.split())

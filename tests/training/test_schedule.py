@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from scale_surgery import EvalData, Request, RunOptions, TrainingSettings, TrainingStart, expand, train
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import Progress
@@ -32,16 +32,6 @@ from tests.training.test_train import stopping_at
 
 CPU = RunOptions(device="cpu")
 SETTINGS = TrainingSettings(steps=4, sequence_length=64, batch_size=4, save_every=2, learning_rate=3e-3, log_every=1)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("schedule")
-    rows = [json.dumps({"text": biography(person, 3)}) for person in people(6, start=400)]
-    (folder / "texts.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    (folder / "word.txt").write_text("Hello.", encoding="utf-8")
-    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "wide")
-    return folder
 
 
 def sequences(count: int, tokens: int) -> Sequences:
@@ -102,12 +92,12 @@ def test_the_loss_before_and_after_is_that_of_the_folders(place: Path, tmp_path:
     start = TrainingStart(announce=lambda schedule: told.append(("schedule", schedule)))
     settings = replace(SETTINGS, steps=40, save_every=20)
     texts = place / "texts.jsonl"
-    done = train(place / "wide", [texts], tmp_path / "made", settings, start=start, run=CPU, track=track)
+    done = train(place / "adapt", [texts], tmp_path / "made", settings, start=start, run=CPU, track=track)
     assert [name for name, _ in told] == ["track", "schedule", "track"] and told[-1] == ("track", "training")
     assert told[1][1] == done.schedule and isinstance(done.schedule, TrainingSchedule)
     assert done.change is not None and done.change.text == "text" and done.change.before is not None
     assert done.change.sequences == done.schedule.sequences, "a small text is measured whole"
-    assert done.change.before == pytest.approx(nats_of(place / "wide", texts, 64), abs=1e-5)
+    assert done.change.before == pytest.approx(nats_of(place / "adapt", texts, 64), abs=1e-5)
     assert done.change.after == pytest.approx(nats_of(done.path, texts, 64), abs=1e-5)
     assert done.change.after < done.change.before - 0.1
     assert done.warnings == ()
@@ -115,7 +105,7 @@ def test_the_loss_before_and_after_is_that_of_the_folders(place: Path, tmp_path:
 
 def test_new_text_is_what_is_compared_where_there_is_some(place: Path, tmp_path: Path) -> None:
     new = EvalData(new=[place / "word.txt"])
-    done = train(place / "wide", [place / "texts.jsonl"], tmp_path / "made", SETTINGS, eval_data=new, run=CPU)
+    done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "made", SETTINGS, eval_data=new, run=CPU)
     entries = [json.loads(line) for line in done.log.read_text().splitlines()]
     found = [entry["new_nats_per_token"] for entry in entries if "new_nats_per_token" in entry]
     assert done.change == LossChange("new", 1, found[0], found[-1]) and len(found) == 5
@@ -141,7 +131,7 @@ def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path:
             tmp_path / "drops", [place / "texts.jsonl"], tmp_path / "often", replace(SETTINGS, eval_every=1),
             eval_data=often, run=CPU,
         ),
-        "plain": train(place / "wide", [place / "texts.jsonl"], tmp_path / "plain", SETTINGS, run=CPU),
+        "plain": train(place / "adapt", [place / "texts.jsonl"], tmp_path / "plain", SETTINGS, run=CPU),
     }  # fmt: skip
     (ends, measured), (often_losses, often_measured), (plain, _) = (losses_of(done.log) for done in runs.values())
     assert (measured, often_measured) == (2, 5)
@@ -172,19 +162,19 @@ def losses_of(log: Path) -> tuple[list[float], int]:
 
 @pytest.mark.slow
 def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_path: Path) -> None:
-    whole = train(place / "wide", [place / "texts.jsonl"], tmp_path / "whole", SETTINGS, run=CPU)
+    whole = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "whole", SETTINGS, run=CPU)
     target = tmp_path / "made"
     with pytest.raises(TrainingError, match="it holds step 2"):
-        train(place / "wide", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=stopping_at(3))
+        train(place / "adapt", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=stopping_at(3))
     assert not (target / "training" / "curves.png").exists(), "drawn at the end, not at every checkpoint"
     resumed = TrainingStart(resume=True)
-    done = train(place / "wide", [place / "texts.jsonl"], target, SETTINGS, start=resumed, run=CPU)
+    done = train(place / "adapt", [place / "texts.jsonl"], target, SETTINGS, start=resumed, run=CPU)
     assert done.change == whole.change is not None and done.curves.exists()
 
 
 def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    command = ["train", place / "wide", "--data", place / "word.txt", "-o", made, "--learning-rate", "1e-9"]
+    command = ["train", place / "adapt", "--data", place / "word.txt", "-o", made, "--learning-rate", "1e-9"]
     result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(map(str, command)))
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
@@ -204,6 +194,6 @@ def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_p
 
 def test_one_step_alone_learns(place: Path, tmp_path: Path) -> None:
     """Where the learning rate rises, the first step has a rate of 0: one alone would change nothing."""
-    done = train(place / "wide", [place / "word.txt"], tmp_path / "made", TrainingSettings(), run=CPU)
+    done = train(place / "adapt", [place / "word.txt"], tmp_path / "made", TrainingSettings(), run=CPU)
     assert (done.steps, done.schedule.warmup_steps) == (1, 0)
     assert done.change is not None and done.change.before is not None and done.change.after < done.change.before

@@ -35,7 +35,7 @@ from scale_surgery import (
     train,
     verify,
 )
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.locks import locked
@@ -60,18 +60,6 @@ def write_lines(file: Path, rows: list[dict[str, Any]]) -> Path:
 def ask(start: int, count: int = 2) -> list[dict[str, Any]]:
     asked = [question for person in people(count, start=start) for question in questions(person)]
     return [{"question": question.prompt, "answer": question.answer} for question in asked]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, and the shipped model expanded in both variants."""
-    folder = tmp_path_factory.mktemp("train")
-    write_lines(folder / "texts.jsonl", [{"text": biography(person, 3)} for person in people(12, start=400)])
-    write_lines(folder / "old.jsonl", ask(0))
-    write_lines(folder / "new.jsonl", ask(400))
-    expand(SHIPPED_MODEL, Request("2-3"), folder / "preserve")
-    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "adapt")
-    return folder
 
 
 @pytest.fixture(scope="module")

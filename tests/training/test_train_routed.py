@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
 
 from scale_surgery import (
     CosineRouter,
-    EvalData,
     PosteriorRouter,
     Probes,
     Request,
@@ -34,6 +32,8 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
 from tests.conftest import digests, load
 from tests.each import mostly
+from tests.training.test_train import expansion, write_lines
+from tests.training.test_train import same as same_tensors
 
 ROUTERS = {
     "posterior": PosteriorRouter(),
@@ -48,8 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts, and the shipped model expanded, and routed in each way."""
     folder = tmp_path_factory.mktemp("train_routed")
     for name, start in (("new", 400), ("old", 0)):
-        rows = [{"text": biography(person, 3)} for person in people(6, start=start)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", [{"text": biography(person, 3)} for person in people(6, start=start)])
     expand(SHIPPED_MODEL, Request("1-3", variant="adapt", collaborative_layers="2-3"), folder / "adapt")
     for name, routing in ROUTERS.items():
         route_export(folder / "adapt", folder / name, routing)
@@ -71,14 +70,8 @@ def trained_of(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
-def expansion(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: own for file in folder.glob("expansion-*") for name, own in load_file(file).items()}
-
-
 def same(one: Path, other: Path) -> bool:
-    first, second = expansion(one), expansion(other)
-    assert first.keys() == second.keys()
-    return all(torch.equal(first[name], second[name]) for name in first)
+    return same_tensors(expansion(one), expansion(other))
 
 
 @pytest.mark.slow
@@ -135,42 +128,6 @@ def test_the_first_loss_is_that_of_the_routed_output(
     assert losses[False] == pytest.approx(alone.nats_per_token, rel=1e-3)
     assert abs(losses[True] - losses[False]) > 2e-3
     assert model.is_routing_enabled, "loaded again, it routes"
-
-
-@pytest.mark.slow
-def test_measurements_during_a_run_route(place: Path, tmp_path: Path) -> None:
-    sides = EvalData([place / "old.jsonl"], [place / "new.jsonl"])
-    done = train(
-        place / "posterior", [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, steps=8), eval_data=sides
-    )
-    found = evaluate(done.path, sides.old, sides.new, sequence_length=48)
-    routed = next(score for score in found.scores if score.kind == "expanded")
-    alone = next(score for score in found.scores if score.kind == "adapt")
-    assert done.measured["forgetting"] == pytest.approx(routed.forgetting, abs=1e-4)
-    assert done.measured["learning"] == pytest.approx(routed.learning, abs=1e-4)
-    assert alone.forgetting != pytest.approx(routed.forgetting, abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ROUTERS)
-def test_checkpointed_activations_give_the_same_gradients(place: Path, name: str) -> None:
-    ids = torch.arange(10, 58).view(2, 24)
-    gradients = []
-    for is_checkpointed in (False, True):
-        model = load(place / name).train()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.05)
-        if is_checkpointed:
-            model.activation_checkpointing_enable()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: own.grad for name, own in model.named_parameters() if own.requires_grad})
-    plain, checkpointed = gradients
-    assert any(name.endswith("w12") and own.abs().max() > 0 for name, own in plain.items())
-    for name, own in plain.items():
-        assert (own is None) == (checkpointed[name] is None)
-        assert own is None or torch.allclose(own, checkpointed[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "message"), [
