@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.biography import compare as biography
 from benchmarks.biography import report as biography_report
 from benchmarks.biography import routers as biography_routers
-from benchmarks.biography.methods import BOTH_3, GROWING, INITS, METHODS, PRESERVE, ROUTED, STREAM, Method
+from benchmarks.biography.methods import BOTH_3, GROWING, INITS, METHODS, ROUTED, STREAM, Method
 from benchmarks.biography.runs import Examination, Point, Run, new_batches, read_records, train
 from scale_surgery.biographies import (
     SHIPPED_MODEL,
@@ -80,19 +80,6 @@ def test_every_method_starts_at_the_base(method: Method, base_logits: torch.Tens
 def test_trained_parameters_match(method: Method) -> None:
     trained = sum(parameter.numel() for parameter in make(method).parameters() if parameter.requires_grad)
     assert trained == pytest.approx(PARAMETERS, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "method", [named("freeze"), PRESERVE, named("grow-freeze"), named("depth")], ids=lambda method: method.name
-)
-def test_what_is_frozen_stays(method: Method, examination: Examination) -> None:
-    model = make(method)
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    list(train(model, 1e-3, new_batches(examination.tokenizer, QUICK, 0), examination, QUICK))
-    after = model.state_dict()
-    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert frozen and changed and not frozen & changed
 
 
 def test_quick_run_learns_and_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +199,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     for name, methods in (("growing", GROWING), ("stream", STREAM), ("routed", ROUTED)):
         figures[name] = [method.name for method in methods]
     for figure, names in figures.items():
-        file = draw(figure, dict.fromkeys(names, runs), tmp_path)
-        assert file.read_bytes().startswith(b"\x89PNG")
-        assert file.stat().st_size < 200_000
+        assert draw(figure, dict.fromkeys(names, runs), tmp_path).read_bytes().startswith(b"\x89PNG")
         # the legend names each method, and no two look the same
         drawn = Figure()
         DRAWINGS[figure](drawn, dict.fromkeys(names, runs))

@@ -69,20 +69,6 @@ def test_paragraphs_are_read_once_in_their_language_and_held_out_with_their_tran
     assert [file.name for _, file, _ in documents(tmp_path, "en")] == ["page0.html", "page1.html", "page2.html"]
 
 
-@pytest.mark.parametrize(
-    ("language", "paragraph", "wanted"),
-    [
-        ("ko", "이 창에서는 문서의 크기를 바꿀 수 있습니다.", True),
-        ("ko", ENGLISH, False),
-        ("ru", "В этом окне можно изменить размер документа.", True),
-        ("en", "В этом окне можно изменить размер документа.", False),
-        ("en", "x = 1; y = 2; the", False),
-    ],
-)
-def test_languages_are_told_apart(language: str, paragraph: str, wanted: bool) -> None:
-    assert is_in(language, paragraph) is wanted
-
-
 def point(tokens: int, old: float, new: float) -> Point:
     return Point(tokens, old, new)
 

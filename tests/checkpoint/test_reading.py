@@ -8,13 +8,11 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import SafetensorError, deserialize
 
 from scale_surgery import (
     PlanError,
@@ -38,7 +36,6 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
-from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, differing_keys, parse_json, read_bytes
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.documents import read_documents
@@ -291,29 +288,6 @@ def test_infinity_in_a_config_is_kept(llama_base: Path, tmp_path: Path) -> None:
     expanded = expand(llama_base, Request("0"), tmp_path / "expanded").path
     assert read_json(expanded / "config.json")["time_step_limit"] == [0.0, float("inf")]
     assert verify(expanded, probes=Probes(new_tokens=1), run=RunOptions()).passed
-
-
-ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-HEADERS: list[tuple[dict[str, Any], bool]] = [
-    ({"a": ENTRY}, True),
-    ({"a": ENTRY, "__metadata__": {"format": "pt"}}, True),
-    ({"a": ENTRY, "__metadata__": {"format": 1}}, False),
-    ({"a": ENTRY, "b": ENTRY}, False),
-    *(({"a": ENTRY | {"dtype": dtype}}, False) for dtype in ("X", "F64", 1)),
-    *(({"a": ENTRY | {"shape": shape}}, False) for shape in ([-1], [2**64], [True], [1.0], 1)),
-    *(({"a": ENTRY | {"data_offsets": places}}, False) for places in ([0, 3], [4, 0], [1, 5], ["0", "4"], [0, 4, 8])),
-]
-
-
-@pytest.mark.parametrize(("header", "is_one"), HEADERS)
-def test_headers_are_judged_as_safetensors_judges_them(tmp_path: Path, header: dict[str, Any], is_one: bool) -> None:
-    text = json.dumps(header).encode()
-    content = len(text).to_bytes(8, "little") + text + bytes(4)
-    (tmp_path / "a.safetensors").write_bytes(content)
-    with nullcontext() if is_one else pytest.raises(SafetensorError):
-        deserialize(content)
-    with nullcontext() if is_one else pytest.raises(CheckpointError, match=r"a\.safetensors: .*ownload it again"):
-        read_header(tmp_path, "a.safetensors")
 
 
 def test_a_model_whose_shard_is_empty(llama_base: Path, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,14 +96,3 @@ def test_what_is_neither_a_folder_nor_a_repository(name):
     with pytest.raises(CheckpointError) as error:
         find_source(name)
     assert str(error.value) == f"{name}: not found. Give a model folder or a Hub id such as org/name."
-
-
-def test_a_hub_that_cannot_be_reached_is_no_traceback():
-    script = "import sys; from scale_surgery.cli import main; main(['inspect', 'org/name'])"
-    # nothing listens there
-    where = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = subprocess.run([sys.executable, "-c", script], env=where, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    message = " ".join(done.stderr.split())
-    assert message.startswith("error: org/name: no such folder, and the Hub does not give it (")
-    assert "Check the name, your access (hf auth login), the network, and HF_HUB_OFFLINE." in message

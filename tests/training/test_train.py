@@ -272,17 +272,24 @@ def test_other_ways_to_train(place: Path, tmp_path: Path, options: dict[str, Any
 # interruption
 
 
-def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def stopped(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that somebody stopped, to be read."""
+    output = tmp_path_factory.mktemp("stopped") / "out"
     with pytest.raises(TrainingError, match=r"interrupted after step 5; it holds step 4\. Continue with --resume"):
-        train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, track=stopping_at(5))
-    (checkpoint,) = (tmp_path / "out" / "training").glob("checkpoint-*")
+        train(place / "preserve", [place / "texts.jsonl"], output, SETTINGS, track=stopping_at(5))
+    return output
+
+
+def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, stopped: Path) -> None:
+    (checkpoint,) = (stopped / "training").glob("checkpoint-*")
     tensors = load_file(checkpoint / "expansion.safetensors")
     assert tensors.keys() == expansion(place / "preserve").keys()
     state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
     assert sum(entry["exp_avg"].numel() for entry in state.values()) == sum(t.numel() for t in tensors.values())
     assert not [file for file in checkpoint.iterdir() if file.name.startswith(("model", "pytorch_model"))]
-    assert same(expansion(tmp_path / "out"), tensors), "the folder is the last whole checkpoint"
-    assert verify(tmp_path / "out", record=False).passed
+    assert same(expansion(stopped), tensors), "the folder is the last whole checkpoint"
+    assert verify(stopped, record=False).passed
 
 
 @pytest.mark.parametrize(
@@ -324,22 +331,16 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
     assert not same(expansion(out), expansion(place / "preserve"))
 
 
-def test_resume_refuses_what_was_begun_otherwise_and_says_what(place: Path, tmp_path: Path) -> None:
-    data = [place / "texts.jsonl"]
-    with pytest.raises(TrainingError):
-        train(place / "preserve", data, tmp_path / "out", SETTINGS, track=stopping_at(3))
-    other = TrainingSettings(steps=6, save_every=2, eval_every=3, **{**SHORT, "batch_size": 4, "learning_rate": 1e-3})
-    text = refusal(place / "preserve", data, tmp_path / "out", other, error=TrainingError, start=RESUMED)
+def test_resume_refuses_what_was_begun_otherwise_and_says_what(place: Path, stopped: Path) -> None:
+    data, other = [place / "texts.jsonl"], replace(SETTINGS, batch_size=4, learning_rate=1e-3)
+    text = refusal(place / "preserve", data, stopped, other, error=TrainingError, start=RESUMED)
     assert text.splitlines() == [
-        f"{tmp_path / 'out'}: was begun with batch_size 2, found 4. Resume with the same settings.",
-        f"{tmp_path / 'out'}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
+        f"{stopped}: was begun with batch_size 2, found 4. Resume with the same settings.",
+        f"{stopped}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
     ]
-    text = refusal(
-        place / "preserve", [place / "new.jsonl"], tmp_path / "out", SETTINGS, error=TrainingError, start=RESUMED
-    )
-    assert "was begun with texts" in text
-    text = refusal(place / "adapt", data, tmp_path / "out", SETTINGS, error=TrainingError, start=RESUMED)
-    assert "was begun with expansion" in text, "another one of the same base"
+    for base, texts, what in (("preserve", "new", "texts"), ("adapt", "texts", "expansion")):
+        text = refusal(place / base, [place / f"{texts}.jsonl"], stopped, SETTINGS, error=TrainingError, start=RESUMED)
+        assert f"was begun with {what}" in text
 
 
 def test_resume_needs_a_run_that_is_not_finished(place: Path, trained: Path, tmp_path: Path) -> None:
