@@ -138,6 +138,13 @@ def test_taking_over_says_how_far_it_is_and_gives_the_whole_file(tmp_path, monke
         assert how != "copy" or len(done) == (1 if is_there else 4), "block by block, where there is something to copy"
 
 
+def test_a_copy_that_fails_names_both_files(tmp_path):
+    (tmp_path / "source").write_bytes(b"x")
+    with pytest.raises(OSError, match="Is a directory") as error:
+        files._copy(tmp_path / "source", tmp_path, 1, lambda bytes_: None)
+    assert (error.value.filename, error.value.filename2) == (str(tmp_path / "source"), str(tmp_path))
+
+
 def test_a_link_to_another_file_system_says_so(tmp_path, monkeypatch):
     def refuse(*ignored):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))

@@ -122,6 +122,9 @@ def test_no_more_is_set_aside_than_was_said(data, tmp_path):
     # half in each leaves nothing to learn
     done = hold_out(data, tmp_path / "half", HoldOutSettings(share=0.5))
     assert sum(done.documents[part] for part in ASIDE) >= 115
+    (tmp_path / "book.txt").write_text(BOOK)
+    done = hold_out(tmp_path / "book.txt", tmp_path / "other", HoldOutSettings(share=0.5))
+    assert set(done.documents) == set(ASIDE)
 
 
 def test_settings_and_folders_are_checked(data, tmp_path):

@@ -269,6 +269,23 @@ def test_another_recipe_and_other_texts_are_refused(done, said, recipe, texts, t
     os.utime(texts / "old.jsonl", ns=(stamp[1], stamp[1]))
 
 
+def test_a_changed_base_byte_is_found_and_nothing_is_lost(recipe, tmp_path):
+    """Between two stages somebody changes one byte of the base."""
+    folder = tmp_path / "job"
+
+    def begins(name: str, line: str, number: int) -> None:
+        if name == "train":
+            (shard,) = folder.glob("expanded/model*.safetensors")
+            content = bytearray(shard.read_bytes())
+            content[-1] ^= 1
+            shard.unlink()
+            shard.write_bytes(content)
+
+    with pytest.raises(CheckpointError, match="is not what the expansion wrote, so it is not trained"):
+        learn(recipe, folder, told=Told(begins=begins))
+    assert not (folder / "learned").exists() and (folder / "expanded").is_dir()
+
+
 def test_a_folder_that_was_left_before_its_record_is_a_new_one(recipe, tmp_path):
     """Killed between the first writes: the same line again begins."""
     folder = tmp_path / "job"
