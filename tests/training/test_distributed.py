@@ -17,6 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file
 
 from scale_surgery import EvalData, Request, TrainingSettings, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
@@ -25,7 +26,7 @@ from tests.dense_reference import dense_gradients
 from tests.distributed_steps import WRAPPERS, batch, load_moved, step
 from tests.modeling.test_training_modes import NO_DROPOUT, REQUESTS, autocast, check_noise, errors
 from tests.tiny import save_tiny
-from tests.training.test_train import expansion, write_lines
+from tests.training.test_train import write_lines
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = ROOT / "docs" / "fsdp2.yaml"
@@ -210,6 +211,10 @@ def test_fsdp2_yaml_makes_a_unit_of_each_decoder_layer(
     assert [module for module in model.modules() if is_unit(module)] == list(layers)
 
 
+def trained(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("expansion-*") for name, tensor in load_file(file).items()}
+
+
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)
@@ -220,7 +225,7 @@ def train_alone(place: Path, model: str, output: str, **more: Any) -> dict[str, 
     settings = {"learning_rate": 0.003, "log_every": 1, "save_every": 2, "eval_every": 2, **more}
     run = TrainingSettings(steps=4, sequence_length=32, batch_size=4, **settings)
     old = EvalData([place / "old.jsonl"])
-    return expansion(train(place / model, [place / "texts.jsonl"], place / output, run, eval_data=old).path)
+    return trained(train(place / model, [place / "texts.jsonl"], place / output, run, eval_data=old).path)
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +240,8 @@ def test_training_in_two_processes_learns_what_one_learns(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], way: str
 ) -> None:
     done(way)
-    moved = largest_difference(expansion(place / "expanded"), trained_alone)
-    assert largest_difference(expansion(place / way), trained_alone) < ALLOWED_AFTER_TRAINING < moved / 50
+    moved = largest_difference(trained(place / "expanded"), trained_alone)
+    assert largest_difference(trained(place / way), trained_alone) < ALLOWED_AFTER_TRAINING < moved / 50
     logs = [(place / one / "training" / "log.jsonl").read_text().splitlines() for one in (way, "alone")]
     for found, wanted in zip(*(map(json.loads, lines) for lines in logs), strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
@@ -252,11 +257,11 @@ def test_two_processes_rehearse_what_one_rehearses(
     alone = train_alone(place, "expanded", "rehearsed-alone", **rehearse)
     by_rehearsal = largest_difference(alone, trained_alone)
     # the last sequence is shorter, and a mean of two means is not that of all
-    assert largest_difference(expansion(place / "rehearsed"), alone) < by_rehearsal / 5
+    assert largest_difference(trained(place / "rehearsed"), alone) < by_rehearsal / 5
     sampled = {"rehearse": ("self",), "rehearsal_samples": 8, "rehearsal_length": 16, "rehearsal_share": 0.5}
     alone = train_alone(place, "preserving", "written-alone", **sampled)
-    moved = largest_difference(expansion(place / "preserving"), alone)
-    assert largest_difference(expansion(place / "written"), alone) < moved / 5
+    moved = largest_difference(trained(place / "preserving"), alone)
+    assert largest_difference(trained(place / "written"), alone) < moved / 5
     lines = (place / "written" / "training" / "rehearsal.jsonl").read_text().splitlines()
     assert len(lines) == 8 and all(len(json.loads(line)["ids"]) <= 16 for line in lines)
 
@@ -267,8 +272,8 @@ def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(
 ) -> None:
     done("deep")
     alone = train_alone(place, "deep", "deep-alone")
-    moved = largest_difference(expansion(place / "deep"), alone)
-    assert largest_difference(expansion(place / "deep-fsdp2"), alone) < ALLOWED_AFTER_TRAINING < moved / 50
+    moved = largest_difference(trained(place / "deep"), alone)
+    assert largest_difference(trained(place / "deep-fsdp2"), alone) < ALLOWED_AFTER_TRAINING < moved / 50
 
 
 @pytest.mark.slow
@@ -276,7 +281,7 @@ def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits_without_a_base_
     done: Callable[..., Path], place: Path
 ) -> None:
     done("stopped", wanted=1), done("resumed"), done("fsdp2")
-    assert largest_difference(expansion(place / "stopped"), expansion(place / "fsdp2")) == 0
+    assert largest_difference(trained(place / "stopped"), trained(place / "fsdp2")) == 0
     sizes = json.loads((done("resumed") / "stopped.json").read_text())
     kept = {name: size for name, size in sizes.items() if "checkpoint-2/" in name}
     whole = next(size for name, size in kept.items() if name.endswith("expansion.safetensors"))
@@ -296,4 +301,4 @@ def test_launchers(place: Path, trained_alone: dict[str, torch.Tensor], launcher
     ended = subprocess.run(words, cwd=place, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("written ") == 1, "one process speaks"
-    assert largest_difference(expansion(place / output), trained_alone) < ALLOWED_AFTER_TRAINING
+    assert largest_difference(trained(place / output), trained_alone) < ALLOWED_AFTER_TRAINING
