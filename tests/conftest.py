@@ -64,7 +64,6 @@ FORKING = {
     "surgery/test_own_code.py",
     "test_torture.py",
     "training/test_allocator.py",
-    "training/test_learned.py",
     "training/test_train.py",
 }
 

@@ -31,30 +31,10 @@ def test_random_checkpoint_is_one_that_transformers_loads(tmp_path: Path) -> Non
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight.float().std().item() == pytest.approx(make_checkpoint.SPREAD, rel=0.02)
-
-
-def test_random_checkpoint_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    base = make_tiny(tmp_path / "base")
     assert pipeline.is_same_folder(base, make_tiny(tmp_path / "again"))
     assert not pipeline.is_same_folder(base, make_tiny(tmp_path / "other", seed=1))
-
-
-def test_holes_have_the_headers_and_sizes_of_numbers(tmp_path: Path) -> None:
-    numbers, holes = make_tiny(tmp_path / "numbers"), make_tiny(tmp_path / "holes", holes=True)
-    assert not pipeline.is_same_folder(numbers, holes)
-    assert open_checkpoint(holes).tensors == open_checkpoint(numbers).tensors
-    for file in numbers.iterdir():
-        assert (holes / file.name).stat().st_size == file.stat().st_size
-
-
-def test_decay_makes_singular_values_fall() -> None:
-    flat, steep = (
-        torch.cat(list(make_checkpoint.slices((64, 32), torch.float32, decay, torch.Generator().manual_seed(0))))
-        for decay in (0.0, 1.0)
-    )
-    values = [torch.linalg.svdvals(weight) for weight in (flat, steep)]
-    assert values[0][0] / values[0][-1] < 10 < values[1][0] / values[1][-1]
-    assert steep.square().mean().sqrt().item() == pytest.approx(make_checkpoint.SPREAD, rel=0.2)
+    holes = make_tiny(tmp_path / "holes", holes=True)
+    assert open_checkpoint(holes).tensors == open_checkpoint(base).tensors
 
 
 def test_measure_sees_memory_and_bytes_written(tmp_path: Path) -> None:
@@ -72,10 +52,6 @@ print(json.dumps({{"done": True}}))
     assert found.seconds > 0.2
     assert 50_000_000 < found.peak_anonymous_bytes < 200_000_000
     assert found.peak_rss_bytes >= found.peak_anonymous_bytes
-
-
-def test_measure_tells_a_failure() -> None:
-    assert pipeline.measure([sys.executable, "-c", "raise SystemExit(3)"], "name").exit_code == 3
 
 
 def test_new_bytes_leaves_out_hard_links_only(tmp_path: Path) -> None:

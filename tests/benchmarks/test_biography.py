@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -18,12 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.biography import compare as biography
 from benchmarks.biography import report as biography_report
 from benchmarks.biography import routers as biography_routers
-from benchmarks.biography.methods import BOTH_3, GROWING, INITS, METHODS, PRESERVE, ROUTED, STREAM, Method
-from benchmarks.biography.runs import Examination, Point, Run, new_batches, read_records, share_of_rate, train
+from benchmarks.biography.methods import BOTH_3, GROWING, INITS, METHODS, ROUTED, STREAM, Method
+from benchmarks.biography.runs import Examination, Point, Run, new_batches, read_records, train
 from scale_surgery.biographies import (
-    ATTRIBUTES,
     SHIPPED_MODEL,
-    SHIPPED_PEOPLE,
     first_token_accuracy,
     people,
 )
@@ -85,34 +82,6 @@ def test_trained_parameters_match(method: Method) -> None:
     assert trained == pytest.approx(PARAMETERS, rel=0.02)
 
 
-def test_grow_train_trains_base_matrices_beside_its_copies() -> None:
-    trained = {name for name, parameter in make(named("grow-train")).named_parameters() if parameter.requires_grad}
-    ends = {name.split("mlp.")[1].replace("expansions.default.", "") for name in trained}
-    assert ends == {"gate_proj.w11", "gate_proj.w21", "up_proj.w11", "up_proj.w21", "down_proj.w12"}
-    assert len(trained) == 2 * len(ends)  # in two layers
-
-
-@pytest.mark.parametrize(
-    "method", [named("freeze"), PRESERVE, named("grow-freeze"), named("depth")], ids=lambda method: method.name
-)
-def test_what_is_frozen_stays(method: Method, examination: Examination) -> None:
-    model = make(method)
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    list(train(model, 1e-3, new_batches(examination.tokenizer, QUICK, 0), examination, QUICK))
-    after = model.state_dict()
-    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert frozen and changed and not frozen & changed
-
-
-def test_pissa_trains_the_principal_directions() -> None:
-    weight = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL).model.layers[0].self_attn.q_proj.weight
-    layer = make(named("PiSSA")).base_model.model.model.layers[0].self_attn.q_proj
-    singular = torch.linalg.svdvals(weight)
-    # what is left of W beside the adapter has lost as many of the leading singular values as the rank
-    assert torch.linalg.svdvals(layer.weight)[0].item() == pytest.approx(singular[layer.r["default"]].item(), rel=1e-3)
-
-
 def test_quick_run_learns_and_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = tmp_path / "records.jsonl"
     arguments = ["--quick", "--method", "full", "--seeds", "2", "-o", str(records)]
@@ -129,17 +98,6 @@ def test_quick_run_learns_and_is_not_run_again(tmp_path: Path, monkeypatch: pyte
     again = CliRunner().invoke(biography.main, arguments, catch_exceptions=False)
     assert again.output and first.output.endswith(again.output)
     assert read_records(records) == done
-
-
-def test_an_interrupted_benchmark_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records, wanted = tmp_path / "records.jsonl", []
-    bench = biography.Bench(QUICK, records, QUIET)
-    method = named("full")
-    found = bench.run(method, 1e-3, 0)
-    monkeypatch.setattr(biography, "run", lambda *given: wanted.append(given[2]) or dataclasses.replace(found, seed=1))
-    again = biography.Bench(QUICK, records, QUIET)
-    assert again.seeds(method, 1e-3, 2)[0] == found
-    assert wanted == [1]
 
 
 def scored(rate: float, new: float, old: float) -> Run:
@@ -168,31 +126,6 @@ def test_sweep_widens_until_the_best_is_inside(best: float, monkeypatch: pytest.
     assert biography.HALF_A_STEP_BELOW[best] in tried
 
 
-def test_measures() -> None:
-    run = scored(1, 1.0, 0.5)
-    assert biography_report.matched_accuracy(run, 0.75) == pytest.approx(70.0)
-    assert biography_report.matched_accuracy(scored(1, 0.7, 0.5), 0.75) is None
-    assert biography_report.forgetting(run) == pytest.approx(0.2)
-    assert biography_report.learning(run) == pytest.approx(1.0)
-    assert biography_report.spread([1.0, 3.0]) == biography_report.Spread(2.0, 1.0, 3.0)
-    assert biography_report.spread([1.0, None]) is None
-
-
-def test_learning_rate_rises_then_falls_to_zero() -> None:
-    shares = [share_of_rate(step, 100) for step in range(101)]
-    assert shares[5] == 1.0 == max(shares)
-    assert shares[0] == pytest.approx(1 / 6)
-    assert shares[100] == 0.0
-    assert sorted(shares[6:], reverse=True) == shares[6:]
-
-
-def test_examination_asks_about_old_and_new_people(examination: Examination) -> None:
-    assert len({question.prompt for question in examination.old_questions}) == QUICK.old_questions
-    assert {question.attribute for question in examination.old_questions[:6]} == set(ATTRIBUTES)
-    new = people(QUICK.new_people, start=SHIPPED_PEOPLE)
-    assert all(any(person.name in question.prompt for person in new) for question in examination.new_questions)
-
-
 def trained(method: Method, examination: Examination) -> Any:
     """Three steps at a rate that changes what the model says."""
     model, settings = method.make(SHIPPED_MODEL, 0), dataclasses.replace(QUICK, steps=3)
@@ -213,19 +146,6 @@ def test_routed_at_inference_only_trains_as_without_a_router(examination: Examin
         assert torch.equal(logits(late), logits(unrouted))
 
 
-def test_routed_methods_take_the_rate_of_the_unrouted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(biography, "run", lambda method, rate, *rest: scored(rate, 0.9 if rate < 1e-3 else 1.0, 0.5))
-    bench = biography.Bench(QUICK, tmp_path / "records", QUIET)
-    methods = biography.select(ROUTED, ["both 3 cosine"])
-    assert [method.name for method in methods] == ["adapt both 3", "both 3 cosine"]
-    groups = biography.compare(bench, methods, seeds=1)
-    tried = {name: {run.rate for key, run in bench.done.items() if key[0] == name} for name in groups}
-    assert tried["both 3 cosine"] == {groups["adapt both 3"][0].rate} < tried["adapt both 3"]
-    assert biography.select(ROUTED, []) == list(ROUTED)
-    with pytest.raises(click.UsageError, match="full: not in this figure"):
-        biography.select(ROUTED, ["full"])
-
-
 def test_targets_are_judged() -> None:
     judged = [target.of(scored(1, 0.99, 0.985), scored(1, 1.0, 0.5)) for target in biography_report.TARGETS]
     assert judged == pytest.approx([98.5, 99.0, 0.2, 100.0])
@@ -234,13 +154,6 @@ def test_targets_are_judged() -> None:
     groups = {"adapt both 3": [scored(1, 1.0, 0.5)], "both 3 posterior": [scored(1, 0.99, 0.985)]}
     table = rendered(biography_report.render_targets(groups))
     assert "98.5 -" in table and "99.0 +" in table and "adapt" not in table
-
-
-def test_table_of_streams_has_cosines() -> None:
-    groups = {"depth": [scored(1, 1.0, 0.5)]}
-    lines = rendered(biography_report.render(groups, "stream")).splitlines()
-    assert "cosine" in lines[0] and "0.900" in lines[2]
-    assert "cosine" not in rendered(biography_report.render(groups))
 
 
 def rendered(table: Any) -> str:
@@ -259,22 +172,6 @@ def test_scores_do_not_depend_on_the_batch(examination: Examination) -> None:
     last = first_token_accuracy(model, examination.tokenizer, [long])
     assert 25 * together == pytest.approx(sum(alone) + last)
     assert 0 < sum(alone) < 24
-
-
-def test_joined_texts_are_scored_by_the_path_that_knows_each_half(examination: Examination) -> None:
-    class Scored:
-        """Base and adapt path lose 1 and 2 nats, and 4 and 3 in the second text; the router takes the base's."""
-
-        def score_tokens(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-            first = (ids == examination.tokenizer.bos_token_id).cumsum(1)[:, 1:] == 1
-            base, adapt = torch.where(first, -1.0, -4.0), torch.where(first, -2.0, -3.0)
-            return type("Scores", (), {"base": base, "sides": torch.stack((base, adapt), -1), "routed": base})
-
-    lost = biography_routers._lost(Scored(), examination.tokenizer, True, ["one"], ["another"])
-    assert set(lost.tolist()) == {0.0, 1.0}
-    assert lost[-1] == 1.0
-    other = biography_routers._lost(Scored(), examination.tokenizer, False, ["one"], ["another"])
-    assert set(other.tolist()) == {-1.0, 0.0}
 
 
 @pytest.mark.slow  # seconds of training, and what it is made of has tests of its own
@@ -302,9 +199,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     for name, methods in (("growing", GROWING), ("stream", STREAM), ("routed", ROUTED)):
         figures[name] = [method.name for method in methods]
     for figure, names in figures.items():
-        file = draw(figure, dict.fromkeys(names, runs), tmp_path)
-        assert file.read_bytes().startswith(b"\x89PNG")
-        assert file.stat().st_size < 200_000
+        assert draw(figure, dict.fromkeys(names, runs), tmp_path).read_bytes().startswith(b"\x89PNG")
         # the legend names each method, and no two look the same
         drawn = Figure()
         DRAWINGS[figure](drawn, dict.fromkeys(names, runs))

@@ -20,14 +20,13 @@ from benchmarks.biography import layers_report as biography_layers_report
 from benchmarks.biography import pilots as biography_pilots
 from benchmarks.biography.compare import QUICK
 from benchmarks.biography.methods import PRESERVE
-from benchmarks.biography.pilots import Proposal, keep_proposals, read_proposals
+from benchmarks.biography.pilots import Proposal, read_proposals
 from benchmarks.biography.places import DEPTHS, GROWN, NORM, PAIRS, WIDENED, collaborate
 from benchmarks.biography.runs import (
     Examination,
     Point,
     Run,
     append_record,
-    mean_cosine,
     new_batches,
     read_records,
     train,
@@ -82,11 +81,6 @@ def test_base_stream_stays_in_preserve_and_turns_where_w12_trains(examination: E
     assert ends["collaborate attn 0"].w12_norm > 0.1
 
 
-def test_cosine_is_a_mean_over_tokens() -> None:
-    stream = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
-    assert mean_cosine(stream, torch.tensor([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx(0.5)
-
-
 def test_norm_of_w12_is_that_of_a_layer() -> None:
     model = collaborate("both", 2).make(SHIPPED_MODEL, 0)
     assert w12_norm(model) == 0.0
@@ -110,15 +104,6 @@ def scored(seed: int = 0, norm: float | None = 2.0) -> Run:
     return Run("any", 1e-3, seed, QUICK, 100, 1.0, points)
 
 
-def test_steps_of_a_run_become_points() -> None:
-    norms, forgotten = zip(*biography_layers_report.norms_and_forgetting([scored()]), strict=True)
-    assert norms == (1.0, 2.0)
-    assert forgotten == pytest.approx((0.1, 0.4))
-    _, learned = zip(*biography_layers_report.norms_and_learning([scored()]), strict=True)
-    assert learned == pytest.approx((0.3, 1.0))
-    assert len(biography_layers_report.norms_and_forgetting([scored(norm=None)])) == 1
-
-
 def proposal(seed: int, changes: tuple[float, ...]) -> Proposal:
     return Proposal(seed, QUICK, 1.0, changes, (1, 2))
 
@@ -137,15 +122,6 @@ def test_tables_say_what_pilots_propose() -> None:
     assert lines["0, 1"].endswith(" 1") and lines["0, 2"].endswith(" 1") and not lines["1, 3"].endswith(" 1")
     found = rendered(biography_layers_report.render_proposals(proposals))
     assert "seed 1  30.00%  20.00%  40.00%  10.00% 1, 2" in found
-
-
-def test_pilots_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "pilots.jsonl"
-    append_record(file, proposal(0, (0.3, 0.4, 0.2, 0.1)))
-    monkeypatch.setattr(biography_pilots, "propose", lambda seed, settings: proposal(seed, (0.3, 0.2, 0.4, 0.1)))
-    kept = keep_proposals(file, QUICK, 2)
-    assert [found.pair for found in kept] == [(0, 1), (0, 2)]
-    assert read_proposals(file) == kept
 
 
 @pytest.mark.slow  # seconds of training, and what it is made of has tests of its own

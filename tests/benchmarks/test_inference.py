@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from benchmarks import inference, inference_models, training_cost
 from benchmarks.device import Place
-from benchmarks.inference import Case, Cost, Measured, Settings
+from benchmarks.inference import Case, Cost, Measured
 from benchmarks.inference_models import Variant
 from benchmarks.make_checkpoint import SHAPES, Shape, tensor_shapes
 from benchmarks.routing_cost import count_multiplications
-from benchmarks.routing_models import random_tokens
 
 TINY, LARGE = SHAPES["tiny"], SHAPES["h1024"]
 PLACE = Place("cpu", "float32", 1)
@@ -100,18 +98,8 @@ def test_the_target_can_be_missed_by_either_clock(times: float, is_missed: bool)
     verdict = inference.render_verdict(measured, "fused", "processor_seconds")
     assert ("NOT reached: adapt fused: 1x1 1.060" in verdict) == is_missed
     assert "NOT" not in inference.render_verdict(measured, "blocks", "seconds")
-
-
-def test_blocks_can_miss_their_target() -> None:
     measured = Measured("all", [DENSE, FUSED, BLOCKS], [], costs_of([1.0, 2.0, 6.0], [1.3, 2.6, 7.8]))
-    assert [one.variant for one in measured.ratios if one.is_missed("seconds")] == ["adapt"]
-
-
-def test_long_calls_are_timed_less_often(models: dict[str, Any]) -> None:
-    few = {"dense (adapt)": models["dense (adapt)"]}
-    settings = Settings("cpu", "float32", 1, "tiny", rounds=5)
-    found = [inference.measure_case(few, Case("1x1", 1, 1, every=every), settings)[0] for every in (1, 2, 16)]
-    assert [len(cost.seconds) for cost in found] == [5, 3, 1]
+    assert [one.variant for one in measured.ratios if one.is_missed("seconds")] == ["adapt"], "blocks have their own"
 
 
 def test_a_dense_model_is_as_large_as_the_expansion_it_stands_for() -> None:
@@ -126,10 +114,6 @@ def test_a_dense_model_is_as_large_as_the_expansion_it_stands_for() -> None:
         assert found.layers == LARGE.layers and found.hidden // found.heads == 64
 
 
-def test_a_dense_model_of_the_base_size_is_the_base() -> None:
-    assert inference_models.dense_shape(LARGE, inference_models.count_parameters(LARGE)) == LARGE
-
-
 def test_models_are_stock_or_have_the_parameters_they_should(models: dict[str, Any]) -> None:
     counts = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     stock = {name for name, model in models.items() if type(model).__name__ == "LlamaForCausalLM"}
@@ -138,15 +122,6 @@ def test_models_are_stock_or_have_the_parameters_they_should(models: dict[str, A
     for name in ("preserve", "adapt"):
         # the smallest step of the inner width is 1.5 % here
         assert counts[f"dense ({name})"] == pytest.approx(counts[name], rel=0.015)
-
-
-@pytest.mark.parametrize("name", ["preserve", "adapt"])
-def test_blocks_and_fused_are_one_model_and_not_the_base(models: dict[str, Any], name: str) -> None:
-    tokens = random_tokens(models["base"], 2, 16)
-    with torch.no_grad():
-        base, blocks, fused = (models[found](tokens).logits for found in ("base", name, f"{name} fused"))
-    torch.testing.assert_close(fused, blocks, rtol=0, atol=1e-4)
-    assert (blocks - base).abs().max() > 1e-2, "shaken blocks change the output"
 
 
 # 4 layers of 4 heads; 2 more in the upper 2 layers, or in all 4
@@ -160,27 +135,3 @@ def test_blocks_and_fused_are_one_model_and_not_the_base(models: dict[str, Any],
 def test_counted_is_what_torch_multiplies_but_for_attention(models: dict[str, Any], name: str, heads: int) -> None:
     call = inference.make_call(models[name], Case("1x1", 1, 1))
     assert count_multiplications(call) == inference_models.count_multiply_adds(models[name]) + 2 * 16 * heads
-
-
-def test_tied_heads_are_counted_and_embeddings_are_not(tmp_path: Path) -> None:
-    counted = []
-    for tied in (False, True):
-        shape = replace(TINY, layers=1, tied=tied)
-        inference_models.make_checkpoint(tmp_path / str(tied), shape, dtype=torch.float32)
-        model = inference_models.load(tmp_path, Variant(str(tied), "base", "dense"), "cpu")
-        counted.append(inference_models.count_multiply_adds(model))
-    assert counted[0] == counted[1] == 64 * (2 * 64 + 2 * 32 + 3 * 176 + 256)
-
-
-def test_operators_are_counted(models: dict[str, Any]) -> None:
-    assert inference.count_operators(lambda: torch.ones(2).add(1).mul(2)) == 3
-    call = {name: inference.make_call(models[name], Case("1x1", 1, 1)) for name in ("adapt", "dense (adapt)")}
-    assert inference.count_operators(call["adapt"]) > inference.count_operators(call["dense (adapt)"])
-
-
-def test_generation_makes_as_many_tokens_as_it_says(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found = models["adapt fused"], []
-    generate = model.generate
-    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: found.append(generate(*args, **kwargs)))
-    inference.make_call(model, Case("gen", 1, 8, new_tokens=5))()
-    assert found[0].shape == (1, 13)

@@ -22,6 +22,7 @@ PAGE = """<html><body><nav>The menu of the window is for the reader.</nav><h1>Sh
 <p id="par_1">{}</p><p id="par_2">{}</p><pre>the code of the for and to</pre>
 <ul><li>{}<p>{}</p></li></ul></body></html>"""
 TEXTS = {"en": ENGLISH, "de": GERMAN}
+PARTS = ("train", "dev", "test")
 
 
 def write_help(work: Path, files: int = 200) -> None:
@@ -45,59 +46,27 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_paragraphs_of_a_page_are_read_each_by_itself_and_code_is_not(work: Path) -> None:
+def test_paragraphs_are_read_once_in_their_language_and_held_out_with_their_translations(
+    work: Path, tmp_path: Path
+) -> None:
     (page,) = [own for _, file, own in documents(work, "en") if file.name == "page7.html"]
-
+    # code and menus are left out
     assert page == [*(ENGLISH.format(f"size7x{place}") for place in range(3)), ENGLISH.format("note7")]
-
-
-def test_what_nobody_translated_is_not_of_the_second_language(work: Path) -> None:
-    found = [
-        line for part in ("train", "dev", "test") for own in read_text(work, "de", part) for line in own.split("\n")
-    ]
-
-    assert len(found) == 3 * 200
-    assert all(is_in("de", line) and not is_in("en", line) for line in found)
-
-
-def test_a_paragraph_is_taken_once(work: Path, tmp_path: Path) -> None:
-    write_help(tmp_path, 3)
-    folder = tmp_path / "packages" / HELP["en"] / "usr/share/help/text"
-    (folder / "zz.html").write_text((folder / "page1.html").read_text())
-
-    assert [file.name for _, file, _ in documents(tmp_path, "en")] == ["page0.html", "page1.html", "page2.html"]
-
-
-def test_translations_are_held_out_together(work: Path) -> None:
     held = {}
     for language in HELP:
         lines = (work / "text" / f"{language}.test.jsonl").read_text().splitlines()
         held[language] = {json.loads(line)["file"] for line in lines}
-
     assert held["en"] == held["de"] == {f"page{n}.html" for n in range(200) if part_of(Path(f"page{n}.html")) == "test"}
-    assert held["en"]
-
-
-def test_pairs_are_of_what_is_held_out_and_mean_the_same(work: Path) -> None:
+    found = {part: [line for own in read_text(work, "de", part) for line in own.split("\n")] for part in PARTS}
+    assert sum(map(len, found.values())) == 3 * 200, "what nobody translated is not of the second language"
+    assert all(is_in("de", line) and not is_in("en", line) for lines in found.values() for line in lines)
     pairs = read_pairs(work, "de")
-
-    held = {line for own in read_text(work, "de", "test") for line in own.split("\n")}
-    assert pairs and {pair.new for pair in pairs} <= held
+    assert pairs and {pair.new for pair in pairs} <= set(found["test"])
     assert all(pair.new == GERMAN.format(pair.old.split()[1]) for pair in pairs)
-
-
-@pytest.mark.parametrize(
-    ("language", "paragraph", "wanted"),
-    [
-        ("ko", "이 창에서는 문서의 크기를 바꿀 수 있습니다.", True),
-        ("ko", ENGLISH, False),
-        ("ru", "В этом окне можно изменить размер документа.", True),
-        ("en", "В этом окне можно изменить размер документа.", False),
-        ("en", "x = 1; y = 2; the", False),
-    ],
-)
-def test_languages_are_told_apart(language: str, paragraph: str, wanted: bool) -> None:
-    assert is_in(language, paragraph) is wanted
+    write_help(tmp_path, 3)
+    folder = tmp_path / "packages" / HELP["en"] / "usr/share/help/text"
+    (folder / "zz.html").write_text((folder / "page1.html").read_text())
+    assert [file.name for _, file, _ in documents(tmp_path, "en")] == ["page0.html", "page1.html", "page2.html"]
 
 
 def point(tokens: int, old: float, new: float) -> Point:

@@ -11,19 +11,6 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import batched_blocks, many_paths
-from benchmarks.routing_cost import Case
-
-
-def test_targets_are_those_of_preserve_expansions() -> None:
-    forward, generation = Case("forward", 1, 8), Case("generation", 1, 8, new_tokens=4)
-    choices = many_paths.choices_of([1, 8])
-    assert list(choices) == ["base", "alone", "1 preserve", "8 preserve", "1 adapt", "1 adapt, upper half"]
-    found = {
-        case.name: [many_paths.target_of(case, names) for names in choices.values()] for case in (forward, generation)
-    }
-    assert found["forward"] == [None, None, 1.3, pytest.approx(3.4), None, None]
-    assert found["generation"] == [None, None, None, 2.5, None, None]
-    assert many_paths.target_of(many_paths.FEW_TOKENS, ["preserve_1"]) is None
 
 
 def test_products_are_compared_with_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import torch
 from click.testing import CliRunner, Result
 from rich.table import Table
 
-from benchmarks import device, inference, make_checkpoint, on_gpu, routing_cost, training_cost
-from benchmarks.device import Place, as_markdown, peak_of, timed, warm_up
+from benchmarks import inference, make_checkpoint, on_gpu, routing_cost, training_cost
+from benchmarks.device import Place, as_markdown, peak_of
 from benchmarks.on_gpu import BENCHMARKS, Benchmark
 from scale_surgery.training.allocator import is_glibc, keep_freed_memory
 
@@ -79,32 +79,6 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_gpu_is_waited_for_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("wait"))
-    timed(lambda: done.append("call"), Place("cuda", "bfloat16", 1))
-    assert done == ["wait", "call", "wait"]
-    done.clear()
-    timed(lambda: done.append("call"), CPU)
-    assert done == ["call"], "the control"
-
-
-def test_peaks_on_a_gpu_are_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, calls = {"now": 100, "most": 100}, []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.update(most=held["now"]))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: held["now"])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: held["most"])
-
-    def call() -> None:
-        calls.append(1)
-        held["most"] = max(held["most"], held["now"] + 50 // len(calls))
-
-    assert warm_up(call, Place("cuda", "bfloat16", 1)) == 50 // device.WARM_UP, "of the last call"
-    assert len(calls) == device.WARM_UP
-    assert warm_up(call, CPU) is None and len(calls) == device.WARM_UP, "the control"
-
-
 @pytest.mark.skipif(not is_glibc(), reason="this system has another malloc")
 def test_peaks_on_the_cpu_are_anonymous_memory() -> None:
     """Also where malloc keeps what is freed, as it does after training."""
@@ -134,10 +108,3 @@ def test_tables_become_markdown() -> None:
     table.add_row("base", "1.0")
     assert as_markdown(table) == "**a case**\n\n| model | ms |\n| --- | --: |\n| base | 1.0 |"
     assert as_markdown("all: 1 of 2\n  NOT reached: one") == "* all: 1 of 2\n* NOT reached: one"
-
-
-def test_a_checkpoint_made_on_another_device_has_the_same_shapes(tmp_path: Path) -> None:
-    made = make_checkpoint.make_checkpoint(tmp_path / "one", make_checkpoint.SHAPES["tiny"], device="cpu")
-    assert made == make_checkpoint.make_checkpoint(tmp_path / "other", make_checkpoint.SHAPES["tiny"])
-    file = "model-00001-of-00001.safetensors"
-    assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()

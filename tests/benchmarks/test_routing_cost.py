@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from benchmarks import routing_cost, routing_memory, routing_models
@@ -85,10 +84,6 @@ def test_all_is_measured_and_written(
     assert report["most_extra_logits"] == 1.0
 
 
-def test_formula_counts_layers_above_the_fork() -> None:
-    assert [routing_models.formula(4, depth) for depth in (0, 2, 3, 4)] == [2, 1.5, 1.25, 1]
-
-
 def test_ratios_are_those_within_a_round() -> None:
     # a ratio of medians would say 8 / 4
     ratio = routing_cost.compare([BASE, ADAPT, ROUTED], costs_of([2.0, 8.0, 18.0]))[-1]
@@ -97,23 +92,12 @@ def test_ratios_are_those_within_a_round() -> None:
 
 
 @pytest.mark.parametrize(("times", "is_missed"), [(1.6, False), (1.7, True)])
-def test_the_target_can_be_missed(times: float, is_missed: bool) -> None:
+def test_the_targets_can_be_missed(times: float, is_missed: bool) -> None:
     ratios = routing_cost.compare([BASE, ADAPT, ROUTED], costs_of([times * taken for taken in (2.0, 4.0, 12.0)]))
     assert [ratio.variant for ratio in routing_cost.missed(ratios)] == ["L_fp 2 posterior"] * is_missed
     assert ("NOT reached" in routing_cost.render_verdict(ratios)) == is_missed
-
-
-def test_memory_target_can_be_missed() -> None:
-    reached, missed = (Measured([], [], [], [BASE, ADAPT, ROUTED], peaks_of(peak)) for peak in (2.05, 2.3))
-    assert reached.most_extra < routing_memory.MOST_EXTRA < missed.most_extra
-
-
-def test_every_model_begins_a_round_and_neighbours_stay_together() -> None:
-    names = ["a", "b", "c"]
-    turns = [routing_cost.take_turns(names, turn) for turn in range(6)]
-    assert {turn[0] for turn in turns} == set(names)
-    assert all(sorted(turn) == names for turn in turns)
-    assert turns[0] == ["c", "b", "a"] and turns[1] == names, "a drift counts once for either order"
+    peaks = Measured([], [], [], [BASE, ADAPT, ROUTED], peaks_of(2.3 if is_missed else 2.05))
+    assert (peaks.most_extra > routing_memory.MOST_EXTRA) == is_missed
 
 
 def test_multiplications_of_a_model_are_all_counted(models: dict[str, Any]) -> None:
@@ -123,11 +107,6 @@ def test_multiplications_of_a_model_are_all_counted(models: dict[str, Any]) -> N
     tokens, attention = 2 * 8, 2 * shape.layers * 2 * shape.hidden * 8 * 8
     call = routing_cost.make_call(models["base"], FORWARD)
     assert routing_cost.count_multiplications(call) == tokens * weights + attention
-
-
-def test_what_is_added_to_a_product_is_counted() -> None:
-    sizes = (torch.zeros(3, 5), torch.zeros(3, 7), torch.zeros(7, 5))
-    assert routing_cost.count_multiplications(lambda: sizes[0].addmm_(*sizes[1:])) == 3 * 7 * 5
 
 
 def test_a_routed_model_multiplies_as_much_as_the_formula_says(models: dict[str, Any]) -> None:
@@ -140,23 +119,6 @@ def test_a_routed_model_multiplies_as_much_as_the_formula_says(models: dict[str,
     # the base's part is twice there, the up stream's once
     assert 1.5 < counted["L_fp 0 strict"] / counted["L_fp 0"] < 1.8
     assert 1.4 < counted["L_fp 2 cosine"] / counted["L_fp 2"] < 1.6
-
-
-def test_generation_makes_as_many_tokens_as_it_says(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found = models["L_fp 2 posterior"], []
-    generate = model.generate
-    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: found.append(generate(*args, **kwargs)))
-    routing_cost.make_call(model, Case("generation", 1, 8, new_tokens=5))()
-    assert found[0].shape == (1, 13)
-
-
-def test_the_paths_of_the_models_differ(models: dict[str, Any]) -> None:
-    tokens = routing_models.random_tokens(models["base"], 1, 16)
-    with torch.no_grad():
-        base, adapt = models["base"](tokens).logits, models["L_fp 2"](tokens).logits
-        found = models["L_fp 2 posterior"].path_logits(tokens)
-    assert torch.equal(found[0], base) and torch.equal(found[1], adapt)
-    assert not torch.equal(base, adapt)
 
 
 def test_caches_hold_what_the_formula_says(models: dict[str, Any], variants: dict[str, Variant]) -> None:

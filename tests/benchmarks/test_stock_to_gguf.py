@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from click.testing import CliRunner
 
 from benchmarks import stock_to_gguf
 from scale_surgery import plan
@@ -61,9 +60,3 @@ def test_a_converter_that_stops_is_quoted(converter: stock_to_gguf.Converter, tm
     result = stock_to_gguf.measure(stock_to_gguf.SHIPPED, "inner", converter, tmp_path / "work")
     assert result.problem is not None and "is not supported" in result.problem
     assert result.drift is None
-
-
-def test_the_script_says_what_it_needs() -> None:
-    result = CliRunner().invoke(stock_to_gguf.main, [])
-    assert result.exit_code == 2
-    assert "Missing option '--converter'" in result.output

@@ -8,12 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.streams.asking import Examiner
 from benchmarks.streams.compare import BY_NAME
-from benchmarks.streams.learning import Settings, make_rehearsal
+from benchmarks.streams.learning import Settings
 from benchmarks.streams.report import courses, summary, weak_tables
 from benchmarks.streams.runs import Key, Run, append_run, read_runs, run
 from benchmarks.streams.tasks import base_task, tasks
@@ -72,34 +71,6 @@ def test_a_run_is_recorded(name: str, rehearses: bool, examiner: Examiner, tmp_p
         assert rows[0][0] > 0.5, "two steps do not make it forget all"
     if name != "full":
         assert done.parameters < 300_000
-
-
-def test_merging_one_update_is_the_adapter_itself() -> None:
-    pytest.importorskip("peft")
-    way = BY_NAME["LoRA merged"].start(0)
-    pupil = way.pupil(0)
-    for own in pupil.parameters():
-        if own.requires_grad:
-            torch.nn.init.normal_(own, std=0.05, generator=torch.Generator().manual_seed(0))
-    way.take_up(0, pupil)
-    ids = torch.arange(3, 33)[None]
-    with torch.no_grad():
-        expected = pupil.eval()(input_ids=ids).logits
-        found = {name: model(input_ids=ids).logits for name, model in way.answering()}
-
-    assert torch.allclose(found["averaged"], expected, atol=1e-3)
-    assert not torch.allclose(found["TIES"], expected, atol=1e-1), "TIES leaves four fifths of it out"
-
-
-def test_what_is_rehearsed_is_what_the_model_writes_and_costs_nothing_at_first(examiner: Examiner) -> None:
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
-    rehearsal = make_rehearsal(model, examiner.tokenizer, 32, 0)
-
-    assert rehearsal.rows.shape[1] == 256
-    assert rehearsal.loss(model, 0).item() == pytest.approx(0, abs=1e-6)
-    with torch.no_grad():
-        model.model.norm.weight *= 0.5
-    assert rehearsal.loss(model, 0).item() > 0.01
 
 
 def test_kept_is_a_share_of_what_was_learned(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, texts: Path, device:
             tmp_path / "trained",
             SETTINGS,
             run=place_of(device),
-            track=lambda label, total: stopping_at(3, label, total),
+            track=stopping_at(3),
         )
     start = TrainingStart(resume=True)
     done = train(path, data, tmp_path / "trained", SETTINGS, start=start, run=place_of(device))

@@ -91,51 +91,40 @@ def test_of_one_long_text_the_ends_are_set_aside(tmp_path):
     whole = "\n\n".join(own for part in (LEARN, *ASIDE) for _, own in parts[part])
     assert whole == BOOK.strip()
     assert all(0.05 < len(parts[part][0][1]) / len(BOOK) < 0.2 for part in ASIDE)
-
-
-def test_a_long_text_among_many_is_not_set_aside(tmp_path):
-    (tmp_path / "book.txt").write_text(BOOK)
+    # among many, a long one is not cut
     (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
-    parts = read(hold_out([tmp_path / "book.txt", tmp_path / "short.jsonl"], tmp_path / "out"))
+    parts = read(hold_out([file, tmp_path / "short.jsonl"], tmp_path / "among"))
     assert ("", BOOK) in parts["learn"] and len(parts["learn"]) > 40
+
+
+def test_too_little_text_is_refused_and_nothing_is_written(tmp_path):
+    too_little = (
+        "1 document leaves nothing to calibrate and to measure with, expected at least 20 that differ, or a longer one."
+    )
+    answered = json.dumps({"prompt": "Tell me.", "completion": "word " * 100})
+    for content, message in (
+        ('{"text": "one"}', too_little),
+        (answered, too_little),  # answers are not cut
+        ("", "holds no text, expected some to learn and to set aside"),
+        ('{"txt": 1}\n', "has the fields txt"),
+        (None, "there is no such file"),
+    ):
+        file = tmp_path / "new.jsonl"
+        file.unlink(missing_ok=True) if content is None else file.write_text(content)
+        with pytest.raises(DataError, match=message):
+            hold_out(file, tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
 
 
 def test_no_more_is_set_aside_than_was_said(data, tmp_path):
     done = hold_out(data, tmp_path / "out", HoldOutSettings(most_characters=60))
     assert all(done.characters[part] <= 90 for part in ASIDE)
-
-
-def test_half_in_each_leaves_nothing_to_learn(data, tmp_path):
-    done = hold_out(data, tmp_path / "out", HoldOutSettings(share=0.5))
+    # half in each leaves nothing to learn
+    done = hold_out(data, tmp_path / "half", HoldOutSettings(share=0.5))
     assert sum(done.documents[part] for part in ASIDE) >= 115
-    book = tmp_path / "book.txt"
-    book.write_text(BOOK)
-    assert set(hold_out(book, tmp_path / "other", HoldOutSettings(share=0.5)).documents) == set(ASIDE)
-
-
-def test_too_little_text_is_refused_and_nothing_is_written(tmp_path):
-    file = tmp_path / "short.txt"
-    file.write_text("one")
-    with pytest.raises(DataError) as refused:
-        hold_out(file, tmp_path / "out")
-    assert str(refused.value) == (
-        f"{file}: 1 document leaves nothing to calibrate and to measure with, expected at least 20 that differ, or a "
-        "longer one. Give more text."
-    )
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")) == ["short.txt"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "holds no text, expected some to learn and to set aside"), ('{"txt": 1}\n', "has the fields txt")],
-)
-def test_no_text_is_refused(tmp_path, content, message):
-    file = tmp_path / "new.jsonl"
-    file.write_text(content)
-    with pytest.raises(DataError, match=message):
-        hold_out(file, tmp_path / "out")
-    with pytest.raises(DataError, match="there is no such file"):
-        hold_out(tmp_path / "none.jsonl", tmp_path / "out")
+    (tmp_path / "book.txt").write_text(BOOK)
+    done = hold_out(tmp_path / "book.txt", tmp_path / "other", HoldOutSettings(share=0.5))
+    assert set(done.documents) == set(ASIDE)
 
 
 def test_settings_and_folders_are_checked(data, tmp_path):
@@ -157,13 +146,6 @@ def test_one_part_alone(data, tmp_path, part):
     for wrong, said in (((), "nothing"), (("learn", part), "learn")):
         with pytest.raises(PlanError, match=f"--parts is {said}, expected some of: calibrate, measure"):
             hold_out(data, tmp_path / "wrong", HoldOutSettings(parts=wrong))
-
-
-def test_answers_are_not_cut(tmp_path):
-    file = tmp_path / "asked.jsonl"
-    file.write_text(json.dumps({"prompt": "Tell me.", "completion": "word " * 100}) + "\n")
-    with pytest.raises(DataError, match="1 document leaves nothing to calibrate and to measure with"):
-        hold_out(file, tmp_path / "out")
 
 
 def test_the_command(data, tmp_path):

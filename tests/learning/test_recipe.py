@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scale_surgery import PlanError, read_recipe, resolve_recipe, write_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
-from scale_surgery.learning.presets import PRESETS, JobFacts, with_preset
+from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
 from scale_surgery.learning.recipe_file import recipe_text
 
@@ -29,27 +29,13 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-def problems(text: str, folder: Path) -> list[str]:
+def problems(text: str | bytes | None, folder: Path) -> list[str]:
     file = folder / "recipe.yaml"
-    file.write_text(text)
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PlanError) as refused:
         make_recipe(read_recipe(file))
     return [line.replace(str(file), "recipe.yaml") for line in refused.value.lines]
-
-
-def test_what_is_written_reads_back(tmp_path):
-    said = SAID | {
-        "training.learning_rate": "1e-3",
-        "expansion.layers": 4,
-        "training.groups": "w12, w21",
-        "route": False,
-    }
-    recipe = make_recipe(said)
-    assert (recipe.data, recipe.expansion.layers, recipe.training.learning_rate) == (("a.txt", "b.txt"), "4", 1e-3)
-    write_recipe(recipe, tmp_path / "recipe.yaml")
-    assert make_recipe(read_recipe(tmp_path / "recipe.yaml")) == recipe
-    # the negative control: another value is another recipe
-    assert make_recipe(said | {"training.warmup": 0.1}) != recipe
 
 
 @limits(deadline=None, max_examples=30)
@@ -60,7 +46,16 @@ def test_what_is_written_reads_back(tmp_path):
 )
 def test_any_text_and_number_reads_back(model, rate, files):
     files = [file.strip() for file in files]
-    recipe = make_recipe({"model": model, "data": files, "training.learning_rate": rate})
+    said = {
+        "model": model,
+        "data": files,
+        "training.learning_rate": rate,
+        "training.groups": "w12, w21",
+        "route": False,
+    }
+    recipe = make_recipe(said | {"expansion.layers": 4})
+    assert (recipe.data, recipe.expansion.layers) == (tuple(files), "4")
+    assert make_recipe(said | {"training.warmup": 0.1}) != recipe, "the control: another value is another recipe"
     with tempfile.TemporaryDirectory() as folder:
         write_recipe(recipe, Path(folder) / "recipe.yaml")
         assert make_recipe(read_recipe(Path(folder) / "recipe.yaml")) == recipe
@@ -89,12 +84,6 @@ def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
     ]
 
 
-def test_a_setting_of_another_section_is_found(tmp_path):
-    assert problems("model: m\ndata: d\nwarmup: 0.1\n", tmp_path) == [
-        "recipe.yaml, line 3: warmup is no setting of a recipe. Did you mean training.warmup?"
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -103,6 +92,9 @@ def test_a_setting_of_another_section_is_found(tmp_path):
         ("model: &x [*x]\n", "recipe.yaml, line 1: model is [[...]], expected text."),
         ("model: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
         ("model: 2020-01-01\n", "expected text."),
+        ("model: m\ndata: d\nwarmup: 0.1\n", "line 3: warmup is no setting of a recipe. Did you mean training.warmup?"),
+        (b"model: \xff\n", "is no YAML"),
+        (None, "cannot be read"),
         ("model: m\ndata: {a: b}\n", "recipe.yaml, line 2: data is {'a': 'b'}, expected a list of files."),
         ("? [a, b]\n: 3\n", "a list is no setting of a recipe"),
         ("", "model: there is no base model, give MODEL, or model in a recipe."),
@@ -110,13 +102,6 @@ def test_a_setting_of_another_section_is_found(tmp_path):
 )
 def test_hostile_files_are_refused(text, message, tmp_path):
     assert message in "\n".join(problems(text, tmp_path))
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path):
-    (tmp_path / "latin.yaml").write_bytes(b"model: \xff\n")
-    for name, message in (("none.yaml", "cannot be read"), ("latin.yaml", "is no YAML"), (".", "cannot be read")):
-        with pytest.raises(PlanError, match=message):
-            read_recipe(tmp_path / name)
 
 
 def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
@@ -136,7 +121,7 @@ def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
         resolve_recipe(said | {"preset": "best"})
 
 
-def test_the_paper_is_as_published(data):
+def test_the_paper_is_as_published_and_the_default_fits_any_text(data):
     recipe = resolve_recipe({"model": str(SHIPPED_MODEL), "data": str(data), "preset": "paper"})
     training = recipe.training
     assert training.batch_size * training.gradient_accumulation == 512
@@ -145,14 +130,9 @@ def test_the_paper_is_as_published(data):
     # L_fp is 3 of 16 layers, and sequences are as long as the model reads
     values = with_preset("paper", {}, JobFacts(layers=16, context=131072, tokens=10**9))
     assert (values["expansion.collaborative_layers"], values["training.sequence_length"]) == ("last:13", 8192)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("tokens", [1, 9_000, 10**6, 10**12])
-def test_presets_make_recipes(name, tokens):
-    recipe = make_recipe(with_preset(name, SAID, JobFacts(32, 4096, tokens)))
-    if name == "default":
-        assert 1 <= recipe.training.epochs <= 12 and 1 <= recipe.training.batch_size <= 8
+    for tokens in (1, 9_000, 10**6, 10**12):
+        training = make_recipe(with_preset("default", SAID, JobFacts(32, 4096, tokens))).training
+        assert 1 <= training.epochs <= 12 and 1 <= training.batch_size <= 8
 
 
 def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,18 +95,14 @@ def test_other_fields_leave_the_batch_to_the_operation(expanded, tmp_path, run, 
     assert len(seen) == passes, "hidden states of one window are held at a time, unless more are asked for"
 
 
-def test_a_check_says_where_it_ran(expanded):
-    result = verify(expanded, record=False)
-    assert result.numbers is not None
-    assert result.to_json()["numbers"]["device"] == RunOptions().placed().device
-
-
 def test_a_device_that_is_not_there_is_named_before_any_work(expanded, tmp_path, monkeypatch):
     """Not by torch, of a folder with a name that nobody gave, after half of the work."""
     with_accelerator(monkeypatch, None)
     text, run = tmp_path / "text.txt", RunOptions(device="cuda")
     text.write_text("Ada was born in Rome.")
+    train_on = functools.partial(train, expanded, [text], tmp_path / "made")
     asked = (
+        lambda: train_on(run=run),
         lambda: verify(expanded, run=run, record=False),
         lambda: report(expanded, run=run),
         lambda: evaluate(expanded, text, run=run),
@@ -115,13 +112,10 @@ def test_a_device_that_is_not_there_is_named_before_any_work(expanded, tmp_path,
     for ask in asked:
         with pytest.raises(PlanError, match=r"^--device is cuda, found no accelerator on this machine; expected auto"):
             ask()
-    assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
-
-
-def test_training_runs_on_what_there_is(expanded, tmp_path, monkeypatch):
-    with_accelerator(monkeypatch, None)
-    with pytest.raises(PlanError, match=r"^--device is cuda, found no accelerator on this machine; expected auto"):
-        train(expanded, [tmp_path / "text"], tmp_path / "made", run=RunOptions(device="cuda"))
     with_accelerator(monkeypatch, "cuda")
     with pytest.raises(TrainingError, match=r"^--device is cuda:1, found an accelerator called cuda on this machine"):
-        train(expanded, [tmp_path / "text"], tmp_path / "made", run=RunOptions(device="cuda:1"))
+        train_on(run=RunOptions(device="cuda:1"))
+    assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
+    monkeypatch.undo()
+    numbers = verify(expanded, record=False).to_json()["numbers"]
+    assert numbers["device"] == RunOptions().placed().device, "the control: a check says where it ran"

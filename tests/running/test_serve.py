@@ -126,45 +126,29 @@ def test_paths_of_a_composed_folder_compute_on_one_thread_each_as_it_is_alone(
     manager.shutdown()
 
 
-def test_names_are_checked_before_anything_is_loaded(
+def test_what_cannot_be_served_is_said_before_anything_is_loaded(
     speaking: tuple[Made, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made, folder = speaking
     monkeypatch.setattr(serving, "NEEDED", ("json",))
-    with pytest.raises(PlanError, match=r"^expansion lw: is no path of composed, expected base or medicine or"):
-        serve(folder, serving.Address(port=free_port()), expansion="lw")
-    with pytest.raises(PlanError, match=r"^expansion law: base has no expansions under names, expected a composed fo"):
-        serve(made.base, serving.Address(port=free_port()), expansion="law")
     monkeypatch.chdir(tmp_path)
     Path("law").symlink_to(folder)
-    with pytest.raises(PlanError, match=r"^law: names the folder and a path in it, .* Give the folder as \./law\.$"):
-        serve("law", serving.Address(port=free_port()))
-
-
-def test_a_path_with_a_revision_in_it_is_refused() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"^models@home/wide: .* reads what follows @ as a revision\. Give a path"
+    Path("empty").mkdir()
+    for path, name, error, message in (
+        (folder, "lw", PlanError, r"^expansion lw: is no path of composed, expected base or medicine or"),
+        (made.base, "law", PlanError, r"^expansion law: base has no expansions under names, expected a composed fo"),
+        ("law", None, PlanError, r"^law: names the folder and a path in it, .* Give the folder as \./law\.$"),
+        ("models@home/wide", None, CheckpointError, r"^models@home/wide: .* follows @ as a revision\. Give a path"),
+        ("empty", None, CheckpointError, "empty: the folder is empty"),
     ):
-        serve("models@home/wide")
-
-
-def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
+        with pytest.raises(error, match=message):
+            serve(path, serving.Address(port=free_port()), expansion=name)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServingError, match=rf"^127\.0\.0\.1, port {port}: cannot listen there .* --port\.$"):
             serve("nowhere", serving.Address(port=port))
     with pytest.raises(ServingError, match=r"^port: 70000, expected a port, from 1 to 65535"):
         serve("nowhere", serving.Address(port=70000))
-
-
-def test_what_is_no_model_is_told_by_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As by every other command; a tokenizer is not what these lack."""
-    monkeypatch.setattr(serving, "NEEDED", ("json",))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    for name, said in (("empty", "the folder is empty"), ("file", "is a file, expected a model folder")):
-        with pytest.raises(CheckpointError, match=f"{name}: {said}"):
-            serve(tmp_path / name, serving.Address(port=free_port()))
 
 
 def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +162,7 @@ def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.Mon
 def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
     from scale_surgery.running.server import CHAT, COMPLETIONS, Refusal, check_fields
 
-    usual = {
-        "n": 1,
-        "logprobs": False,
-        "top_logprobs": None,
-        "presence_penalty": 0.0,
-        "user": "x",
-        "tool_choice": "auto",
-    }
+    usual = {"n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0.0, "tool_choice": "auto"}
     check_fields(CHAT, usual | {"messages": [], "max_tokens": 5, "response_format": {"type": "text"}})
     for fields, named in (
         ({"n": 2, "logprobs": True, "prompt": "Q:"}, "logprobs, n"),
@@ -198,13 +175,10 @@ def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
         assert (refused.value.status, refused.value.code) == (400, "unsupported_parameter")
 
 
-def test_paths_are_shown_beside_the_name_of_the_model() -> None:
-    rows = render_served(serving.Served("both", "http://127.0.0.1:8000/v1", False, ("base", "law")))
+def test_what_is_shown_of_a_server() -> None:
+    rows = render_served(serving.Served("both", serving.Address().url, False, ("base", "law")))
     assert shown(rows).splitlines()[1:3] == ["model     both", "or alone  base, law"]
     assert "or alone" not in shown(render_served(serving.Served("wide", "http://127.0.0.1:8000/v1", False)))
-
-
-def test_urls_of_both_kinds_of_address() -> None:
     assert serving.Address().url == "http://127.0.0.1:8000/v1"
     assert serving.Address("::1", 80).url == "http://[::1]:80/v1"
 
@@ -309,19 +283,6 @@ def test_the_example_of_the_documentation(server: Running, capsys: pytest.Captur
     question = "Q: What is the birth city of Hugo Pickett?\nA:"
     assert question.replace("\n", "\\n") in example
     assert capsys.readouterr().out == server.alone((question, 8))[0] != ""
-
-
-@needs_server
-def test_a_cancelled_request_ends_and_leaves_nothing_behind(server: Running) -> None:
-    (expected,) = server.alone(ASKED[1])
-    stream = server.client.completions.create(
-        model=server.served["model"], prompt="Q:", stream=True, extra_body=ENDLESS
-    )
-    parts = [part.choices[0].text for part, _ in zip(stream, range(20), strict=False)]
-    assert len(parts) == 20
-    stream.close()
-    # it would wait for the other one's ten million tokens
-    assert server.answer(ASKED[1]) == expected
 
 
 @needs_server

@@ -108,36 +108,6 @@ def test_blank_lines_and_other_line_ends_are_no_lines(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl") == [("", text), ("", "last")]
 
 
-def test_a_document_knows_where_it_stands(tmp_path: Path) -> None:
-    file = lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": ""}, {"text": "b"})
-    assert [document.source for document in read_documents([file])] == [f"{file}, line 1", f"{file}, line 3"]
-
-
-def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(
-        '{"text": "good"}\n{"text": \n"a string"\n[1]\n{"text": 5, "more": 1}\n{}\n{"question": "no answer?"}\n'
-    )
-    expected = (
-        'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or '
-        '{"instruction", "output"}.'
-    )
-    assert refusal(file).splitlines() == [
-        f"{file}, line 2: is not JSON (Expecting value: line 1 column 10 (char 9)).",
-        f"{file}, line 3: found str, {expected}",
-        f"{file}, line 4: found list, {expected}",
-        f'{file}, line 5: "text" is a number, expected a text.',
-        f"{file}, line 6: has the fields none; {expected}",
-        f"{file}, line 7: has the fields question; {expected}",
-    ]
-
-
-def test_many_problems_are_counted(tmp_path: Path) -> None:
-    file = lines(tmp_path / "a.jsonl", *[{"body": "x"}] * 20)
-    problems = refusal(file).splitlines()
-    assert len(problems) == 13 and problems[-1] == "... and 8 more."
-
-
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
     assert refusal(tmp_path / "latin.txt") == (
@@ -145,12 +115,6 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         "start byte). Give UTF-8 text, JSONL or a saved dataset."
     )
     assert refusal(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: there is no such file. Give")
-
-
-def test_a_folder_that_is_no_saved_dataset(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text("[]", encoding="utf-8")
-    (tmp_path / "dataset_info.json").write_text("[]", encoding="utf-8")
-    assert refusal(tmp_path).startswith(f"{tmp_path}: is no saved dataset (")
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:
@@ -165,7 +129,9 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
         f"{tmp_path}/many: holds the splits train. Give the folder of one, {tmp_path}/many/train."
     )
     assert refusal(tmp_path / "other").startswith(f"{tmp_path}/other, row 1: has the fields body; expected")
-    assert refusal(tmp_path / "folder").startswith(f"{tmp_path}/folder: is no saved dataset (")
+    (tmp_path / "one" / "state.json").write_text("[]", encoding="utf-8")
+    for name in ("folder", "one"):
+        assert refusal(tmp_path / name).startswith(f"{tmp_path}/{name}: is no saved dataset (")
 
 
 def test_alpaca_and_conversations(tmp_path: Path) -> None:
@@ -194,8 +160,18 @@ def test_alpaca_and_conversations(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
+    expected = (
+        'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or '
+        '{"instruction", "output"}.'
+    )
     rows = {
-        '{"text": 5}': '"text" is a number, expected a text.',
+        '{"text": ': "is not JSON (Expecting value: line 1 column 10 (char 9)).",
+        '"a string"': f"found str, {expected}",
+        "[1]": f"found list, {expected}",
+        "{}": f"has the fields none; {expected}",
+        '{"question": "no answer?"}': f"has the fields question; {expected}",
+        '{"text": "\\ud800 x"}': '"text" holds half a character (a lone surrogate), expected Unicode text.',
+        '{"text": 5, "more": 1}': '"text" is a number, expected a text.',
         '{"text": ["a"]}': '"text" is a list, expected a text.',
         '{"instruction": "i", "input": {}, "output": "o"}': '"input" is an object, expected a text.',
         '{"messages": "hello"}': '"messages" is a text, expected a list of {"role", "content"}.',
@@ -209,9 +185,14 @@ def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
         ),
     }
     file = tmp_path / "a.jsonl"
+    for row, problem in rows.items():
+        file.write_text(f'{{"text": "good"}}\n{row}\n')
+        assert refusal(file) == f"{file}, line 2: {problem}"
     file.write_text("\n".join(rows))
+    # twelve are named, the rest is counted
     assert refusal(file).splitlines() == [
-        f"{file}, line {number}: {problem}" for number, problem in enumerate(rows.values(), 1)
+        *(f"{file}, line {number}: {problem}" for number, problem in enumerate([*rows.values()][:12], 1)),
+        f"... and {len(rows) - 12} more.",
     ]
 
 
@@ -241,13 +222,9 @@ def test_of_an_answer_every_token_is_scored_and_of_a_question_none() -> None:
     assert (len(found), found.scored, found.longest) == (2, 7, 8)
     assert found[1]["input_ids"].tolist() == [START, *text, END]
     assert found[1]["labels"].dtype == torch.int64
-
-
-def test_prompts_can_be_learned_too() -> None:
-    documents = [Document("ab?", " cd", ""), Document("", "ef", "")]
-    found = tokenize(documents, letters(), learn_prompts=True)
-    assert found.labels[:8].tolist() == found.ids[:8].tolist()
-    assert found.labels[8:].tolist() == [IGNORED, *found.ids[9:].tolist()]
+    learned = tokenize(documents, letters(), learn_prompts=True)
+    assert learned.labels[:8].tolist() == learned.ids[:8].tolist()
+    assert learned.labels[8:].tolist() == [IGNORED, *learned.ids[9:].tolist()]
 
 
 # a template that marks answers, one that does not, and one that leaves a thought out of all answers but the last
@@ -320,20 +297,16 @@ def test_conversations_that_no_template_can_write() -> None:
         assert str(error.value) == f"talk.jsonl, line 1: {problem}"
 
 
-def test_without_a_start_token_the_first_token_is_not_scored() -> None:
+def test_tokenizers_with_and_without_tokens_that_start_and_end() -> None:
+    documents = [Document("ab?", " cd", ""), Document("", "ef", "")]
+    # an end that the tokenizer adds itself stands once, and not after the prompt
+    for closes in (False, True):
+        found = tokenize(documents, letters(closes=closes))
+        assert found.ids.tolist() == [START, *ids_of("ab? cd"), END, START, *ids_of("ef"), END]
+    assert tokenize(documents[1:], letters(ends=False)).ids.tolist() == [START, *ids_of("ef")]
     found = tokenize([Document("", "ef", ""), Document("", "g", "")], letters(starts=False))
     assert found.labels.tolist() == found.ids.tolist() == [*ids_of("ef"), END, *ids_of("g"), END]
-    assert found.scored == 3
-
-
-def test_an_end_that_the_tokenizer_adds_stands_once_and_not_after_the_prompt() -> None:
-    for closes in (False, True):
-        found = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters(closes=closes))
-        assert found.ids.tolist() == [START, *ids_of("ab? cd"), END, START, *ids_of("ef"), END]
-
-
-def test_without_an_end_token_there_is_none() -> None:
-    assert tokenize([Document("", "ef", "")], letters(ends=False)).ids.tolist() == [START, *ids_of("ef")]
+    assert found.scored == 3, "the first token of a text is not predicted"
 
 
 def test_the_shipped_tokenizer() -> None:
@@ -349,20 +322,16 @@ def test_more_documents_than_are_tokenized_at_once() -> None:
     assert len(found) == 2500 and found.starts[-1] == len(found.ids) == 2500 * 3 + 1250
 
 
-def test_no_documents() -> None:
-    with pytest.raises(DataError, match=r"^The data hold no text: every file is empty\. Give at least one document\.$"):
-        tokenize([], letters())
-
-
-def test_a_document_that_becomes_no_token() -> None:
+def test_texts_without_a_token_are_refused() -> None:
     class Silent(PreTrainedTokenizerFast):
         def __call__(self, texts: Any, **options: Any) -> Any:
             return {"input_ids": [[] for _ in texts]}
 
+    with pytest.raises(DataError, match=r"^The data hold no text: every file is empty\. Give at least one document\.$"):
+        tokenize([], letters())
     silent = Silent(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=r"^a\.txt: has no token in this model's tokenizer\. Leave it out\.$"):
         tokenize([Document("", "x", "a.txt")], silent)
-    assert str(error.value) == "a.txt: has no token in this model's tokenizer. Leave it out."
 
 
 def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:
@@ -380,14 +349,11 @@ def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:
 # long texts
 
 
-@pytest.fixture
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "LONG_TEXT", 100)
     monkeypatch.setattr(documents, "PIECE", 20)
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:
     text = " \n" * 60 + "abc defg\n" * 9 + " \n" * 40 + "ab\r\n" * 9 + "x" * 70 + "\nend"
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -403,23 +369,16 @@ def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(tmp_path: Path)
     one = tokenize([Document("", "ab", ""), whole, Document("", "cd", "")], letters())
     assert one[1]["input_ids"].tolist() == [START, *ids_of(whole.text), END] and len(one) == 3
     assert one.labels[4] == IGNORED and one[1]["labels"][1:].tolist() == one[1]["input_ids"][1:].tolist()
+    # what is not long, or no plain text, is one piece; lines without text are none
+    chat = {"messages": [{"role": "user", "content": "a" * 200}]}
+    for own in (Document("", "a" * 100, ""), Document("a" * 200, "b" * 200, ""), Document("", "a" * 200, "", chat)):
+        assert list(in_pieces(own)) == [own]
+    (tmp_path / "blank.txt").write_text(" \n" * 200)
+    assert list(read_documents([tmp_path / "blank.txt"], whole=False)) == []
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     found = [tokenizer(piece.text, add_special_tokens=False)["input_ids"] for piece in pieces]
     ids = tokenize([whole], tokenizer).ids.tolist()
     assert ids == [tokenizer.bos_token_id, *chain.from_iterable(found), tokenizer.eos_token_id]
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_what_is_not_long_or_no_plain_text_is_tokenized_at_once(tmp_path: Path) -> None:
-    chat = {"messages": [{"role": "user", "content": "a" * 200}]}
-    for document in (
-        Document("", "a" * 100, ""),
-        Document("a" * 200, "b" * 200, ""),
-        Document("", "a" * 200, "", chat),
-    ):
-        assert list(in_pieces(document)) == [document]
-    (tmp_path / "blank.txt").write_text(" \n" * 200)
-    assert list(read_documents([tmp_path / "blank.txt"], whole=False)) == []
 
 
 # windows
@@ -457,12 +416,6 @@ def test_striding_scores_every_token_once(lengths: list[int], window: tuple[int,
     assert found.scored == sequences.scored
 
 
-def test_windows_of_one_document_hold_no_other() -> None:
-    found = stride(sequences_of([7, 3, 5]), 4, 2)
-    windows = [row["input_ids"].tolist() for row in (found[index] for index in range(len(found)))]
-    assert windows == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [12, 13, 14]]
-
-
 def test_an_answer_is_one_in_whatever_window_it_begins() -> None:
     """A prompt may end in the overlap of two windows; a later window that continues a text begins no answer."""
     sequences = tokenize([Document("abcdefgh?", " ijklm", ""), Document("", "nopqrstuvwxyz", "")], letters())
@@ -489,17 +442,6 @@ def test_a_batch_is_padded_on_the_right() -> None:
     ignored = [IGNORED] * 4
     assert batch["labels"].tolist() == [[*ignored, *ids_of(" cd"), END], [IGNORED, *ids_of("ef"), END, *ignored]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-
-
-def test_a_json_array_is_read_too(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"text": "one"}, {"question": "Q?", "answer": "A"}]')
-    assert [document.text for document in read_documents([tmp_path / "a.json"])] == ["one", " A"]
-
-
-def test_half_a_character_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800 x"}\n')
-    with pytest.raises(DataError, match='line 1: "text" holds half a character'):
-        list(read_documents([tmp_path / "a.jsonl"]))
 
 
 def test_sequences_without_anything_to_learn_are_left_out() -> None:

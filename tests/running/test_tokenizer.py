@@ -83,18 +83,13 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ids_are_those_of_the_base(folders, ids_in_a_fresh_process, name):
+def test_ids_are_those_of_the_base_and_strip_gives_its_files_back(folders, ids_in_a_fresh_process, tmp_path, name):
     base, expanded, _ = folders[name]
     assert ids_in_a_fresh_process[str(base)] == ids_in_a_fresh_process[str(expanded)]
     ids = ids_in_a_fresh_process[str(base)][1]
     assert len(ids[0]) > 3
     here = AutoTokenizer.from_pretrained(expanded)
     assert [here(text)["input_ids"] for text in TEXTS] == ids
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_strip_gives_the_tokenizer_files_back(folders, tmp_path, name):
-    base, expanded, _ = folders[name]
     strip(expanded, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == digests(base)
 

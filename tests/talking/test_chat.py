@@ -27,14 +27,13 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from rich.text import Text
 
-from scale_surgery import GenerationSettings, PlanError, generate
+from scale_surgery import GenerationSettings, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.show import console
 from scale_surgery.show.answers import SideBySide, choose_marking
 from scale_surgery.talking import chat as conversing
-from scale_surgery.talking.chat import changed
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.interrupt import interruptible
 from scale_surgery.talking.records import Look
@@ -133,25 +132,6 @@ def test_a_conversation_in_a_terminal(place: Path) -> None:
         assert len(COLOUR.findall(answer)) == sum(bool(token.text.strip("\n")) for token in wanted.tokens)
         terminal.type("\x04")
         assert child.wait(SECONDS) == 0
-
-
-@pytest.mark.slow
-def test_a_terminal_without_colours(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = pty.openpty()
-    ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    for name, value in {"TERM": "xterm-256color", "NO_COLOR": "1"}.items():
-        monkeypatch.setenv(name, value)
-    os.write(ours, b"Anna\n/paths\n/reset\nAnna\n\x04")
-    with os.fdopen(os.dup(theirs)) as typed, os.fdopen(theirs, "w") as shown, monkeypatch.context() as patch:
-        for name, stream in {"stdin": typed, "stdout": shown, "stderr": shown}.items():
-            patch.setattr(sys, name, stream)
-        main(["chat", str(place / "posterior"), "--max-new-tokens", "12", "--temperature", "0"], standalone_mode=False)
-        text = Terminal(ours).wait_for(r"(?s)forgotten.*\n.*\n.*goes on").replace("\r\n", "\n")
-    os.close(ours)
-    assert not re.search(r"\x1b\[[\d;]*[34]8;", text), "no colours"
-    plain, marked = (found[1] for found in re.finditer(r"> (.*?)\n\S*stopped after", text, re.DOTALL))
-    assert "⟦" in marked and "⟦" not in plain and "paths are shown by brackets" in text
-    assert marked.replace("⟦default: ", "").replace("⟧", "").endswith(plain)
 
 
 def press(times: int) -> None:
@@ -286,15 +266,6 @@ def test_commands(place: Path) -> None:
     assert "stopped after 12 tokens, see /set max-new-tokens; an empty line goes on" in wrong.stdout
 
 
-def test_settings_are_changed_one_by_one() -> None:
-    found = changed(GREEDY, "temperature", "0.5", has_template=False)
-    assert found == replace(GREEDY, temperature=0.5)
-    assert changed(found, "temperature", "", has_template=False) == replace(GREEDY, temperature=None)
-    assert changed(GREEDY, "system", "Be brief.", has_template=True).system == "Be brief."
-    with pytest.raises(PlanError, match="/set system: cannot be set here"):
-        changed(GREEDY, "system", "Be brief.", has_template=False)
-
-
 def test_a_conversation_by_a_chat_template(templated: Path) -> None:
     first, second = said(templated, "Who?", "", "Why?", options=("--system", "S"))
     before = f"[system]S\n[user]Who?\n[assistant]{first['text']}\n[user]Why?\n[assistant]"
@@ -348,11 +319,3 @@ def test_paths_are_shown_where_there_are_colours_or_when_asked_for() -> None:
     for without, look in ((plain, Look()), (refusing, Look())):
         assert choose_marking(without, look) == "nothing"
         assert choose_marking(without, replace(look, paths=True)) == "brackets"
-
-
-def test_refusals_come_before_anything_is_loaded(place: Path) -> None:
-    failed = talk(place / "base", "Anna", options=("--compare", "--top-p", "2"), code=1)
-    assert failed.stdout == "" and " ".join(failed.stderr.split()) == (
-        "error: --top-p is 2.0, expected more than 0 and at most 1. --compare: base is not expanded, so it has no base "
-        "beside it. Give an expanded model."
-    )

@@ -75,18 +75,6 @@ def run(*words: Any, **options: Any) -> str:
 
 
 @pytest.mark.slow
-def test_names_stand_where_there_are_no_colours(speaking: tuple[Made, Path]) -> None:
-    asked = ["--prompt", "Anna Berg", "--temperature", "0", "--max-new-tokens", "40"]
-    text = run("generate", speaking[1], *asked, "--paths", "--compare")
-    opened = [name for name in NAMES[1:] if f"⟦{name}: " in text]
-    assert opened and "in ⟦name: ⟧: from that expansion" in text
-    columns = text.splitlines()
-    assert columns[0].split() == ["base", "expanded"] and any(line[:38].strip() for line in columns[1:4])
-    assert "⟦" not in run("generate", speaking[1], *asked, "--no-paths")
-    assert "⟦" not in run("generate", speaking[1], *asked, "--paths", "--expansion", "law").split("in ⟦name")[0]
-
-
-@pytest.mark.slow
 def test_a_conversation_changes_who_answers(speaking: tuple[Made, Path]) -> None:
     typed = "Anna\n/set expansion law\n/reset\nAnna\n/set expansion\n/reset\nAnna\n"
     asked = ["--temperature", "0", "--max-new-tokens", "12", "--json"]

@@ -12,18 +12,15 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoTokenizer, GenerationConfig
 
-from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, RunOptions, SurgeryError, generate
+from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, SurgeryError, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.cli.program import main
 from scale_surgery.evidence.eval_targets import open_subjects
-from scale_surgery.routing.token_texts import TextReader
-from scale_surgery.routing.watched import WeightObserver
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
 from scale_surgery.talking.settings import USUAL
 from tests.conftest import load
 from tests.each import mostly
-from tests.routing.test_report import bytes_tokenizer
 
 KINDS = ("base", "wide", "posterior", "cosine", "fused", "deep")
 ROUTED = ("posterior", "cosine", "fused")
@@ -56,14 +53,6 @@ def test_greedy_answers_are_those_of_transformers(place: Path, kind: str) -> Non
     assert (found.model, found.base_answers) == (kind, ())
 
 
-def test_the_kinds_differ(place: Path) -> None:
-    """The control of the test above."""
-    answers = {
-        tuple(ids_of(generate(place / kind, PROMPTS[0], GREEDY).answers[0])) for kind in ("base", "wide", "deep")
-    }
-    assert len(answers) == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly(("base", "posterior"), "posterior".__eq__))
 def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kind: str) -> None:
@@ -83,9 +72,6 @@ def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kin
 
 
 def test_options_of_drawing() -> None:
-    assert GenerationSettings().options() == {}
-    assert GenerationSettings(temperature=0, top_p=0.5).options() == {"do_sample": False}
-    assert GenerationSettings(top_k=0).options() == {"do_sample": True, "top_k": 0}
     own = GenerationConfig(do_sample=True, temperature=0.6)
     assert GenerationSettings(top_p=0.9).describe(own) == (
         "drawn with temperature 0.6, top-p 0.9, top-k 50, at most 512 tokens"
@@ -109,21 +95,6 @@ def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
     assert answer.routed_share == pytest.approx(float(found.mean()))
 
 
-@pytest.mark.slow
-def test_a_prompt_that_is_read_in_parts_is_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (whole,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
-    calls: list[int] = []
-    weights = WeightObserver.weights
-    monkeypatch.setattr(WeightObserver, "weights", lambda *given: (calls.append(1), weights(*given))[1])
-    # three positions at a time
-    monkeypatch.setattr("scale_surgery.modeling.expanded_routing.LOGITS_AT_ONCE", 2 * 3 * 258)
-    (parts,) = generate(place / "posterior", PROMPTS[0], GREEDY).answers
-    assert len(calls) > len(parts.tokens), "the control"
-    assert ids_of(parts) == ids_of(whole)
-    found = [[token.weights[1] for token in answer.tokens] for answer in (parts, whole)]
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
-
-
 def test_the_base_answers_from_the_same_weights(place: Path) -> None:
     settings = replace(GREEDY, temperature=0.8, max_new_tokens=12)
     for kind in ("wide", "posterior", "deep"):
@@ -135,13 +106,6 @@ def test_the_base_answers_from_the_same_weights(place: Path) -> None:
         # it takes no random numbers away
         assert found.answers == generate(place / kind, PROMPTS, settings).answers
         assert ids_of(found.answers[0]) != ids_of(found.base_answers[0])
-
-
-@pytest.mark.slow
-def test_code_of_the_folder_gives_the_same(place: Path) -> None:
-    for kind in ("posterior", "cosine"):
-        found = generate(place / kind, PROMPTS[0], GREEDY, run=RunOptions(trust_remote_code=True))
-        assert found.answers == generate(place / kind, PROMPTS[0], GREEDY).answers
 
 
 # tokens and texts
@@ -168,13 +132,6 @@ def test_an_answer_reads_on_from_its_prompt() -> None:
     assert answer.text == f" {question.answer}"
     assert (answer.ended, answer.tokens[-1]) == ("end", Token(tokenizer.eos_token_id, ""))
     assert tokenizer.decode(ids_of(answer), skip_special_tokens=True) == answer.text
-
-
-def test_a_character_stands_at_its_last_token() -> None:
-    tokenizer = bytes_tokenizer()
-    ids = tokenizer("a東", add_special_tokens=False)["input_ids"]
-    reader = TextReader(tokenizer, ids[:1])
-    assert [reader.read(id_) for id_ in ids[1:]] == ["", "", "東"]
 
 
 def test_answers_end_where_there_is_no_room(templated: Path) -> None:
@@ -237,14 +194,6 @@ def test_the_oldest_turns_are_left_out(templated: Path) -> None:
     assert read_by(conversation, "x" * 60, settings)[1] == 2
 
 
-def test_an_interrupt_ends_all_answers(place: Path) -> None:
-    def interrupt(token: StreamedToken) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        generate(place / "posterior", PROMPTS, GREEDY, on_token=interrupt)
-
-
 # refusals
 
 
@@ -300,12 +249,6 @@ def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(own)
     (line,) = refusal(own, "x", error=CheckpointError)
     assert line.startswith("picky: its chat template does not take the conversation (TemplateError: no system message)")
-
-
-def test_no_such_model() -> None:
-    assert refusal("nowhere", "x", error=CheckpointError) == [
-        "nowhere: not found. Give a model folder or a Hub id such as org/name."
-    ]
 
 
 # the command

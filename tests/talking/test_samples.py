@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_t
 from tests.composed import make_speaking
 from tests.conftest import load
 from tests.each import mostly
+from tests.training.test_learned import Bars
 
 SETTINGS = GenerationSettings(max_new_tokens=15, seed=3)
 
@@ -71,16 +70,8 @@ def test_an_interrupted_run_leaves_what_was_there(place: Path, tmp_path: Path) -
     file = tmp_path / "old.jsonl"
     file.write_text("before")
 
-    @contextmanager
-    def stopping(label: str, total: int) -> Iterator[Callable[..., None]]:
-        def advance(amount: int, note: str = "") -> None:
-            if label == "samples":
-                raise KeyboardInterrupt
-
-        yield advance
-
     with pytest.raises(KeyboardInterrupt):
-        write_samples_of(place / "base", file, 2, SETTINGS, track=stopping)
+        write_samples_of(place / "base", file, 2, SETTINGS, track=Bars(stop="samples"))
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.dense_reference import dense_gradients
 from tests.distributed_steps import WRAPPERS, batch, load_moved, step
 from tests.modeling.test_training_modes import NO_DROPOUT, REQUESTS, autocast, check_noise, errors
 from tests.tiny import save_tiny
+from tests.training.test_train import write_lines
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = ROOT / "docs" / "fsdp2.yaml"
@@ -42,13 +43,7 @@ MODELS = {
     "bfloat16_base": (("llama", "adapt", "bfloat16", False), ("ddp", "fsdp2", "fsdp2_bfloat16", "accelerate")),
 }
 CASES = [(model, wrapper) for model, (_, wrappers) in MODELS.items() for wrapper in wrappers]
-# each model and each wrapper once: done in one go, all others in another
-KEPT = {
-    ("preserve", "ddp"), ("adapt", "fsdp2_checkpointed"), ("conv1d_tied", "accelerate"), ("without_up_stream", "ddp"),
-    ("bfloat16_base", "fsdp2"), ("bfloat16_base", "fsdp2_bfloat16"),
-}  # fmt: skip
 each_case = pytest.mark.parametrize(("model", "wrapper"), CASES)
-QUICK_JOBS = ("steps", "kept", "refused")
 
 
 def launch_environment() -> dict[str, str]:
@@ -76,8 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model expanded, and texts to learn and to measure on."""
     folder = tmp_path_factory.mktemp("train")
     for name, start, count in (("texts", 400, 12), ("old", 0, 3)):
-        rows = [json.dumps({"text": biography(person, 3)}) for person in people(count, start=start)]
-        (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+        write_lines(folder / f"{name}.jsonl", [{"text": biography(person, 3)} for person in people(count, start=start)])
     expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "expanded")
     expand(SHIPPED_MODEL, Request("2-3"), folder / "preserving")
     expand(SHIPPED_MODEL, Request("1,3", method="depth"), folder / "deep")
@@ -107,13 +101,9 @@ def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:
     """What two processes do."""
     fsdp2, stopped = launch_environment(), place / "stopped"
 
-    def steps(cases: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        named = {f"{model}-{wrapper}": (str(paths[model]), wrapper) for model, wrapper in cases}
-        return {"cases": named, "out": str(out), "environment": fsdp2 | {"ACCELERATE_USE_FSDP": "false"}}
-
+    cases = {f"{model}-{wrapper}": (str(paths[model]), wrapper) for model, wrapper in CASES}
     return {
-        "steps": steps(KEPT),
-        "more steps": steps(set(CASES) - KEPT),
+        "steps": {"cases": cases, "out": str(out), "environment": fsdp2 | {"ACCELERATE_USE_FSDP": "false"}},
         "ddp": {"command": command(place, "ddp"), "environment": {}},
         "kept": {"command": command(place, "kept", "--cache-dir", str(place / "cache")), "environment": {}},
         "refused": {
@@ -122,7 +112,6 @@ def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:
         },
         "fsdp2": {"command": command(place, "fsdp2"), "environment": fsdp2},
         "rehearsed": {"command": command(place, "rehearsed", *rehearsing(place)), "environment": fsdp2},
-        "rehearsed-ddp": {"command": command(place, "rehearsed-ddp", *rehearsing(place)), "environment": {}},
         "written": {"command": command(place, "written", *SAMPLED, model="preserving"), "environment": fsdp2},
         "deep": {"command": command(place, "deep-fsdp2", model="deep"), "environment": fsdp2},
         "stopped": {"command": command(place, "stopped"), "environment": fsdp2, "stop_at": 3},
@@ -133,22 +122,17 @@ def make_jobs(paths: dict[str, Path], place: Path, out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def done(paths: dict[str, Path], place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a job, whose processes ended as they have to; all jobs of a run are done in one go."""
+    """The folder of a job, whose processes ended as they have to; all are done in one go."""
 
-    @functools.cache
-    def run(is_rest: bool) -> Path:
-        out = tmp_path_factory.mktemp("distributed")
-        jobs = {name: job for name, job in make_jobs(paths, place, out).items() if (name not in QUICK_JOBS) == is_rest}
-        (out / "jobs.json").write_text(json.dumps(jobs))
-        words = [sys.executable, "-m", "tests.distributed_steps", str(out / "jobs.json")]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-        (out / "log.txt").write_text(ended.stdout + ended.stderr)
-        assert ended.returncode == 0, ended.stderr
-        return out
+    out = tmp_path_factory.mktemp("distributed")
+    (out / "jobs.json").write_text(json.dumps(make_jobs(paths, place, out)))
+    words = [sys.executable, "-m", "tests.distributed_steps", str(out / "jobs.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    (out / "log.txt").write_text(ended.stdout + ended.stderr)
+    assert ended.returncode == 0, ended.stderr
 
     def ask(job: str, wanted: int = 0) -> Path:
-        out = run(job not in QUICK_JOBS)
         codes = json.loads((out / "codes.json").read_text())[job]
         assert codes == [wanted, wanted], (out / "log.txt").read_text()[-5000:]
         return out
@@ -172,18 +156,18 @@ def test_every_wrapper_is_tested() -> None:
     assert {wrapper for _, wrapper in CASES} == set(WRAPPERS)
 
 
-def stepped(done: Callable[..., Path], model: str, wrapper: str) -> Any:
-    """What a step of a wrapped model gave."""
-    job = "steps" if (model, wrapper) in KEPT else "more steps"
-    return torch.load(done(job) / f"{model}-{wrapper}.pt")
-
-
 @pytest.mark.slow
 @each_case
-def test_gradients_and_step_are_those_of_one_process(
+def test_gradients_and_step_are_those_of_one_process_and_the_base_stays(
     done: Callable[..., Path], paths: Any, alone: Any, model: str, wrapper: str
 ) -> None:
-    found = stepped(done, model, wrapper)
+    """The base also as what runs: with the expansion disabled a wrapped model gives its logits."""
+    found = torch.load(done("steps") / f"{model}-{wrapper}.pt")
+    base = load(paths[model].parent / "base")
+    for name, parameter in base.named_parameters():
+        assert torch.equal(found["parameters"][name], parameter), name
+    with torch.no_grad():
+        assert torch.equal(found["base_logits"], base(batch()).logits)
     one, wanted = alone(model)
     assert set(found["gradients"]) == {name for name, p in one.named_parameters() if p.requires_grad}
     if wrapper == "fsdp2_bfloat16":
@@ -200,34 +184,14 @@ def test_gradients_and_step_are_those_of_one_process(
 
 
 @pytest.mark.slow
-@each_case
-def test_the_base_is_unchanged_and_still_there(done: Callable[..., Path], paths: Any, model: str, wrapper: str) -> None:
-    """Also as what runs: with the expansion disabled a wrapped model gives the base's logits."""
-    found = stepped(done, model, wrapper)
-    base = load(paths[model].parent / "base")
-    for name, parameter in base.named_parameters():
-        assert torch.equal(found["parameters"][name], parameter), name
-    with torch.no_grad():
-        assert torch.equal(found["base_logits"], base(batch()).logits)
-
-
-@pytest.mark.slow
-def test_one_process_makes_tokens(done: Callable[..., Path], place: Path) -> None:
-    """That both learn from them, see test_training_in_two_processes_learns_what_one_learns."""
-    done("kept")
+def test_one_process_makes_tokens_and_both_learn_from_them_or_that_there_are_none(
+    done: Callable[..., Path], place: Path
+) -> None:
+    done("kept"), done("ddp")
     (folder,) = (path for path in (place / "cache").glob("tokens/default/0.0.0/*") if path.is_dir())
     assert {file.name for file in folder.iterdir()} == {"tokens-train.arrow", "dataset_info.json"}
-
-
-@pytest.mark.slow
-def test_from_kept_tokens_both_learn_the_same_bits(done: Callable[..., Path], place: Path) -> None:
-    done("ddp"), done("kept")
     shard = "expansion-default-00001-of-00001.safetensors"
     assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
-
-
-@pytest.mark.slow
-def test_both_processes_learn_that_there_are_no_tokens(done: Callable[..., Path], place: Path) -> None:
     said = (done("refused", wanted=1) / "log.txt").read_text()
     assert said.count(f"{place}/none.jsonl: there is no such file") == 2 and not any((place / "none").glob("*"))
 
@@ -260,11 +224,8 @@ def train_alone(place: Path, model: str, output: str, **more: Any) -> dict[str, 
     """What one process learns from the same batches."""
     settings = {"learning_rate": 0.003, "log_every": 1, "save_every": 2, "eval_every": 2, **more}
     run = TrainingSettings(steps=4, sequence_length=32, batch_size=4, **settings)
-    return trained(
-        train(
-            place / model, [place / "texts.jsonl"], place / output, run, eval_data=EvalData([place / "old.jsonl"])
-        ).path
-    )
+    old = EvalData([place / "old.jsonl"])
+    return trained(train(place / model, [place / "texts.jsonl"], place / output, run, eval_data=old).path)
 
 
 @pytest.fixture(scope="module")
@@ -274,11 +235,10 @@ def trained_alone(place: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "kept", "fsdp2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_training_in_two_processes_learns_what_one_learns(
     done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], way: str
 ) -> None:
-    """With DistributedDataParallel, from tokens in memory and from kept ones, and with FSDP2."""
     done(way)
     moved = largest_difference(trained(place / "expanded"), trained_alone)
     assert largest_difference(trained(place / way), trained_alone) < ALLOWED_AFTER_TRAINING < moved / 50
@@ -288,22 +248,16 @@ def test_training_in_two_processes_learns_what_one_learns(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["rehearsed", "rehearsed-ddp"])
 def test_two_processes_rehearse_what_one_rehearses(
-    done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor], job: str
+    done: Callable[..., Path], place: Path, trained_alone: dict[str, torch.Tensor]
 ) -> None:
+    """A given text, and samples of a base whose logits come from the base stream."""
+    done("rehearsed"), done("written")
     rehearse = {"rehearse": (str(place / "old.jsonl"),), "rehearsal_weight": 10.0, "rehearsal_share": 0.5}
-    alone = train_alone(place, "expanded", f"{job}-alone", **rehearse)
+    alone = train_alone(place, "expanded", "rehearsed-alone", **rehearse)
     by_rehearsal = largest_difference(alone, trained_alone)
-    done(job)
     # the last sequence is shorter, and a mean of two means is not that of all
-    assert largest_difference(trained(place / job), alone) < by_rehearsal / 5
-
-
-@pytest.mark.slow
-def test_two_processes_rehearse_the_same_samples(done: Callable[..., Path], place: Path) -> None:
-    """Of a base whose logits come from the base stream."""
-    done("written")
+    assert largest_difference(trained(place / "rehearsed"), alone) < by_rehearsal / 5
     sampled = {"rehearse": ("self",), "rehearsal_samples": 8, "rehearsal_length": 16, "rehearsal_share": 0.5}
     alone = train_alone(place, "preserving", "written-alone", **sampled)
     moved = largest_difference(trained(place / "preserving"), alone)
@@ -323,19 +277,17 @@ def test_duplicated_layers_learn_in_two_processes_what_they_learn_in_one(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits(done: Callable[..., Path], place: Path) -> None:
+def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits_without_a_base_tensor(
+    done: Callable[..., Path], place: Path
+) -> None:
     done("stopped", wanted=1), done("resumed"), done("fsdp2")
     assert largest_difference(trained(place / "stopped"), trained(place / "fsdp2")) == 0
-
-
-@pytest.mark.slow
-def test_checkpoints_of_sharded_models_hold_no_base_tensor(done: Callable[..., Path]) -> None:
     sizes = json.loads((done("resumed") / "stopped.json").read_text())
     kept = {name: size for name, size in sizes.items() if "checkpoint-2/" in name}
-    expansion = next(size for name, size in kept.items() if name.endswith("expansion.safetensors"))
+    whole = next(size for name, size in kept.items() if name.endswith("expansion.safetensors"))
     assert not [name for name in kept if "model" in name]
     # two moments of each trained number, and the numbers themselves
-    assert sum(kept.values()) < 3.5 * expansion
+    assert sum(kept.values()) < 3.5 * whole
 
 
 @pytest.mark.slow

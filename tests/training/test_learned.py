@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from scale_surgery import (
     DataError,
     Request,
     Training,
-    TrainingError,
     TrainingSettings,
     TrainingStart,
     expand,
@@ -36,11 +34,10 @@ from scale_surgery.running.documents import read_documents
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, StoredSequences
 from scale_surgery.running.texts import pack, tokenize, without_unscored
-from scale_surgery.running.token_cache import open_stored, store
+from scale_surgery.running.token_cache import open_stored
 from scale_surgery.training import learned
 from scale_surgery.training.learned import read_texts
 from tests.conftest import digests
-from tests.interrupted_steps import FORKS
 
 SHORT: dict[str, Any] = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
 SETTINGS = TrainingSettings(steps=6, save_every=2, eval_every=3, **SHORT)
@@ -208,13 +205,6 @@ def test_documents_that_do_not_fit_are_named(place: Path, tmp_path: Path) -> Non
     assert kept(tmp_path) == []
 
 
-def test_no_text_on_disk_either(place: Path, tmp_path: Path) -> None:
-    (place / "none.jsonl").write_text("")
-    for cache in (None, tmp_path / "cache"):
-        with pytest.raises(DataError, match="The data hold no text"):
-            read(place, "none.jsonl", cache=cache)
-
-
 # made once
 
 
@@ -298,37 +288,6 @@ def test_training_from_disk_is_the_same_bit_for_bit(place: Path, whole: Training
     assert logs(done) == logs(whole) and done.schedule == whole.schedule
 
 
-@pytest.mark.slow
-def test_a_run_is_resumed_with_what_is_there_and_from_memory_on_disk(
-    place: Path, whole: Training, tmp_path: Path
-) -> None:
-    bars = Bars()
-    with pytest.raises(TrainingError, match="interrupted after step 5; it holds step 4"):
-        train(place / "wide", [place / "text.jsonl"], tmp_path / "out", SETTINGS, track=stopping(5))
-    start = TrainingStart(resume=True, cache_dir=tmp_path / "cache")
-    with pytest.raises(TrainingError, match="interrupted"):
-        train(place / "wide", [place / "text.jsonl"], tmp_path / "out", SETTINGS, start=start, track=stopping(5))
-    done = train(place / "wide", [place / "text.jsonl"], tmp_path / "out", SETTINGS, start=start, track=bars)
-    assert "tokens" not in bars.done and "training" in bars.done
-    assert logs(done) == logs(whole)
-
-
-def stopping(step: int) -> Callable[..., Any]:
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Callable[..., None]]:
-        done = 0
-
-        def advance(amount: int, note: str = "") -> None:
-            nonlocal done
-            done += amount
-            if label == "training" and done >= step:
-                raise KeyboardInterrupt
-
-        yield advance
-
-    return track
-
-
 # interrupted, damaged, in company
 
 
@@ -384,46 +343,3 @@ def test_a_cache_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
         f"{tmp_path}/file/cache: the tokens of the texts cannot be kept there, Not a directory. They take eight bytes "
         "each. Free some space, or name another folder with --cache-dir."
     )
-
-
-def make_slowly(cache: Path, made: Path, ready: Any) -> None:
-    def parts() -> Iterator[Sequences]:
-        made.open("a").write("made\n")
-        ids = torch.arange(40, dtype=torch.int32)
-        ready.set()
-        for _ in range(20):
-            time.sleep(0.05)
-            yield Sequences(ids, ids.clone(), (0, 20, 40))
-
-    store("key", str(cache), parts(), {})
-
-
-@pytest.mark.slow
-def test_one_process_makes_them_and_others_wait(tmp_path: Path) -> None:
-    ready = FORKS.Event()
-    runs = [FORKS.Process(target=make_slowly, args=(tmp_path / "cache", tmp_path / "made", ready)) for _ in range(3)]
-    for run in runs:
-        run.start()
-    assert ready.wait(60)
-    for run in runs:
-        run.join(60)
-    assert [run.exitcode for run in runs] == [0, 0, 0]
-    assert (tmp_path / "made").read_text() == "made\n"
-    assert open_stored("key", str(tmp_path / "cache")).scored == 40 * 20 - 40
-    assert [path.name for path in kept(tmp_path / "cache")] == ["key"]
-
-
-@pytest.mark.slow
-def test_killed_while_it_makes_them_the_next_one_does(tmp_path: Path) -> None:
-    ready = FORKS.Event()
-    run = FORKS.Process(target=make_slowly, args=(tmp_path / "cache", tmp_path / "made", ready))
-    run.start()
-    assert ready.wait(60)
-    run.kill()
-    run.join(60)
-    assert [path.name for path in kept(tmp_path / "cache")] == ["key.incomplete"]
-    ids = torch.arange(6, dtype=torch.int32)
-    store("key", str(tmp_path / "cache"), [Sequences(ids, ids, (0, 3, 6))], {})
-    rows = open_stored("key", str(tmp_path / "cache"))
-    assert [row["input_ids"].tolist() for row in as_rows(rows)] == [[0, 1, 2], [3, 4, 5]]
-    assert [path.name for path in kept(tmp_path / "cache")] == ["key"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,11 @@ from click.testing import CliRunner
 
 from scale_surgery import (
     EvalData,
-    Request,
     Training,
     TrainingError,
     TrainingSettings,
     TrainingStart,
     adopt,
-    expand,
     extract,
     inspect,
     merge,
@@ -29,11 +25,12 @@ from scale_surgery import (
     train,
     verify,
 )
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.training.reports import find_reports
 from tests.conftest import digests, load
 from tests.each import mostly
+from tests.training.test_train import stopping_at
 
 pytest.importorskip("tensorboard", reason="the test extra installs it")
 
@@ -43,19 +40,9 @@ SETTINGS = TrainingSettings(
 TO_BOARD = TrainingStart(report_to=("tensorboard",))
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model expanded, and a text."""
-    folder = tmp_path_factory.mktemp("reports")
-    rows = [json.dumps({"text": biography(person, 3)}) for person in people(12, start=400)]
-    (folder / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "wide")
-    return folder
-
-
 def run(place: Path, output: Path, start: TrainingStart = TO_BOARD, **options: Any) -> Training:
-    sides = EvalData(old=[place / "text.jsonl"])
-    return train(place / "wide", [place / "text.jsonl"], output, SETTINGS, eval_data=sides, start=start, **options)
+    sides = EvalData(old=[place / "texts.jsonl"])
+    return train(place / "adapt", [place / "texts.jsonl"], output, SETTINGS, eval_data=sides, start=start, **options)
 
 
 @pytest.fixture(scope="module")
@@ -89,54 +76,23 @@ def test_tensorboard_shows_what_the_log_says(reported: Training) -> None:
 
 
 @pytest.mark.parametrize("asked", mostly(([], ["none"]), [].__eq__), ids=str)
-def test_nothing_is_reported_unless_asked(place: Path, tmp_path: Path, asked: list[str]) -> None:
+def test_nothing_is_reported_unless_asked(place: Path, reported: Training, tmp_path: Path, asked: list[str]) -> None:
     done = run(place, tmp_path / "out", TrainingStart(report_to=tuple(asked)))
-    assert {path.name for path in (done.path / "training").iterdir()} == {"settings.json", "log.jsonl", "curves.png"}
-
-
-@pytest.mark.slow
-def test_a_reported_run_learns_the_same(place: Path, reported: Training, tmp_path: Path) -> None:
-    silent = run(place, tmp_path / "out", TrainingStart())
     shard = "expansion-default-00001-of-00001.safetensors"
-    assert digests(silent.path)[shard] == digests(reported.path)[shard]
+    assert digests(done.path)[shard] == digests(reported.path)[shard], "a reported run learns the same"
+    assert {path.name for path in (done.path / "training").iterdir()} == {"settings.json", "log.jsonl", "curves.png"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", mostly([1, 5], (5).__eq__))
 def test_a_resumed_run_goes_on_in_the_same_place(place: Path, reported: Training, tmp_path: Path, stop: int) -> None:
     with pytest.raises(TrainingError, match="interrupted"):
-        run(place, tmp_path / "out", track=stopping(stop))
+        run(place, tmp_path / "out", track=stopping_at(stop + 1))
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"][-1][0] == stop
     done = run(place, tmp_path / "out", TrainingStart(resume=True, report_to=("tensorboard",)))
     again, whole = (read_board(one.path / "training" / "runs") for one in (done, reported))
     assert [again[f"train/{name}"] for name in NAMES] == [whole[f"train/{name}"] for name in NAMES]
     assert len(list((done.path / "training" / "runs").iterdir())) > 1, "the control: both runs wrote there"
-
-
-def stopping(step: int) -> Callable[..., Any]:
-    """A progress bar in front of which somebody presses Ctrl-C."""
-
-    @contextmanager
-    def track(label: str, total: int) -> Iterator[Callable[..., None]]:
-        done = 0
-
-        def advance(amount: int, note: str = "") -> None:
-            nonlocal done
-            done += amount
-            if label == "training" and done > step:
-                raise KeyboardInterrupt
-
-        yield advance
-
-    return track
-
-
-@pytest.mark.slow
-def test_the_environment_says_where(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    done = run(place, tmp_path / "out")
-    assert len(read_board(tmp_path / "board")["train/loss"]) == 7
-    assert not (done.path / "training" / "runs").exists()
 
 
 @pytest.mark.slow
@@ -155,52 +111,31 @@ def test_every_command_takes_the_folder_and_leaves_the_reports(place: Path, repo
     for made in ("extract", "merged", "adopted", "routed"):
         assert not [name for name in digests(tmp_path / made) if "tfevents" in name], made
     settings = TrainingSettings(steps=1, sequence_length=32, batch_size=2)
-    followed = train(reported.path, [place / "text.jsonl"], tmp_path / "followed", settings)
+    followed = train(reported.path, [place / "texts.jsonl"], tmp_path / "followed", settings)
     assert not (followed.path / "training" / "runs").exists() and len(digests(followed.path)) > 1
 
 
 # refusals
 
 
-def refusal(*names: str) -> list[str]:
-    with pytest.raises(TrainingError) as error:
-        find_reports(names)
-    return list(error.value.lines)
-
-
-def test_what_is_unknown_is_refused_with_what_is_known() -> None:
-    (line,) = refusal("tensorbord", "tensorboard")
-    assert line.startswith("--report-to tensorbord: is unknown, expected some of ") and "wandb" in line
-
-
-def test_what_is_not_installed_is_refused_with_the_line_to_type() -> None:
-    missing = [name for name in ("wandb", "mlflow", "clearml") if not is_there(name)]
-    assert missing, "none of the tests' packages brings one of them"
-    lines = [f"--report-to {name}: its package is not installed. Run `pip install {name}`." for name in missing]
-    assert refusal(*missing, "tensorboard") == lines
-    for name, package in (("flyte", "flytekit"), ("azure_ml", "azureml-sdk")):
-        (line,) = refusal(name)
-        assert f"Run `pip install {package}`." in line
-
-
-def is_there(name: str) -> bool:
-    try:
-        return __import__(name) is not None
-    except ImportError:
-        return False
-
-
-def test_without_tensorboard_the_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations import integration_utils
 
+    def refusal(*names: str) -> list[str]:
+        with pytest.raises(TrainingError) as error:
+            find_reports(names)
+        return list(error.value.lines)
+
+    (line,) = refusal("tensorbord", "tensorboard")
+    assert line.startswith("--report-to tensorbord: is unknown, expected some of ") and "wandb" in line
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
-    assert refusal("tensorboard") == [
-        "--report-to tensorboard: its package is not installed. Run `pip install tensorboard`."
-    ]
+    missing = "--report-to tensorboard: its package is not installed. Run `pip install tensorboard`."
+    flyte, azure, board = refusal("flyte", "azure_ml", "tensorboard")
+    assert board == missing and "Run `pip install flytekit`." in flyte and "Run `pip install azureml-sdk`." in azure
 
 
 def test_the_command_refuses_before_any_work_and_takes_several(place: Path, tmp_path: Path) -> None:
-    command = ["train", str(place / "wide"), "--data", str(place / "text.jsonl"), "-o", str(tmp_path / "out")]
+    command = ["train", str(place / "adapt"), "--data", str(place / "texts.jsonl"), "-o", str(tmp_path / "out")]
     found = CliRunner().invoke(main, [*command, "--report-to", "tensorboard, wandbb", "--report-to", "x"])
     assert found.exit_code == 1 and not (tmp_path / "out").exists()
     assert "--report-to wandbb: is unknown" in " ".join(found.output.split())

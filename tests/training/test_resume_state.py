@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from scale_surgery import Request, TrainingError, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.training.resume_state import reading_state
+from tests.training.test_train import stopping_at
 
 SETTINGS = TrainingSettings(steps=3, save_every=1, batch_size=1, sequence_length=8, log_every=1)
 
@@ -39,20 +39,8 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_text("Mara Lind was born in Oslo. " * 20)
     expand(SHIPPED_MODEL, Request("last:1"), place / "expanded")
 
-    @contextmanager
-    def stopping(label: str, total: int) -> Any:
-        done = 0
-
-        def advance(amount: int, note: str = "") -> None:
-            nonlocal done
-            done += amount
-            if label == "training" and done >= 2:
-                raise KeyboardInterrupt
-
-        yield advance
-
     with pytest.raises(TrainingError, match="interrupted"):
-        train(place / "expanded", [place / "text.txt"], place / "out", SETTINGS, track=stopping)
+        train(place / "expanded", [place / "text.txt"], place / "out", SETTINGS, track=stopping_at(2))
     return place
 
 

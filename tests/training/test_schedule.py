@@ -14,8 +14,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scale_surgery import DataError, EvalData, Request, RunOptions, TrainingSettings, TrainingStart, expand, train
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery import EvalData, Request, RunOptions, TrainingSettings, TrainingStart, expand, train
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import Progress
@@ -28,19 +28,10 @@ from scale_surgery.training.arguments import TrainingSchedule, training_schedule
 from scale_surgery.training.result import LossChange, loss_warnings
 from scale_surgery.training.train import MOST_SAMPLED, sample_of
 from tests.conftest import digests, load
+from tests.training.test_train import stopping_at
 
 CPU = RunOptions(device="cpu")
 SETTINGS = TrainingSettings(steps=4, sequence_length=64, batch_size=4, save_every=2, learning_rate=3e-3, log_every=1)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("schedule")
-    rows = [json.dumps({"text": biography(person, 3)}) for person in people(6, start=400)]
-    (folder / "texts.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    (folder / "word.txt").write_text("Hello.", encoding="utf-8")
-    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "wide")
-    return folder
 
 
 def sequences(count: int, tokens: int) -> Sequences:
@@ -101,12 +92,13 @@ def test_the_loss_before_and_after_is_that_of_the_folders(place: Path, tmp_path:
     start = TrainingStart(announce=lambda schedule: told.append(("schedule", schedule)))
     settings = replace(SETTINGS, steps=40, save_every=20)
     texts = place / "texts.jsonl"
-    done = train(place / "wide", [texts], tmp_path / "made", settings, start=start, run=CPU, track=track)
-    assert [name for name, _ in told] == ["track", "schedule", "track"] and told[-1] == ("track", "training")
-    assert told[1][1] == done.schedule and isinstance(done.schedule, TrainingSchedule)
+    done = train(place / "adapt", [texts], tmp_path / "made", settings, start=start, run=CPU, track=track)
+    # after the bars of reading and copying, and before the first step
+    assert told[-2:] == [("schedule", done.schedule), ("track", "training")]
+    assert [name for name, _ in told].count("schedule") == 1 and isinstance(done.schedule, TrainingSchedule)
     assert done.change is not None and done.change.text == "text" and done.change.before is not None
     assert done.change.sequences == done.schedule.sequences, "a small text is measured whole"
-    assert done.change.before == pytest.approx(nats_of(place / "wide", texts, 64), abs=1e-5)
+    assert done.change.before == pytest.approx(nats_of(place / "adapt", texts, 64), abs=1e-5)
     assert done.change.after == pytest.approx(nats_of(done.path, texts, 64), abs=1e-5)
     assert done.change.after < done.change.before - 0.1
     assert done.warnings == ()
@@ -114,7 +106,7 @@ def test_the_loss_before_and_after_is_that_of_the_folders(place: Path, tmp_path:
 
 def test_new_text_is_what_is_compared_where_there_is_some(place: Path, tmp_path: Path) -> None:
     new = EvalData(new=[place / "word.txt"])
-    done = train(place / "wide", [place / "texts.jsonl"], tmp_path / "made", SETTINGS, eval_data=new, run=CPU)
+    done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "made", SETTINGS, eval_data=new, run=CPU)
     entries = [json.loads(line) for line in done.log.read_text().splitlines()]
     found = [entry["new_nats_per_token"] for entry in entries if "new_nats_per_token" in entry]
     assert done.change == LossChange("new", 1, found[0], found[-1]) and len(found) == 5
@@ -124,21 +116,6 @@ def sampled(count: int, processes: int = 1, **settings: Any) -> int:
     """How many of so many sequences are measured."""
     learned, chosen = sequences(count, 8), TrainingSettings(**settings)
     return len(sample_of(learned, training_schedule(chosen, learned, processes)))
-
-
-@pytest.mark.parametrize("length", ({"steps": 4}, {"epochs": 1.0}, {"epochs": 0.25}))
-def test_the_sample_is_the_same_however_a_step_is_shared(length: dict[str, Any]) -> None:
-    alone = sampled(32, batch_size=4, **length)
-    assert alone == 4, "no fewer than one step reads"
-    assert sampled(32, processes=2, batch_size=2, **length) == alone
-    assert sampled(32, batch_size=1, gradient_accumulation=4, **length) == alone
-    assert sampled(32, processes=2, batch_size=4, **length) == 8, "the control: a larger step"
-
-
-def test_the_sample_has_its_bounds() -> None:
-    assert sampled(200, batch_size=2, steps=50) == 10, "a tenth of what is read"
-    assert sampled(3, batch_size=8, epochs=0.1) == 1 and sampled(3, batch_size=8, steps=50) == 3
-    assert sampled(5000, batch_size=8) == MOST_SAMPLED
 
 
 @pytest.mark.slow
@@ -155,7 +132,7 @@ def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path:
             tmp_path / "drops", [place / "texts.jsonl"], tmp_path / "often", replace(SETTINGS, eval_every=1),
             eval_data=often, run=CPU,
         ),
-        "plain": train(place / "wide", [place / "texts.jsonl"], tmp_path / "plain", SETTINGS, run=CPU),
+        "plain": train(place / "adapt", [place / "texts.jsonl"], tmp_path / "plain", SETTINGS, run=CPU),
     }  # fmt: skip
     (ends, measured), (often_losses, often_measured), (plain, _) = (losses_of(done.log) for done in runs.values())
     assert (measured, often_measured) == (2, 5)
@@ -165,6 +142,18 @@ def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path:
     assert shards and [one[name] for name in shards] == [other[name] for name in shards]
 
 
+@pytest.mark.parametrize("length", ({"steps": 4}, {"epochs": 1.0}, {"epochs": 0.25}))
+def test_the_sample_is_the_same_however_a_step_is_shared_and_has_its_bounds(length: dict[str, Any]) -> None:
+    alone = sampled(32, batch_size=4, **length)
+    assert alone == 4, "no fewer than one step reads"
+    assert sampled(32, processes=2, batch_size=2, **length) == alone
+    assert sampled(32, batch_size=1, gradient_accumulation=4, **length) == alone
+    assert sampled(32, processes=2, batch_size=4, **length) == 8, "the control: a larger step"
+    assert sampled(200, batch_size=2, steps=50) == 10, "a tenth of what is read"
+    assert sampled(3, batch_size=8, epochs=0.1) == 1 and sampled(3, batch_size=8, steps=50) == 3
+    assert sampled(5000, batch_size=8) == MOST_SAMPLED
+
+
 def losses_of(log: Path) -> tuple[list[float], int]:
     """The loss of each step, and how often something was measured."""
     entries = [json.loads(line) for line in log.read_text().splitlines()]
@@ -172,35 +161,21 @@ def losses_of(log: Path) -> tuple[list[float], int]:
     return [entry["loss"] for entry in entries if "loss" in entry], len(measured)
 
 
-@contextmanager
-def interrupted(label: str, total: int) -> Iterator[Progress]:
-    """Somebody presses Ctrl-C after the third step."""
-    steps = 0
-
-    def advance(amount: int, note: str = "") -> None:
-        nonlocal steps
-        steps += amount
-        if label == "training" and steps == 3:
-            raise KeyboardInterrupt
-
-    yield advance
-
-
 @pytest.mark.slow
 def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_path: Path) -> None:
-    whole = train(place / "wide", [place / "texts.jsonl"], tmp_path / "whole", SETTINGS, run=CPU)
+    whole = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "whole", SETTINGS, run=CPU)
     target = tmp_path / "made"
     with pytest.raises(TrainingError, match="it holds step 2"):
-        train(place / "wide", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=interrupted)
+        train(place / "adapt", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=stopping_at(3))
     assert not (target / "training" / "curves.png").exists(), "drawn at the end, not at every checkpoint"
     resumed = TrainingStart(resume=True)
-    done = train(place / "wide", [place / "texts.jsonl"], target, SETTINGS, start=resumed, run=CPU)
+    done = train(place / "adapt", [place / "texts.jsonl"], target, SETTINGS, start=resumed, run=CPU)
     assert done.change == whole.change is not None and done.curves.exists()
 
 
 def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    command = ["train", place / "wide", "--data", place / "word.txt", "-o", made, "--learning-rate", "1e-9"]
+    command = ["train", place / "adapt", "--data", place / "word.txt", "-o", made, "--learning-rate", "1e-9"]
     result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(map(str, command)))
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
@@ -220,11 +195,6 @@ def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_p
 
 def test_one_step_alone_learns(place: Path, tmp_path: Path) -> None:
     """Where the learning rate rises, the first step has a rate of 0: one alone would change nothing."""
-    done = train(place / "wide", [place / "word.txt"], tmp_path / "made", TrainingSettings(), run=CPU)
+    done = train(place / "adapt", [place / "word.txt"], tmp_path / "made", TrainingSettings(), run=CPU)
     assert (done.steps, done.schedule.warmup_steps) == (1, 0)
     assert done.change is not None and done.change.before is not None and done.change.after < done.change.before
-
-
-def test_a_file_that_is_not_there(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nofile: there is no such file\. Give UTF-8 text"):
-        train(place / "wide", [place / "nofile"], tmp_path / "made", SETTINGS, run=CPU)

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,12 @@ from scale_surgery import (
     train,
     verify,
 )
-from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.cli.program import main
+from scale_surgery.progress import Progress, Track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import publish_tensors
@@ -58,18 +60,6 @@ def write_lines(file: Path, rows: list[dict[str, Any]]) -> Path:
 def ask(start: int, count: int = 2) -> list[dict[str, Any]]:
     asked = [question for person in people(count, start=start) for question in questions(person)]
     return [{"question": question.prompt, "answer": question.answer} for question in asked]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, and the shipped model expanded in both variants."""
-    folder = tmp_path_factory.mktemp("train")
-    write_lines(folder / "texts.jsonl", [{"text": biography(person, 3)} for person in people(12, start=400)])
-    write_lines(folder / "old.jsonl", ask(0))
-    write_lines(folder / "new.jsonl", ask(400))
-    expand(SHIPPED_MODEL, Request("2-3"), folder / "preserve")
-    expand(SHIPPED_MODEL, Request("2-3", variant="adapt", collaborate="both"), folder / "adapt")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +104,22 @@ def refusal(*args: Any, error: type[SurgeryError], **options: Any) -> str:
     return str(found.value)
 
 
-@contextmanager
-def stopping_at(step: int, label: str, total: int) -> Iterator[Callable[..., None]]:
+def stopping_at(step: int) -> Track:
     """A progress bar in front of which somebody presses Ctrl-C."""
-    done = 0
 
-    def advance(amount: int, note: str = "") -> None:
-        nonlocal done
-        done += amount
-        if label == "training" and done >= step:
-            raise KeyboardInterrupt
+    @contextmanager
+    def track(label: str, total: int) -> Iterator[Progress]:
+        done = 0
 
-    yield advance
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done
+            done += amount
+            if label == "training" and done >= step:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return track
 
 
 # what training does and leaves
@@ -143,16 +137,13 @@ def test_the_base_stays_files_and_the_expansion_moves(place: Path, trained: Path
 
 
 @pytest.mark.parametrize("files_only", [True, False])
-def test_after_training_preserve_still_keeps_its_promises(trained: Path, files_only: bool) -> None:
+def test_after_training_preserve_still_keeps_its_promises(trained: Path, tmp_path: Path, files_only: bool) -> None:
     result = verify(trained, probes=None if files_only else Probes(), record=False)
     promises = {promise.name: promise for promise in result.promises}
     assert result.passed and result.state == "trained"
     assert promises["recoverable"].holds
     assert promises["base_stream_always"].holds is (None if files_only else True)
     assert not promises["output_at_init"].claimed
-
-
-def test_after_training_strip_gives_the_base_back(trained: Path, place: Path, tmp_path: Path) -> None:
     strip(trained, tmp_path / "base")
     assert digests(tmp_path / "base") == digests(SHIPPED_MODEL)
 
@@ -186,12 +177,6 @@ def test_it_learns_and_says_what_it_forgets(place: Path, tmp_path: Path) -> None
     base, last = measured[0]["new_nats_per_token"], measured[-1]
     assert last["learning"] == pytest.approx(base - last["new_nats_per_token"])
     assert done.curves.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_input_is_not_touched(place: Path, tmp_path: Path) -> None:
-    before = digests(place / "preserve")
-    train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS)
-    assert digests(place / "preserve") == before
 
 
 @pytest.mark.slow
@@ -287,20 +272,24 @@ def test_other_ways_to_train(place: Path, tmp_path: Path, options: dict[str, Any
 # interruption
 
 
-def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def stopped(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that somebody stopped, to be read."""
+    output = tmp_path_factory.mktemp("stopped") / "out"
     with pytest.raises(TrainingError, match=r"interrupted after step 5; it holds step 4\. Continue with --resume"):
-        train(
-            place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS,
-            track=lambda label, total: stopping_at(5, label, total),
-        )  # fmt: skip
-    (checkpoint,) = (tmp_path / "out" / "training").glob("checkpoint-*")
+        train(place / "preserve", [place / "texts.jsonl"], output, SETTINGS, track=stopping_at(5))
+    return output
+
+
+def test_checkpoints_hold_the_expansion_and_nothing_of_the_base(place: Path, stopped: Path) -> None:
+    (checkpoint,) = (stopped / "training").glob("checkpoint-*")
     tensors = load_file(checkpoint / "expansion.safetensors")
     assert tensors.keys() == expansion(place / "preserve").keys()
     state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
     assert sum(entry["exp_avg"].numel() for entry in state.values()) == sum(t.numel() for t in tensors.values())
     assert not [file for file in checkpoint.iterdir() if file.name.startswith(("model", "pytorch_model"))]
-    assert same(expansion(tmp_path / "out"), tensors), "the folder is the last whole checkpoint"
-    assert verify(tmp_path / "out", record=False).passed
+    assert same(expansion(stopped), tensors), "the folder is the last whole checkpoint"
+    assert verify(stopped, record=False).passed
 
 
 @pytest.mark.parametrize(
@@ -313,10 +302,7 @@ def test_resume_gives_the_same_weights(
     data, sides = [place / "texts.jsonl"], EvalData(old=[place / "old.jsonl"])
     whole = trained_whole(variant)
     with pytest.raises(TrainingError, match="interrupted"):
-        train(
-            place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides,
-            track=lambda label, total: stopping_at(stop, label, total),
-        )  # fmt: skip
+        train(place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides, track=stopping_at(stop))
     assert not same(expansion(tmp_path / "out"), expansion(whole.path)), "the control: it had not reached the end"
     done = train(place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides, start=RESUMED)
     assert same(expansion(done.path), expansion(whole.path))
@@ -345,23 +331,16 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
     assert not same(expansion(out), expansion(place / "preserve"))
 
 
-def test_resume_refuses_other_settings_and_says_which(place: Path, tmp_path: Path) -> None:
-    data = [place / "texts.jsonl"]
-    with pytest.raises(TrainingError):
-        train(
-            place / "preserve", data, tmp_path / "out", SETTINGS,
-            track=lambda label, total: stopping_at(3, label, total),
-        )  # fmt: skip
-    other = TrainingSettings(steps=6, save_every=2, eval_every=3, **{**SHORT, "batch_size": 4, "learning_rate": 1e-3})
-    text = refusal(place / "preserve", data, tmp_path / "out", other, error=TrainingError, start=RESUMED)
+def test_resume_refuses_what_was_begun_otherwise_and_says_what(place: Path, stopped: Path) -> None:
+    data, other = [place / "texts.jsonl"], replace(SETTINGS, batch_size=4, learning_rate=1e-3)
+    text = refusal(place / "preserve", data, stopped, other, error=TrainingError, start=RESUMED)
     assert text.splitlines() == [
-        f"{tmp_path / 'out'}: was begun with batch_size 2, found 4. Resume with the same settings.",
-        f"{tmp_path / 'out'}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
+        f"{stopped}: was begun with batch_size 2, found 4. Resume with the same settings.",
+        f"{stopped}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
     ]
-    text = refusal(
-        place / "preserve", [place / "new.jsonl"], tmp_path / "out", SETTINGS, error=TrainingError, start=RESUMED
-    )
-    assert "was begun with texts" in text
+    for base, texts, what in (("preserve", "new", "texts"), ("adapt", "texts", "expansion")):
+        text = refusal(place / base, [place / f"{texts}.jsonl"], stopped, SETTINGS, error=TrainingError, start=RESUMED)
+        assert f"was begun with {what}" in text
 
 
 def test_resume_needs_a_run_that_is_not_finished(place: Path, trained: Path, tmp_path: Path) -> None:
@@ -372,17 +351,17 @@ def test_resume_needs_a_run_that_is_not_finished(place: Path, trained: Path, tmp
     assert text == f"{trained}: this run is finished. Give the folder as EXPANDED to train it further."
 
 
-def test_a_loss_that_is_no_number_stops_the_run(place: Path, tmp_path: Path) -> None:
-    settings = TrainingSettings(steps=6, save_every=1, **{**SHORT, "learning_rate": 1e30})
-    text = refusal(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+def test_numbers_that_are_not_finite_stop_the_run_and_are_not_published(place: Path, tmp_path: Path) -> None:
+    settings, data = (
+        TrainingSettings(steps=6, save_every=1, **{**SHORT, "learning_rate": 1e30}),
+        [place / "texts.jsonl"],
+    )
+    text = refusal(place / "adapt", data, tmp_path / "out", settings, error=TrainingError)
     assert re.search(r"the loss is nan at step \d+. Lower --learning-rate; the folder holds the last whole", text)
-
-
-def test_weights_that_are_no_numbers_are_not_published(place: Path, tmp_path: Path) -> None:
-    settings = TrainingSettings(steps=4, save_every=1, **{**SHORT, "log_every": 4, "learning_rate": 1e30})
-    text = refusal(place / "adapt", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    unseen = replace(settings, steps=4, log_every=4)
+    text = refusal(place / "adapt", data, tmp_path / "unseen", unseen, error=TrainingError)
     assert "hold numbers that are not finite" in text or "the loss is nan" in text
-    assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "out").values())
+    assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "unseen").values())
 
 
 @pytest.mark.slow
@@ -397,30 +376,6 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
     done = train(place / "adapt", data, tmp_path / "out", settings, eval_data=sides, start=RESUMED)
     assert done.steps == 4 and same(expansion(done.path), expansion(whole.path))
     assert read_manifest(done.path).training[-1]["steps"] == 4
-
-
-@pytest.mark.slow
-def test_resume_of_another_expansion_of_the_same_base_is_refused(place: Path, tmp_path: Path) -> None:
-    data = [place / "texts.jsonl"]
-    with pytest.raises(TrainingError):
-        train(
-            place / "preserve",
-            data,
-            tmp_path / "out",
-            SETTINGS,
-            track=lambda label, total: stopping_at(3, label, total),
-        )
-    text = refusal(place / "adapt", data, tmp_path / "out", SETTINGS, error=TrainingError, start=RESUMED)
-    assert "was begun with expansion" in text
-
-
-@pytest.mark.slow
-def test_windows_inside_a_long_question_are_left_out(place: Path, tmp_path: Path) -> None:
-    long = {"question": "What is the name of " + "the old friend of " * 40 + "Paula?", "answer": "Rosa"}
-    data = write_lines(tmp_path / "long.jsonl", [long])
-    settings = TrainingSettings(steps=2, **{**SHORT, "batch_size": 1, "sequence_length": 16})
-    done = train(place / "preserve", [data], tmp_path / "out", settings)
-    assert done.loss is not None and done.loss > 0
 
 
 def test_two_processes_do_not_train_in_one_folder(place: Path, tmp_path: Path) -> None:
@@ -450,9 +405,6 @@ def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) 
     assert len(text.splitlines()) == 2 and "line 1: has the fields content" in text
     assert "line 2" in text
     assert "there is no such file" in refusal(wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
-    long = TrainingSettings(steps=1, packing=False, sequence_length=16)
-    text = refusal(wide, [place / "texts.jsonl"], out, long, error=DataError)
-    assert "texts.jsonl, line 1:" in text and "expected at most 16" in text and "packing, the default" in text
     text = refusal(wide, [place / "texts.jsonl"], out, TrainingSettings(sequence_length=300), error=DataError)
     assert text == "--sequence-length is 300, expected at most 256, the context of preserve."
     assert not out.exists()
@@ -473,9 +425,6 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
         "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, w11, biases, norms, "
         "embedding, head, attn, ffn.",
     ]
-
-
-def test_nothing_that_could_train(place: Path, tmp_path: Path) -> None:
     settings = TrainingSettings(steps=1, groups=("w12",))
     text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
     assert "nothing would train; it has no tensor of the chosen groups (w12)" in text and "--variant adapt" in text
@@ -503,11 +452,6 @@ def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Pa
     text = refusal(tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
     assert text.startswith(f"{name}: sha256") and "is not what the expansion wrote, so it is not trained" in text
     assert not (tmp_path / "out").exists()
-
-
-def test_an_output_that_exists_is_refused(place: Path, trained: Path) -> None:
-    text = refusal(place / "preserve", [place / "texts.jsonl"], trained, SETTINGS, error=CheckpointError)
-    assert "exists already" in text
 
 
 # names and shards

@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
-from torch.nn import functional
 
 from scale_surgery import (
     CosineRouter,
-    EvalData,
     PosteriorRouter,
     Probes,
     Request,
@@ -29,13 +26,14 @@ from scale_surgery import (
     route_export,
     strip,
     train,
-    unroute,
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.cli.program import main
 from tests.conftest import digests, load
 from tests.each import mostly
+from tests.training.test_train import expansion, write_lines
+from tests.training.test_train import same as same_tensors
 
 ROUTERS = {
     "posterior": PosteriorRouter(),
@@ -50,8 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts, and the shipped model expanded, and routed in each way."""
     folder = tmp_path_factory.mktemp("train_routed")
     for name, start in (("new", 400), ("old", 0)):
-        rows = [{"text": biography(person, 3)} for person in people(6, start=start)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", [{"text": biography(person, 3)} for person in people(6, start=start)])
     expand(SHIPPED_MODEL, Request("1-3", variant="adapt", collaborative_layers="2-3"), folder / "adapt")
     for name, routing in ROUTERS.items():
         route_export(folder / "adapt", folder / name, routing)
@@ -73,14 +70,8 @@ def trained_of(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
-def expansion(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: own for file in folder.glob("expansion-*") for name, own in load_file(file).items()}
-
-
 def same(one: Path, other: Path) -> bool:
-    first, second = expansion(one), expansion(other)
-    assert first.keys() == second.keys()
-    return all(torch.equal(first[name], second[name]) for name in first)
+    return same_tensors(expansion(one), expansion(other))
 
 
 @pytest.mark.slow
@@ -100,6 +91,8 @@ def test_with_the_route_the_base_stays(place: Path, trained_of: Callable[..., Pa
     else:
         shutil.copytree(trained_of(name, routed=True), routed)
     assert not same(routed, once)
+    if name != "strict":
+        assert not same(routed, trained_of(name)), "the route changes what is learned"
     result = verify(routed, SHIPPED_MODEL, probes=Probes(new_tokens=2))
     assert result.passed and result.state == "trained"
     assert "base_stream_always" in result.required
@@ -111,11 +104,6 @@ def test_with_the_route_the_base_stays(place: Path, trained_of: Callable[..., Pa
         preserve, adapt = model.path_logits(ids)
         assert torch.equal(preserve, load(SHIPPED_MODEL)(ids).logits)
     assert not torch.equal(preserve, adapt)
-
-
-@pytest.mark.parametrize("name", mostly(["posterior", "cosine"], "posterior".__eq__))
-def test_the_route_changes_what_is_learned(trained_of: Callable[..., Path], name: str) -> None:
-    assert not same(trained_of(name, routed=True), trained_of(name))
 
 
 @pytest.mark.parametrize("name", mostly(ROUTERS, "posterior".__eq__))
@@ -142,78 +130,17 @@ def test_the_first_loss_is_that_of_the_routed_output(
     assert model.is_routing_enabled, "loaded again, it routes"
 
 
-@pytest.mark.slow
-def test_measurements_during_a_run_route(place: Path, tmp_path: Path) -> None:
-    sides = EvalData([place / "old.jsonl"], [place / "new.jsonl"])
-    done = train(
-        place / "posterior", [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, steps=8), eval_data=sides
-    )
-    found = evaluate(done.path, sides.old, sides.new, sequence_length=48)
-    routed = next(score for score in found.scores if score.kind == "expanded")
-    alone = next(score for score in found.scores if score.kind == "adapt")
-    assert done.measured["forgetting"] == pytest.approx(routed.forgetting, abs=1e-4)
-    assert done.measured["learning"] == pytest.approx(routed.learning, abs=1e-4)
-    assert alone.forgetting != pytest.approx(routed.forgetting, abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ROUTERS)
-def test_checkpointed_activations_give_the_same_gradients(place: Path, name: str) -> None:
-    ids = torch.arange(10, 58).view(2, 24)
-    gradients = []
-    for is_checkpointed in (False, True):
-        model = load(place / name).train()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.05)
-        if is_checkpointed:
-            model.activation_checkpointing_enable()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: own.grad for name, own in model.named_parameters() if own.requires_grad})
-    plain, checkpointed = gradients
-    assert any(name.endswith("w12") and own.abs().max() > 0 for name, own in plain.items())
-    for name, own in plain.items():
-        assert (own is None) == (checkpointed[name] is None)
-        assert own is None or torch.allclose(own, checkpointed[name], rtol=1e-4, atol=1e-6)
-
-
-def test_the_loss_is_cross_entropy_of_the_routed_logits(place: Path) -> None:
-    model, ids = load(place / "posterior").train(), torch.arange(10, 34)[None]
-    output = model(input_ids=ids, labels=ids)
-    wanted = functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])
-    assert torch.allclose(output.loss, wanted)
-
-
-def test_unrouted_again_it_keeps_what_it_learned(trained_of: Callable[..., Path], tmp_path: Path) -> None:
-    routed = trained_of("posterior", routed=True)
-    again = unroute(routed, tmp_path / "again").path
-    assert same(again, routed)
-    result = verify(again, SHIPPED_MODEL, probes=Probes(new_tokens=0))
-    assert result.passed and result.routing is None
-    ids = torch.arange(5, 25)[None]
-    with torch.no_grad():
-        assert torch.equal(load(again)(ids).logits, load(routed).path_logits(ids)[1])
-
-
-def test_a_model_without_a_router_is_refused(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "message"), [
+    ("adapt", "has no router between the base and default alone, expected one for --routed. Write it first, for a "
+    "folder of that expansion alone: scale-surgery route-export."),
+    ("strict", "its router, cosine and strict, gives out the base's logits where the paths agree, and before any "
+    "training they agree everywhere, so nothing would be learned. Train without --routed first, or export without "
+    "--strict."),
+])  # fmt: skip
+def test_what_would_learn_nothing_is_refused(place: Path, tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(TrainingError) as found:
-        trained(place, "adapt", tmp_path / "out", routed=True)
-    assert str(found.value) == (
-        f"{place / 'adapt'}: has no router between the base and default alone, expected one for --routed. Write it "
-        "first, for a folder of that expansion alone: scale-surgery route-export."
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_router_that_would_learn_nothing_is_refused(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError) as found:
-        trained(place, "strict", tmp_path / "out", routed=True)
-    assert str(found.value) == (
-        f"{place / 'strict'}: its router, cosine and strict, gives out the base's logits where the paths agree, and "
-        "before any training they agree everywhere, so nothing would be learned. Train without --routed first, or "
-        "export without --strict."
-    )
+        trained(place, name, tmp_path / "out", routed=True)
+    assert str(found.value) == f"{place / name}: {message}"
     assert not (tmp_path / "out").exists()
 
 
