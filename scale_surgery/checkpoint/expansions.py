@@ -54,11 +54,7 @@ def specs_of_expansions(specs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]
 
 
 def path_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names by which paths of a model are asked for, the base's first; none where its only expansion was given none.
-
-    Args:
-        specs: What the key `scale_surgery` of config.json says.
-    """
+    """Names by which paths of a model are asked for, the base's first; none where its only expansion was given none."""
     names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
     return (BASE_NAME, *names) if names not in ((), (DEFAULT_NAME,)) else ()
 

@@ -36,11 +36,7 @@ Stamps = Mapping[Path, Stamp]
 
 
 def take_stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
-    """Look at files before they are read.
-
-    Raises:
-        CheckpointError: If one is gone.
-    """
+    """Look at files before they are read."""
     try:
         return {file: _stamp(file) for file in files}
     except OSError as error:
@@ -48,11 +44,7 @@ def take_stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
 
 
 def check_unchanged(stamps: Stamps) -> None:
-    """Check that files are what they were when they were first read.
-
-    Raises:
-        CheckpointError: If some are not; the first are named.
-    """
+    """Check that files are what they were when they were first read."""
     changed = [str(file) for file, before in stamps.items() if not _is_still(file, before)]
     if changed:
         raise CheckpointError.from_problems(

@@ -43,11 +43,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(file: Path) -> Iterator[Path]:
-    """Give a temporary file to write; when the block ends well it becomes `file`, on disk, readable as usual.
-
-    Raises:
-        OSError: If it cannot be written; it is called as `file` is.
-    """
+    """Give a temporary file to write; when the block ends well it becomes `file`, on disk, readable as usual."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         # nobody else has this name, or can put a link into the folder; safetensors' writer puts a file of its own there
@@ -126,11 +122,7 @@ def _system_error(error: Exception) -> int | None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for files that are read again at once; it is taken away afterwards.
-
-    Raises:
-        CheckpointError: If the system does not let a file be written there, such as where the disk is full.
-    """
+    """A folder for files that are read again at once; it is taken away afterwards."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
@@ -146,29 +138,13 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def check_base_weights(how: str) -> None:
-    """Refuse a way to take files over that there is not: it would pass for another.
-
-    Raises:
-        PlanError: If it is none.
-    """
+    """Refuse a way to take files over that there is not: it would pass for another."""
     if how not in get_args(BaseWeights):
         raise PlanError(f"base_weights: is {how!r}, expected one of: {', '.join(get_args(BaseWeights))}.")
 
 
 def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no_progress) -> None:
-    """Take a file over as a file.
-
-    Args:
-        source: The file; a symbolic link is followed, as in the Hub's cache.
-        file: What it becomes; left alone if it is there already, from an interrupted run.
-        how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
-            "link" makes a hard link of a shard, and copies small files, which programs edit in place.
-        advance: Called with the bytes done; with the last ones when the file has its name.
-
-    Raises:
-        CheckpointError: If a hard link is asked for across file systems.
-        PlanError: If there is no such way.
-    """
+    """Take a file over as a file."""
     check_base_weights(how)
     real = source.resolve()
     left = real.stat().st_size

@@ -88,11 +88,7 @@ class Checkpoint:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: If the file is missing, is not JSON or is not an object.
-    """
+    """Read a JSON object."""
     try:
         content = parse_json(read_bytes(file).decode("utf-8"))
     except FileNotFoundError as error:
@@ -116,9 +112,6 @@ def read_config(file: Path) -> dict[str, Any]:
     """Read a config that names no code, and whose values can be compared: a NaN is not even equal to itself.
 
     Infinity is kept; some models have it, as the end of a range.
-
-    Raises:
-        CheckpointError: If it cannot be read, names kernels, or holds a NaN; every place is named.
     """
     config = read_json(file)
     problems = [
@@ -132,20 +125,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without: tuple[str, ...] = ()) -> Checkpoint:
-    """Read config, index and headers of a checkpoint, and check them against each other.
-
-    Args:
-        path: Folder with config.json and safetensors weights.
-        config: What counts as its config.json where it has none, as what trainers put together of their shares.
-        without: Folders in it that are passed over, whatever has become of them; each ends with a slash.
-
-    Returns:
-        The checkpoint; no weight has been read.
-
-    Raises:
-        CheckpointError: If the folder is missing or empty, has no config or no safetensors weights, a shard is
-            missing or damaged, or index and shards disagree. Every problem found is listed.
-    """
+    """Read config, index and headers of a checkpoint, and check them against each other."""
     files = [file for file in list_files(path) if not file.startswith(without)]
     stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
@@ -198,15 +178,7 @@ def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
 
 
 def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
-    """Give tensors the names that they have in this package; see numbering.py.
-
-    Args:
-        tensors: Tensors by their names in the files.
-        numbering: Where layers stand among copies; None where no layer was duplicated.
-
-    Raises:
-        CheckpointError: If two tensors would have one name.
-    """
+    """Give tensors the names that they have in this package; see numbering.py."""
     if numbering is None:
         return dict(tensors)
     named = {stored: numbering.named(stored) for stored in tensors}
@@ -285,11 +257,7 @@ def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInf
 
 
 def read_text(checkpoint: Checkpoint, file: str) -> str:
-    """Read a text file of a checkpoint as it lies there.
-
-    Raises:
-        CheckpointError: If it is missing or is no text.
-    """
+    """Read a text file of a checkpoint as it lies there."""
     try:
         return read_bytes(checkpoint.path / file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -297,18 +265,7 @@ def read_text(checkpoint: Checkpoint, file: str) -> str:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read one tensor; nothing else of its shard is touched or stays mapped.
-
-    Args:
-        checkpoint: The checkpoint.
-        name: Name of the tensor.
-
-    Returns:
-        The tensor in its stored dtype, on the CPU.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Read one tensor; nothing else of its shard is touched or stays mapped."""
     from safetensors import SafetensorError, safe_open
 
     info = checkpoint.tensors[name]
@@ -321,11 +278,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def read_chunks(file: Path, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-    """Read a range of a file in chunks of a few MB.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Read a range of a file in chunks of a few MB."""
     try:
         with open_regular(file) as stream:
             left = os.fstat(stream.fileno()).st_size - start if length is None else length

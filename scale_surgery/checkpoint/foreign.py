@@ -26,12 +26,7 @@ PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
 
 
 def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
-    """The command that makes an expanded folder of what a trainer saved.
-
-    Args:
-        path: What it saved.
-        config: Its parsed config.json, which may name a base that can be looked up.
-    """
+    """The command that makes an expanded folder of what a trainer saved."""
     key = config.get(CONFIG_KEY)
     specs = next(iter(specs_of_expansions(key)), None) if isinstance(key, dict) else None
     origin = specs.get(ORIGIN_KEY) if isinstance(specs, dict) else None
@@ -41,15 +36,7 @@ def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
 
 
 def refuse_foreign(path: Path, files: Sequence[str]) -> None:
-    """Refuse a folder whose weights lie there in a form that only another program reads, or beside an adapter.
-
-    Args:
-        path: The folder.
-        files: Names of its files.
-
-    Raises:
-        CheckpointError: If it is one that is known; the message says what it is, and how to make safetensors of it.
-    """
+    """Refuse a folder whose weights lie there in a form that only another program reads, or beside an adapter."""
     if SINGLE_FILE in files or INDEX_FILE in files:
         if ADAPTER_CONFIG in files:
             raise CheckpointError(

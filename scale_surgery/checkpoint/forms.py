@@ -55,31 +55,14 @@ def form_of(path: Path) -> Form:
 
 
 def refuse_form(path: str | Path, found: Form, wanted: Form) -> NoReturn:
-    """Refuse a folder of another form than what is asked for needs, with the command that mends it.
-
-    Args:
-        path: What the user named.
-        found: What it is.
-        wanted: What it should have been.
-
-    Raises:
-        CheckpointError: Always.
-    """
+    """Refuse a folder of another form than what is asked for needs, with the command that mends it."""
     adopt = adopt_line(path, _config(Path(path))) if found == "saved" else ""
     expected = EXPECTED[found, wanted].format(path=path, adopt=adopt)
     raise CheckpointError(f"{path}: {FOUND[found]}, expected {expected}")
 
 
 def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
-    """Refuse an extract where a whole model is needed.
-
-    Args:
-        path: What the user named.
-        files: Names of its files.
-
-    Raises:
-        CheckpointError: If it is one.
-    """
+    """Refuse an extract where a whole model is needed."""
     if EXTRACT_FILE in files:
         refuse_form(path, "extract", "expanded")
 

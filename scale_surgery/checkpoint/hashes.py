@@ -60,16 +60,7 @@ class Sums:
 
 
 def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> Sums:
-    """sha256 of files of a checkpoint and of every tensor in them; each byte is read once.
-
-    Args:
-        checkpoint: The checkpoint.
-        names: The files.
-        advance: Called with the bytes done.
-
-    Returns:
-        The sums of the files, and of the tensors in them.
-    """
+    """sha256 of files of a checkpoint and of every tensor in them; each byte is read once."""
     sums = Sums()
     tensors: dict[str, list[TensorInfo]] = {}
     for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset")):

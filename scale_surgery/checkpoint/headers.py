@@ -55,18 +55,7 @@ class TensorInfo:
 
 
 def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file: 8 bytes of length, then JSON.
-
-    Args:
-        path: Folder of the checkpoint.
-        file: Name of the file in it.
-
-    Returns:
-        Every tensor of the file by name.
-
-    Raises:
-        CheckpointError: If the file is missing, truncated or not safetensors.
-    """
+    """Read the header of one safetensors file: 8 bytes of length, then JSON."""
     try:
         with open_regular(path / file) as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -21,11 +21,7 @@ IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
 def check_folder(path: Path) -> None:
-    """Check that a model folder is there.
-
-    Raises:
-        CheckpointError: If it is missing or is no folder.
-    """
+    """Check that a model folder is there."""
     if not path.exists():
         raise CheckpointError(
             f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
@@ -36,13 +32,7 @@ def check_folder(path: Path) -> None:
 
 
 def list_files(path: Path) -> list[str]:
-    """List the files of a folder, relative, sorted, without version control, download bookkeeping and unfinished ones.
-
-    Raises:
-        CheckpointError: If the folder is missing, is not a folder or holds no file; or if it holds what is no file or
-            has a name that cannot be recorded, each named. Nothing is left behind: whoever opens the folder after us,
-            transformers too, would wait for a pipe.
-    """
+    """List the files of a folder, sorted, without version control, download bookkeeping and unfinished ones."""
     check_folder(path)
     kept = [file.as_posix() for file in _entries(path) if (path / file).exists() and not (path / file).is_dir()]
     if problems := [problem for name in kept if (problem := unfit(path, name))]:

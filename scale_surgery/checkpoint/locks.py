@@ -34,11 +34,7 @@ def link_problems(*places: Path) -> list[str]:
 
 
 def refuse_links(*places: Path) -> None:
-    """Refuse names that somebody else made symbolic links.
-
-    Raises:
-        CheckpointError: If there are some; each is named.
-    """
+    """Refuse names that somebody else made symbolic links."""
     if problems := link_problems(*places):
         raise CheckpointError.from_problems(problems)
 
@@ -51,15 +47,7 @@ def names_beside(target: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
-    """Let no other process of this program write a folder meanwhile.
-
-    Args:
-        folder: The folder; the lock is beside it.
-        called: How an error calls it, where the lock stands for something else.
-
-    Raises:
-        CheckpointError: If one does already, or the lock is not what this program makes.
-    """
+    """Let no other process of this program write a folder meanwhile."""
     import fcntl  # not on Windows, where models can still be read
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,12 +78,7 @@ def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
 
 
 def replace_folder(target: Path, new: Path) -> None:
-    """Put a folder in the place of another, which goes; an interruption leaves a record of it.
-
-    Args:
-        target: The folder that goes.
-        new: The folder that gets its name.
-    """
+    """Put a folder in the place of another, which goes; an interruption leaves a record of it."""
     old = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
     inodes = {"inode": target.stat().st_ino, "new": new.stat().st_ino}
     write_json(_record(target), {"folder": old.name, **inodes})
@@ -109,15 +92,7 @@ def replace_folder(target: Path, new: Path) -> None:
 
 
 def settle(target: Path, *, overwrite: bool) -> None:
-    """Finish an interrupted `replace_folder`: the old folder goes, or comes back where nothing took its place.
-
-    Args:
-        target: The folder to be.
-        overwrite: Whether it may be replaced once more.
-
-    Raises:
-        CheckpointError: If it came back, and may not be replaced; or if another folder took its place than the new one.
-    """
+    """Finish an interrupted `replace_folder`: the old folder goes, or comes back where nothing took its place."""
     refuse_links(_record(target))
     old = _put_aside(target)
     if old is not None and target.exists():

@@ -77,25 +77,14 @@ class Numbering:
         return f"{path}{layer}.{AFTER if position in self.new else ''}{rest}"
 
     def as_key_mapping(self, layers: int) -> dict[str, str]:
-        """Patterns and names for transformers' `key_mapping`, which load base tensors out of files with positions.
-
-        Args:
-            layers: Number of base layers.
-        """
+        """Patterns and names for transformers' `key_mapping`, which load base tensors out of files with positions."""
         moved = {self.position(layer): layer for layer in range(layers) if self.position(layer) != layer}
         word = re.escape(self.layers)
         return {rf"(?<![^.]){word}\.{position}\.": f"{self.layers}.{layer}." for position, layer in moved.items()}
 
 
 def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
-    """The numbering that a model's key `scale_surgery` describes; None where no layer was duplicated.
-
-    Args:
-        specs: Value of that key in config.json, or the specifications in a plan.
-
-    Raises:
-        CheckpointError: If it does not say which layers have copies.
-    """
+    """The numbering that a model's key `scale_surgery` describes; None where no layer was duplicated."""
     # specifications of widened modules do not name their method
     if not isinstance(specs, Mapping) or "method" not in specs:
         return None

@@ -32,20 +32,12 @@ KINDS = {
 
 
 def other_kind(mode: int) -> str | None:
-    """What a file is that is no regular one, in words; None for a regular one.
-
-    Args:
-        mode: `st_mode` of the file, links followed.
-    """
+    """What a file is that is no regular one, in words; None for a regular one."""
     return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file for reading; a link to one is followed.
-
-    Raises:
-        OSError: If it cannot be opened, or is something else.
-    """
+    """Open a regular file for reading; a link to one is followed."""
     try:
         _refuse_other(file.stat())
         # without waiting: what became a pipe since would wait for a writer
@@ -66,15 +58,7 @@ def _refuse_other(found: os.stat_result) -> None:
 
 
 def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file whole.
-
-    Args:
-        file: A regular file.
-        most: Its largest size.
-
-    Raises:
-        OSError: If it cannot be read, is no regular file or is larger.
-    """
+    """Read a file whole."""
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > most:
@@ -84,12 +68,7 @@ def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; of a key that stands twice the last counts, as for transformers.
-
-    Raises:
-        ValueError: If it is none, or nobody could work with it: nested without end, numbers of thousands of digits,
-            half characters.
-    """
+    """Parse JSON; of a key that stands twice the last counts, as for transformers."""
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark, which transformers does not read either")
     try:

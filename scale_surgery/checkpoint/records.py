@@ -54,20 +54,7 @@ def _checked_schema(kind: Any, handler: Any) -> Any:
 
 
 def read_record(content: Any, kind: type[T], place: str = "") -> T:
-    """Make of plain JSON values what a type asks for.
-
-    Args:
-        content: The values, as `parse_json` gives them.
-        kind: A dataclass or a TypedDict, or a tuple or a mapping of such.
-        place: What the values are called in messages.
-
-    Returns:
-        An instance of the type.
-
-    Raises:
-        ValueError: If values do not fit; each is named with its place: `plan.layers[2] is 'x', expected a
-            whole number`.
-    """
+    """Make of plain JSON values what a type asks for."""
     from pydantic import ValidationError
     from pydantic_core import to_json
 
@@ -81,11 +68,7 @@ def read_record(content: Any, kind: type[T], place: str = "") -> T:
 
 
 def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
-    """Read a record of one format.
-
-    Raises:
-        CheckpointError: If it is missing, is of another format, or values are of other kinds; every one is named.
-    """
+    """Read a record of one format."""
     content = read_json(file)
     if content.get("format") != format_number:
         raise CheckpointError(
@@ -97,11 +80,7 @@ def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Name the file in whatever a damaged record comes to.
-
-    Raises:
-        CheckpointError: In place of errors that come of values; those that name a file go on as they are.
-    """
+    """Name the file in whatever a damaged record comes to."""
     try:
         yield
     except (*DAMAGE, PlanError) as error:

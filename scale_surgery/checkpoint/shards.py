@@ -76,23 +76,13 @@ def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
 
 
 def write_shard(file: Path, entries: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a safetensors file, whole or not at all.
-
-    Args:
-        file: The file to be.
-        entries: Its tensors.
-        advance: Called with the bytes done.
-    """
+    """Write a safetensors file, whole or not at all."""
     header, ordered = make_header(entries)
     write_pieces(file, header, ordered, advance)
 
 
 def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a header as it is given and the tensors in the order in which it lists them.
-
-    Raises:
-        CheckpointError: If a tensor does not have the bytes that its dtype and shape need.
-    """
+    """Write a header as it is given and the tensors in the order in which it lists them."""
     with finished_file(file) as temporary, temporary.open("wb") as stream:
         stream.write(header)
         for entry in ordered:

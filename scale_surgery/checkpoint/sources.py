@@ -39,16 +39,6 @@ def find_source(model: str | Path, revision: str | None = None) -> Source:
     """Find a model; a Hub repository is downloaded into the local cache, weights in other formats left out.
 
     Honours HF_HUB_OFFLINE, HF_HOME and the other settings of huggingface_hub.
-
-    Args:
-        model: A folder, or a Hub id such as org/name.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The folder, the model's name, and the commit of a Hub repository.
-
-    Raises:
-        CheckpointError: If there is no such folder, and no such repository can be had.
     """
     if (local := _local_source(model)) is not None:
         return local
@@ -61,18 +51,7 @@ def find_source(model: str | Path, revision: str | None = None) -> Source:
 
 
 def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:
-    """Read a model's config and headers, wherever it is; no weight is read or downloaded.
-
-    Args:
-        model: A folder, or a Hub id such as org/name.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The source, and its checkpoint; that of a Hub repository outside the cache holds headers only.
-
-    Raises:
-        CheckpointError: If the model cannot be found or read.
-    """
+    """Read a model's config and headers, wherever it is; no weight is read or downloaded."""
     if (local := _local_source(model)) is not None:
         return local, open_checkpoint(local.path)
     return _cached_model(str(model), revision) or _remote_model(str(model), revision)

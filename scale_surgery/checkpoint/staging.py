@@ -22,17 +22,7 @@ from scale_surgery.errors import CheckpointError, SurgeryError
 
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
-    """Check that a folder can be written without touching anything else, before any work is done.
-
-    Args:
-        target: The folder to be.
-        sources: Folders that are read.
-        overwrite: Whether an existing model folder may be replaced.
-
-    Raises:
-        CheckpointError: If the target exists or cannot be written, or if it or the name for its unfinished
-            form belongs to something else, an input above all.
-    """
+    """Check that a folder can be written without touching anything else, before any work is done."""
     partial = _partial(target)
     problems = [
         f"{path}: lies inside, around or at the input {source}. Choose another output folder."
@@ -50,16 +40,7 @@ def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
 
 
 def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> None:
-    """Check that files can be written and are no inputs, before any work is done.
-
-    Args:
-        files: The files to be; existing ones are replaced. None for one that is not asked for.
-        inputs: Model folders and texts; Hub ids are no folders.
-
-    Raises:
-        CheckpointError: If one is a folder, lies in a folder that is read or is a file that is read, its own folder
-            cannot be written, or two are one; every such file is named.
-    """
+    """Check that files can be written and are no inputs, before any work is done."""
     problems = output_file_problems(files, inputs)
     if problems:
         raise CheckpointError.from_problems(problems)
@@ -121,11 +102,7 @@ def _state_file(target: Path) -> Path:
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
-    """Check that the disk has room.
-
-    Raises:
-        CheckpointError: If it has not.
-    """
+    """Check that the disk has room."""
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
@@ -149,21 +126,6 @@ def staged(
     The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` and the same
     files to read finds the files that were finished; otherwise it starts clean. After a refusal nothing stays: what was
     refused has to change, and the folder was made of it.
-
-    Args:
-        target: The folder to be.
-        state: What is being made; decides whether an unfinished folder may be continued.
-        read: The files that it is made of, as they were before they were read; if one has changed by the end, nothing
-            is written.
-        overwrite: Whether an existing target is replaced.
-        keeps_refused: Whether the folder stays after a refusal too, for what checks each file by a hash of its own.
-
-    Yields:
-        The folder to write into.
-
-    Raises:
-        CheckpointError: If another process is writing it, a file that is read has changed, the disk is full, or a file
-            cannot be written.
     """
     partial, stamps = _partial(target), read or {}
     try:

@@ -49,18 +49,7 @@ class HeadCounts:
 
 
 def describe_attention(part: LayerPart, block: Block) -> Block:
-    """Describe attention whose heads can be widened.
-
-    Args:
-        part: The part of a layer.
-        block: What is known of it.
-
-    Returns:
-        The block with all facts of split attention.
-
-    Raises:
-        RefusedError: If its heads cannot be widened.
-    """
+    """Describe attention whose heads can be widened."""
     attention, writer = _only_attention(part), part.writer
     assert writer is not None
     if part.inner_linears:

@@ -106,14 +106,7 @@ def token_ids(config: PreTrainedConfig) -> torch.Tensor:
 
 
 def find_place(model: PreTrainedModel) -> LayersPlace | None:
-    """Find the innermost module that holds the token embedding and a list of layers.
-
-    Args:
-        model: A stock model.
-
-    Returns:
-        The place, or None where there is no such module.
-    """
+    """Find the innermost module that holds the token embedding and a list of layers."""
     embedding, place = model.get_input_embeddings(), None
     for path, module in model.named_modules():
         inside = dict(module.named_modules())

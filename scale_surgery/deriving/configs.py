@@ -16,20 +16,7 @@ from scale_surgery.running.loading import needs_own_code
 
 
 def config_of(config: Mapping[str, Any], code: Path | None = None) -> Any:
-    """Make the stock config of a base model.
-
-    Args:
-        config: Parsed config.json.
-        code: Folder of the model, if its own code may run; it does where transformers does not know its model type.
-
-    Returns:
-        A config as AutoConfig gives it.
-
-    Raises:
-        UnsupportedFamilyError: If this release of transformers does not know its model type, and its own code may not
-            run or is of no use.
-        CheckpointError: If its own code cannot be imported.
-    """
+    """Make the stock config of a base model."""
     made = _config_class(config, code)
     # as from a folder: numbers that JSON does not have are spelled out in it
     with scratch_folder() as folder:

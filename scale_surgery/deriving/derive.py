@@ -63,17 +63,7 @@ class Derived:
 
 
 def derive(config: PreTrainedConfig) -> Derived:
-    """Derive facts and sizes from a config; asked twice for the same, it answers at once.
-
-    Args:
-        config: Config of a causal language model, or of a vision-language model that holds one.
-
-    Returns:
-        What was derived.
-
-    Raises:
-        UnsupportedFamilyError: If the model does something that cannot be expanded; the message names it.
-    """
+    """Derive facts and sizes from a config; asked twice for the same, it answers at once."""
     key = _fingerprint(config)
     # transformers has one set of attention functions, and torch one of settings, for all threads
     with _one_at_a_time:
@@ -156,11 +146,7 @@ def twin_of(config: PreTrainedConfig, kinds: tuple[int, ...], agreed: Agreed) ->
 
 
 def read_real(config: PreTrainedConfig) -> Real:
-    """Build the real model on the meta device, and find its layers.
-
-    Raises:
-        UnsupportedFamilyError: If transformers has no causal model for it, or it has no list of layers.
-    """
+    """Build the real model on the meta device, and find its layers."""
     config = without_quantisation(config)
     if not set(stock_classes(config)) - {"AutoModel"}:
         raise UnsupportedFamilyError(

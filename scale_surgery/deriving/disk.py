@@ -40,19 +40,7 @@ class _Tensor:
 
 
 def with_stored_names(architecture: Architecture, reading: Reading, places: Mapping[str, TensorPlace]) -> Architecture:
-    """Add what modules are called in the files of a checkpoint.
-
-    Args:
-        architecture: Facts of the architecture.
-        reading: How transformers reads its files.
-        places: Where it puts the tensors of this one, by name.
-
-    Returns:
-        The facts; layers of one kind whose names differ become several kinds.
-
-    Raises:
-        UnsupportedFamilyError: If transformers reads a module, but nothing that would stand beside it.
-    """
+    """Add what modules are called in the files of a checkpoint."""
     layers = _in_layers(architecture, places)
     names = _Names(reading)
     by_layer = {layer: names.of(architecture.kind(layer).modules, tensors) for layer, tensors in sorted(layers.items())}
@@ -159,14 +147,7 @@ def _differing(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def unread_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Find which tensors transformers passes over where old files hold them, such as masks.
-
-    Args:
-        model: The real model; some classes pass over a layer by its number, which another checkpoint has.
-
-    Returns:
-        Patterns of whole names, or of their ends after a dot; none that is true of a name that the model has.
-    """
+    """Find which tensors transformers passes over where old files hold them, such as masks."""
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), OLD_FREQUENCIES}
     patterns = sorted(rf"(^|\.)(?:{pattern})$" for pattern in ignored)
     tensor_names = list(model.state_dict())

@@ -66,15 +66,7 @@ class Agreed:
 
 
 def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> WatchedTwin:
-    """Build a twin, run it, and derive what it is made of.
-
-    Args:
-        config: Its config.
-        shown: Layers to look at, one of each kind, with the numbers that errors call them by.
-
-    Raises:
-        UnsupportedFamilyError: If it does something that cannot be expanded.
-    """
+    """Build a twin, run it, and derive what it is made of."""
     model = build_twin(config)
     place = find_place(model)
     assert place is not None
@@ -87,18 +79,7 @@ def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> WatchedTwi
 
 
 def agree_twins(first: WatchedTwin, second: WatchedTwin) -> Agreed:
-    """Put together what holds in both twins.
-
-    Args:
-        first: One twin.
-        second: The other, all of whose sizes differ.
-
-    Returns:
-        What holds, in the numbers of the first.
-
-    Raises:
-        UnsupportedFamilyError: If the twins are made in different ways.
-    """
+    """Put together what holds in both twins."""
     return Agreed(
         outside=_agree_outside(first.outside, second.outside),
         kinds=_agreed_kinds(first, second),
@@ -107,15 +88,7 @@ def agree_twins(first: WatchedTwin, second: WatchedTwin) -> Agreed:
 
 
 def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
-    """Say what holds in two twins of a model with its own numbers.
-
-    Args:
-        real: The real model.
-        agreed: What holds in its twins.
-
-    Returns:
-        The facts.
-    """
+    """Say what holds in two twins of a model with its own numbers."""
     config, outside = text_config(real.config), agreed.outside
     kinds, kind_of_layer = _real_kinds(real, agreed.kinds)
     stock = stock_classes(real.config)
@@ -146,15 +119,7 @@ def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
 
 
 def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
-    """Read the sizes of the real model off its modules.
-
-    Args:
-        real: The real model.
-        architecture: Its facts.
-
-    Returns:
-        The sizes; heads and inner features are those of the first block that has any.
-    """
+    """Read the sizes of the real model off its modules."""
     whole: Any = real.model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     base = real.model.get_submodule(architecture.base_model)
@@ -218,19 +183,7 @@ def _agreed_kinds(first: WatchedTwin, second: WatchedTwin) -> dict[int, Kind]:
 
 
 def agree(kind: Kind, expected: Kind, second: Kind) -> Kind:
-    """Keep what holds in both twins; a block about which they disagree is treated in a weaker way.
-
-    Args:
-        kind: A kind of the first twin.
-        expected: The same with the numbers of the second.
-        second: What the second gives.
-
-    Returns:
-        The kind.
-
-    Raises:
-        UnsupportedFamilyError: If they have other blocks or norms.
-    """
+    """Keep what holds in both twins; a block about which they disagree is treated in a weaker way."""
     names = [[block.name for block in twin_kind.blocks] for twin_kind in (expected, second)]
     if names[0] != names[1] or replace(expected, blocks=()) != replace(second, blocks=()):
         raise UnsupportedFamilyError(f"two twins of other sizes have different blocks or norms: {expected}, {second}.")

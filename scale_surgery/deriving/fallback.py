@@ -12,15 +12,7 @@ NOT_PROVED = "the stronger treatment did not pass its proof on a twin"
 
 
 def weaker_block(block: Block, reason: str = NOT_PROVED) -> Block | None:
-    """The next weaker treatment of a block.
-
-    Args:
-        block: A block.
-        reason: Why it cannot be treated as it is.
-
-    Returns:
-        The block, treated another way; None where there is no other way.
-    """
+    """The next weaker treatment of a block."""
     if block.treatment == "split" and any(_can_be_by_head(linear) for linear in block.linears):
         linears = (replace(linear, fused_by="head") if _can_be_by_head(linear) else linear for linear in block.linears)
         return replace(block, linears=tuple(linears))
@@ -47,16 +39,7 @@ def _edge(linear: Linear) -> Linear:
 
 
 def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> Architecture | None:
-    """The same architecture with the blocks of one class treated the next weaker way.
-
-    Args:
-        architecture: Facts of an architecture.
-        kind: Class of the stock modules, as in `Block.kind`.
-        reason: Why they cannot be treated as they are.
-
-    Returns:
-        The architecture; None where these blocks have no weaker treatment.
-    """
+    """The same architecture with the blocks of one class treated the next weaker way."""
     blocks = [block for layer_kind in architecture.kinds for block in layer_kind.blocks if block.kind == kind]
     # what is treated in a weaker way already in some layers waits for the others
     strongest = min((STRENGTH.index(block.treatment) for block in blocks), default=0)

@@ -48,20 +48,7 @@ class TwinLayer:
 
 
 def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> TwinLayer:
-    """Derive what a layer is made of.
-
-    Args:
-        trace: One forward of a twin.
-        path: Path of the layer.
-        layer: The layer.
-        called: What errors call it, the path of the layer of the real model that it stands for.
-
-    Returns:
-        Its kind and its parts.
-
-    Raises:
-        UnsupportedFamilyError: If it does not add what its blocks give to what it reads.
-    """
+    """Derive what a layer is made of."""
     call = trace.of(path)
     if call is None or call.before is None or call.after is None:
         raise UnsupportedFamilyError(f"{called}: this layer is not run on the residual stream. {SUPPORTED}.")
@@ -221,18 +208,7 @@ def _who_changes_the_stream(
 
 
 def derive_block(part: LayerPart, *, adds_itself: bool = False) -> Block:
-    """Derive how a part of a layer is expanded.
-
-    Args:
-        part: The part.
-        adds_itself: Whether it adds the residual stream to what it gives, and so cannot run beside it.
-
-    Returns:
-        The block with its strongest treatment, and the reason why there is no stronger one.
-
-    Raises:
-        UnsupportedFamilyError: If there is none.
-    """
+    """Derive how a part of a layer is expanded."""
     group = "attn" if part.attentions or part.mixes_tokens() else "ffn"
     block = Block(part.name, type(part.module).__name__, group, "block")  # type: ignore[arg-type]
     if (reason := _why_block(part, adds_itself)) is None:

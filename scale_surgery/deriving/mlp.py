@@ -14,18 +14,7 @@ from scale_surgery.planning.architecture import Block, Linear, Role
 
 
 def describe_mlp(part: LayerPart, block: Block) -> Block:
-    """Describe an MLP whose inner features can be widened.
-
-    Args:
-        part: The part of a layer.
-        block: What is known of it.
-
-    Returns:
-        The block with all facts of a split MLP.
-
-    Raises:
-        RefusedError: If its inner features cannot be widened.
-    """
+    """Describe an MLP whose inner features can be widened."""
     writer = part.writer
     assert writer is not None
     inner = features(writer.module)[0]

@@ -24,15 +24,7 @@ def epsilon(module: nn.Module) -> float:
 
 
 def norm_style(module: nn.Module, features: int) -> NormStyle | None:
-    """Find the formula that gives what a norm gives.
-
-    Args:
-        module: A norm.
-        features: So many features it reads.
-
-    Returns:
-        The formula, or None where it is another one.
-    """
+    """Find the formula that gives what a norm gives."""
     if any(parameter.shape != (features,) for parameter in module.parameters()):
         return None
     x = torch.randn(3, features, generator=torch.Generator().manual_seed(2))

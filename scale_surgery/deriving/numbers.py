@@ -14,16 +14,7 @@ HEAD_SIZE = re.compile(r"^(attention_)?head_?(dim|size)$|^d_head$|^kv_channels$|
 
 
 def number_kind(kind: Kind, layer: nn.Module, heads: int) -> Kind:
-    """Give a kind the numbers of a layer.
-
-    Args:
-        kind: What the layer is made of.
-        layer: The layer, of any size.
-        heads: Query heads that its config states, for attention that does not hold the size of a head.
-
-    Returns:
-        The same kind with the sizes of the layer.
-    """
+    """Give a kind the numbers of a layer."""
     return replace(kind, blocks=tuple(_number_block(block, layer, heads) for block in kind.blocks))
 
 

@@ -42,19 +42,7 @@ class Outside:
 
 
 def derive_outside(trace: Trace, model: PreTrainedModel, place: LayersPlace) -> Outside:
-    """Derive what happens around the layers of a twin.
-
-    Args:
-        trace: One forward of it.
-        model: The twin.
-        place: Where its layers are.
-
-    Returns:
-        The facts.
-
-    Raises:
-        UnsupportedFamilyError: If there is no norm after the last layer, or something between it and the head.
-    """
+    """Derive what happens around the layers of a twin."""
     layers = [call for call in trace.calls if call.name.rpartition(".")[0] == place.path]
     start = trace.calls.index(next(call for call in trace.calls if call.name.startswith(f"{place.path}.")))
     before, after = trace.calls[:start], trace.calls[trace.calls.index(layers[-1]) + 1 :]
@@ -156,14 +144,7 @@ def _head(calls: tuple[ModuleCall, ...], final: ModuleCall, model: PreTrainedMod
 
 
 def find_softcap(model: PreTrainedModel) -> tuple[str, float | None] | None:
-    """Find the key of the config that caps the logits, by setting it to a small number.
-
-    Args:
-        model: A twin.
-
-    Returns:
-        The key, and what counts where config.json holds none; None where there is no such key.
-    """
+    """Find the key of the config that caps the logits, by setting it to a small number."""
     config = text_config(model)
     for key in [name for name in config.to_dict() if "softcap" in name and "attn" not in name]:
         before = read(config, key)

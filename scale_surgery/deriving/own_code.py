@@ -15,19 +15,7 @@ GENERATES = "AutoModelForCausalLM"
 
 
 def own_config_class(config: Mapping[str, Any], folder: Path) -> Any:
-    """Import the classes that config.json names, and let transformers' auto classes know them.
-
-    Args:
-        config: Parsed config.json of the base model.
-        folder: Where its code files are.
-
-    Returns:
-        Its configuration class.
-
-    Raises:
-        UnsupportedFamilyError: If they are none that can be expanded; every problem is listed.
-        CheckpointError: If the code cannot be imported.
-    """
+    """Import the classes that config.json names, and let transformers' auto classes know them."""
     import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -47,15 +35,7 @@ def own_config_class(config: Mapping[str, Any], folder: Path) -> Any:
 
 
 def own_code_of(config: Any, classes: Mapping[str, type]) -> dict[str, str]:
-    """Which of a model's classes lie in its own folder.
-
-    Args:
-        config: The base's config, as its class reads it.
-        classes: Auto class to stock class.
-
-    Returns:
-        Auto class to module and class, such as `modeling_own.OwnForCausalLM`; empty where they are transformers' own.
-    """
+    """Which of a model's classes lie in its own folder."""
     if not needs_own_code({"model_type": config.model_type, "auto_map": getattr(config, "auto_map", None)}):
         return {}
     return {auto: name for auto, name in _named({"auto_map": config.auto_map}).items() if auto in classes}

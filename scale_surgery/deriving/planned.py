@@ -62,25 +62,7 @@ def make_plan(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
-    """Decide everything that an expansion will do; no weight is read.
-
-    Args:
-        checkpoint: The base model, or an expanded folder that gets one more expansion of its base.
-        request: What the user asks for.
-        name: Hub id or folder name of the base model.
-        revision: Commit of the Hub repository, where known.
-        run: Whether the model's own code may run: trust_remote_code.
-        track: Makes progress bars.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UnsupportedFamilyError: If the architecture cannot be expanded; the message names what stands in the way.
-        PlanError: If the request does not fit the model; every problem is listed.
-        CheckpointError: If it has an expansion of that name already, a base tensor is missing or has a wrong shape, or
-            a name is taken that the expansion needs.
-    """
+    """Decide everything that an expansion will do; no weight is read."""
     checkpoint = base_in(checkpoint, request.name)
     check_name(request.name, ())
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None
@@ -99,11 +81,7 @@ def make_plan(
 
 
 def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
-    """Check that each layer is what it was, though copies give those above them other numbers.
-
-    Raises:
-        PlanError: If not.
-    """
+    """Check that each layer is what it was, though copies give those above them other numbers."""
     if base.architecture.is_numbered:
         raise PlanError(
             f"--method depth: layers of a {base.architecture.model_type} model compute with their numbers, and those "

@@ -73,11 +73,7 @@ class Twin:
 
 
 def given_by(stock: PreTrainedModel) -> dict[torch.dtype, Given]:
-    """What a twin gives before anything is expanded.
-
-    Args:
-        stock: The model, in float32.
-    """
+    """What a twin gives before anything is expanded."""
     models: list[Any] = [copy.deepcopy(stock) for _ in DTYPES]
     ids = token_ids(stock.config)
     with quiet_transformers():
@@ -86,11 +82,7 @@ def given_by(stock: PreTrainedModel) -> dict[torch.dtype, Given]:
 
 
 def failure_of(twin: Twin) -> str | None:
-    """What does not hold when a twin is expanded as its facts say; None where everything does.
-
-    Args:
-        twin: The twin.
-    """
+    """What does not hold when a twin is expanded as its facts say; None where everything does."""
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         try:
             shown = (_failures(twin, specs, in_short=n > 0) for n, specs in enumerate(expansions(twin)))
@@ -107,11 +99,7 @@ def checks_of(twin: Twin) -> list[str]:
 
 
 def refuse_without_states(twin: Twin) -> None:
-    """Refuse a model without hidden states, which every later check of a real model reads.
-
-    Raises:
-        UnsupportedFamilyError: If it gives none.
-    """
+    """Refuse a model without hidden states, which every later check of a real model reads."""
     with quiet_transformers(), torch.no_grad():
         output = twin.stock(input_ids=token_ids(twin.stock.config), use_cache=False, output_hidden_states=True)
     if getattr(output, "hidden_states", None) is None:

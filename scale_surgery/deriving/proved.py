@@ -30,18 +30,7 @@ class Attempt:
 
 
 def prove(architecture: Architecture, twin: Twin) -> tuple[Architecture, Twin]:
-    """Find the strongest treatment of all blocks with which an expansion of a twin keeps its promises.
-
-    Args:
-        architecture: Facts about the real model.
-        twin: Its twin, with the same facts in its numbers.
-
-    Returns:
-        The facts that were proved, with the numbers of the real model, and the twin with the same in its own.
-
-    Raises:
-        UnsupportedFamilyError: If none is proved; the first failure is named.
-    """
+    """Find the strongest treatment of all blocks with which an expansion of a twin keeps its promises."""
     waiting, seen, first = [Attempt(architecture, twin.architecture)], list[Attempt](), ""
     while waiting and len(seen) < MOST_TRIES:
         attempt = waiting.pop(0)

@@ -83,11 +83,6 @@ def resemblance(config: PreTrainedConfig, model: PreTrainedModel, place: LayersP
     """Say what the twins of a model are to resemble: its first layers, so many that every kind of layer is shown.
 
     One kind is shown twice where that is possible: what passes by a layer can be proved beside what goes through it.
-
-    Args:
-        config: The user's config.
-        model: Its model, on the meta device.
-        place: Where its layers are.
     """
     forms, values = layer_forms(model, place), text_config(config).to_dict()
     lists = [value for key, value in values.items() if is_per_layer(key, value, place.count)]
@@ -109,12 +104,7 @@ def selected(real: Real) -> Real | None:
 
 
 def layer_forms(model: PreTrainedModel, place: LayersPlace) -> list[LayerForm]:
-    """Say of each layer what it is made of, and what its modules are told.
-
-    Args:
-        model: A model.
-        place: Where its layers are.
-    """
+    """Say of each layer what it is made of, and what its modules are told."""
     types = read(text_config(model), "layer_types") or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
@@ -153,17 +143,7 @@ def _is_numbered(name: str) -> bool:
 
 
 def shrink(real: Real) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Make the configs of two tiny twins, all of whose sizes differ.
-
-    Args:
-        real: What they are to resemble.
-
-    Returns:
-        Two configs of the same class; their models have the same kinds of layers and have been run once.
-
-    Raises:
-        UnsupportedFamilyError: If no way leads to a model that runs; the message says what went wrong in the last.
-    """
+    """Make the configs of two tiny twins, all of whose sizes differ."""
     first, way = _shrink(real, ways(0))
     # in the way of the first, most of them, and none is tried in vain
     second, _ = _shrink(real, [replace(way, scale=1), *ways(1)])

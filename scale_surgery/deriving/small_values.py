@@ -96,15 +96,7 @@ def ways(scale: int) -> Iterator[Way]:
 
 
 def shrink_values(real: Real, way: Way) -> Values:
-    """The values of a config, with sizes made small.
-
-    Args:
-        real: What the twin is to resemble.
-        way: How it is made.
-
-    Returns:
-        What the class of the config can be made from.
-    """
+    """The values of a config, with sizes made small."""
     values = real.config.to_dict()
     values.pop("quantization_config", None)
     text = text_config(real.config)

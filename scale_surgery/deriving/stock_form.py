@@ -20,16 +20,7 @@ SHARED = "its head size is the hidden size over the query heads, so more heads a
 
 
 def stock_heads(real: PreTrainedModel, architecture: Architecture, sizes: Sizes) -> tuple[str, bool]:
-    """Find whether the stock model can have more heads of the same size.
-
-    Args:
-        real: The real model, on the meta device.
-        architecture: Facts of the architecture; heads of a model whose layers differ are not asked for.
-        sizes: Sizes of the model.
-
-    Returns:
-        Why it cannot, empty where it can; and whether its config wants a number of heads that divides the hidden size.
-    """
+    """Find whether the stock model can have more heads of the same size."""
     blocks = [block for block in architecture.kinds[0].blocks if block.query_heads]
     if not architecture.is_uniform or not blocks:
         return "", False
@@ -73,15 +64,7 @@ def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, he
 
 
 def inner_key(config: PreTrainedConfig, architecture: Architecture) -> str | None:
-    """Find the key of a config that says how wide an MLP is inside: the one whose change changes it, and nothing else.
-
-    Args:
-        config: The real config.
-        architecture: Facts of the architecture.
-
-    Returns:
-        The key; None where there is none, or where nobody asks because layers differ.
-    """
+    """Find the key of a config that sets the inner width of an MLP; None where none does, or where layers differ."""
     blocks = [block for block in architecture.kinds[0].blocks if block.inner]
     if "inner" in architecture.keys or not architecture.is_uniform or not blocks:
         return architecture.keys.get("inner")

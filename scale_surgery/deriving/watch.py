@@ -94,16 +94,7 @@ def _read_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
 
 
 def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
-    """Run a model once, and note what every module reads and gives.
-
-    Args:
-        model: A twin.
-        ids: Tokens.
-        layers: Path of its list of layers.
-
-    Returns:
-        The trace; its tensors are part of a graph, so that it can be asked what depends on what.
-    """
+    """Run a model once, and note what every module reads and gives."""
     calls: list[ModuleCall] = []
     names = _names(model)
     with ExitStack() as stack:
@@ -187,15 +178,7 @@ def _attention_of(module: nn.Module, name: str) -> Any:
 
 
 def depends(target: Tensor, *sources: Tensor) -> list[Tensor | None]:
-    """Say on which features of each source a tensor depends.
-
-    Args:
-        target: A tensor of a graph.
-        *sources: Tensors of the same graph, features last.
-
-    Returns:
-        For each source a mask of its features; None where nothing depends on it.
-    """
+    """Say on which features of each source a tensor depends."""
     weights = torch.randn(target.shape, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((target * weights).sum(), sources, retain_graph=True, allow_unused=True)
     masks = [None if gradient is None else gradient.flatten(0, -2).abs().amax(0) > 0 for gradient in gradients]
@@ -210,15 +193,7 @@ def is_same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def is_combination(target: Tensor, parts: list[Tensor]) -> list[float] | None:
-    """Find the numbers a, b, ... with target = a first + b second + ...
-
-    Args:
-        target: A tensor.
-        parts: Tensors of as many values.
-
-    Returns:
-        The numbers, or None where there are none.
-    """
+    """Find the numbers a, b, ... with target = a first + b second + ..."""
     matrix = torch.stack([tensor.reshape(-1).double() for tensor in parts], 1)
     wanted = target.reshape(-1, 1).double()
     solution = torch.linalg.lstsq(matrix, wanted).solution

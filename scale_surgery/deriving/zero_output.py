@@ -14,15 +14,7 @@ from scale_surgery.planning.architecture import numberless
 
 
 def find_mute(part: LayerPart, *, adds_itself: bool = False) -> list[Tensor]:
-    """Find the parameters of a part that, being zero, make it give zeros; as few as possible, the last ones.
-
-    Args:
-        part: A part of a layer of a twin.
-        adds_itself: Whether it adds the residual stream, so that its writer alone has to be silent.
-
-    Returns:
-        The parameters; none where even all of them being zero does not do it.
-    """
+    """Find the parameters of a part that, being zero, make it give zeros; as few as possible, the last ones."""
     if part.call is None or adds_itself:
         return [] if part.writer is None else list(part.writer.module.parameters())
     parameters = sorted(part.module.parameters(), key=lambda parameter: _writes(part, parameter))
@@ -61,16 +53,7 @@ def _is_silent(part: LayerPart) -> bool:
 
 
 def find_mutes(model: PreTrainedModel, path: str, layers: Mapping[int, TwinLayer]) -> dict[int, list[tuple[str, ...]]]:
-    """Find what mutes each block of some layers.
-
-    Args:
-        model: The twin.
-        path: Path of its list of layers.
-        layers: Its layers, by number.
-
-    Returns:
-        For each layer the names inside it, block by block; one for all experts.
-    """
+    """Find what mutes each block of some layers."""
     mutes: dict[int, list[tuple[str, ...]]] = {}
     for number, layer in layers.items():
         names = {id(tensor): name for name, tensor in model.get_submodule(f"{path}.{number}").named_parameters()}

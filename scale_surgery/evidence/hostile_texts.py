@@ -33,17 +33,7 @@ def prompt_texts(batch: Batch) -> HostileTexts:
 
 
 def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iterator[HostileTexts]:
-    """Texts that each path writes greedily, and halves of two of them joined: who has come to be trusted goes wrong.
-
-    Args:
-        model: A model that routes.
-        batch: Prompts, whose first tokens the texts begin with.
-        device: Where it computes.
-        write: Whether there are any.
-
-    Yields:
-        The texts of each path, and of each pair of neighbours in both orders.
-    """
+    """Texts that each path writes greedily, and halves of two of them joined: who has come to be trusted goes wrong."""
     begun = _beginnings(batch)
     length = min(LENGTH, context_of(model.config.get_text_config()) or LENGTH)
     if not write or length - begun.shape[1] < 1:

@@ -166,23 +166,7 @@ def probe(
     track: Track,
     renamed: Mapping[str, str],
 ) -> Numbers:
-    """Run the base, the model that each path is alone, and the expanded model on the same prompts, and compare.
-
-    Args:
-        checkpoint: The expanded folder.
-        manifest: Its surgery.json.
-        base: A folder that loads as its base.
-        probes: Prompts, and tokens to generate for each; without these no text is written either.
-        run: How the models run: device, trust_remote_code, memory_bytes. They are as they are stored.
-        track: Makes progress bars.
-        renamed: Names of tensors in the folder of the base to those that its class knows.
-
-    Returns:
-        What they showed.
-
-    Raises:
-        CheckpointError: If a model cannot be loaded or does not run.
-    """
+    """Run the base, the model that each path is alone, and the expanded model on the same prompts, and compare."""
     encoded, width = encode_prompts(base, probes, run), manifest.first_plan.sizes.hidden
     tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
     batch, names = encoded.batch, tuple(manifest.expansions)
@@ -237,18 +221,7 @@ def probe(
 
 @torch.no_grad()
 def run_model(model: Any, batch: Batch, width: int, new_tokens: int, device: str) -> ModelRun:
-    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation.
-
-    Args:
-        model: The model.
-        batch: The probe prompts.
-        width: Base width d; hidden states are cut to it.
-        new_tokens: Tokens to generate, 0 for none.
-        device: Where it runs.
-
-    Raises:
-        CheckpointError: If it does not run.
-    """
+    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation."""
     with translated(*RUNNING):
         output = model(**_inputs(batch, device), output_hidden_states=True, use_cache=False)
         cached, uncached = _continue(model, batch, new_tokens, device)
@@ -310,23 +283,7 @@ def run_alone(
     run: RunOptions,
     known: Sequence[str] = (),
 ) -> Iterator[PathRun]:
-    """Run each model that an expansion is alone.
-
-    Args:
-        checkpoint: The expanded folder.
-        manifest: Its surgery.json.
-        names: The expansions.
-        batch: The prompts.
-        new_tokens: Tokens to generate, 0 for none.
-        run: How the models run.
-        known: What went wrong when the base was loaded.
-
-    Yields:
-        What each made of the prompts.
-
-    Raises:
-        CheckpointError: If one cannot be loaded, its tensors do not fit its class, or it does not run.
-    """
+    """Run each model that an expansion is alone."""
     has_own_code = bool(manifest.first_plan.architecture.own_code)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -344,13 +301,7 @@ def run_alone(
 
 
 def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
-    """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index.
-
-    Args:
-        checkpoint: The expanded folder as if it held that expansion alone.
-        manifest: Its surgery.json, from which config.json is made again: the one in the folder may be another.
-        folder: Where the links go.
-    """
+    """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index."""
     own_code = manifest.first_plan.architecture.own_code
     # how a model generates is the base's, and so is its code, beside which ours lies
     beside = [file for file in checkpoint.side_files if file == GENERATION_FILE or (own_code and file.endswith(".py"))]
@@ -373,14 +324,7 @@ def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
 
 
 def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> PathNumbers:
-    """Compare a path with the model that it is alone.
-
-    Args:
-        name: What the path is called.
-        alone: What that model made of the prompts.
-        chosen: What the path made of them, chosen by name.
-        beside: Its logits beside all other paths.
-    """
+    """Compare a path with the model that it is alone."""
     return PathNumbers(
         name=name,
         is_bit_equal=torch.equal(alone.logits, chosen.logits) and torch.equal(alone.logits, beside),
@@ -392,15 +336,7 @@ def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> 
 
 
 def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, write: bool) -> MixtureLoss:
-    """What a router's mixture loses on prompts, and on texts that the paths write.
-
-    Args:
-        model: A model that routes.
-        batch: The prompts.
-        device: Where it computes.
-        rounding: What rounding makes of the largest logit.
-        write: Whether texts are written.
-    """
+    """What a router's mixture loses on prompts, and on texts that the paths write."""
     texts = [prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
     losses = {name: loss for text in texts for name, loss in excess(model, text, device)}
     # NaN is the worst, and no maximum of Python's

@@ -49,20 +49,7 @@ def judge(
     problems: tuple[str, ...],
     required: tuple[str, ...],
 ) -> tuple[Promise, ...]:
-    """Judge every promise by what was found.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        integrity: What its files showed, beside a given base too.
-        numbers: What the probe prompts showed; None where no model was run.
-        problems: What speaks against every promise about outputs: structure, config, code, recorded
-            facts, loading, token ids.
-        required: Promises that are asked for by name.
-
-    Returns:
-        The promises, those that are not claimed too; of the two about the start that which fits the method, or both.
-    """
+    """Judge every promise by what was found."""
     promises = (
         Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
         _output_at_init(manifest, integrity, numbers, problems),

@@ -28,16 +28,7 @@ LASTING = ("model_type", "base_model", "layers", "embedding", "final_norm", "tra
 
 
 def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = RunOptions()) -> tuple[str, ...]:
-    """Compare the recorded facts with those that are derived again.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        run: Whether the base's own code may run: trust_remote_code.
-
-    Returns:
-        A line for each fact that differs, or for what stands in the way of deriving them.
-    """
+    """Compare the recorded facts with those that are derived again."""
     try:
         derived = _derived(checkpoint, manifest, run)
     except (CheckpointError, PlanError) as error:

@@ -10,11 +10,7 @@ ITSELF = "self"
 
 
 def rehearsed_text(run: Mapping[str, Any]) -> str:
-    """Say on what text a recorded run rehearsed; nothing where it did not.
-
-    Args:
-        run: What surgery.json records of a training run.
-    """
+    """Say on what text a recorded run rehearsed; nothing where it did not."""
     settings = run.get("settings")
     texts = settings.get("rehearse") if isinstance(settings, Mapping) else None
     if not texts:

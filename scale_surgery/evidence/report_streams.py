@@ -37,24 +37,7 @@ def compare_streams(
     run: RunOptions,
     track: Track,
 ) -> Streams:
-    """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer.
-
-    Args:
-        path: Folder of the expanded checkpoint.
-        name: The expansion that is compared.
-        texts: Files and saved datasets to read; the built-in prompts of `verify` where there are none.
-        width: Base width d.
-        sequence_length: Most tokens of a window of a text; by default the model's context, at most 1024.
-        run: How the model runs: device, trust_remote_code, batch_size.
-        track: Makes progress bars.
-
-    Returns:
-        Drift (largest absolute difference) and cosine (mean over tokens) after each layer.
-
-    Raises:
-        DataError: If a text cannot be read, or there is no tokenizer for it.
-        CheckpointError: If the model cannot be loaded.
-    """
+    """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer."""
     if texts:
         batches = _text_batches(path, texts, sequence_length, run)
         source = ", ".join(map(str, texts))

@@ -79,12 +79,7 @@ class Verification:
 
 
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
-    """Whether a recorded verification ran a model with the same bytes, and another one ran none and found no fault.
-
-    Args:
-        recorded: The last verification in the folder's record.
-        verification: The other.
-    """
+    """Whether a recorded verification ran a model with the same bytes, and another one ran none and found no fault."""
     # of a folder that was given another base than its own nothing is said
     is_whole = verification.passed or verification.not_run == OTHER_BASE
     if recorded is None or verification.not_run is None or not is_whole:
@@ -95,16 +90,7 @@ def says_more(recorded: Mapping[str, Any] | None, verification: Verification) ->
 def changed_since(
     verification: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], routing: Mapping[str, Any] | None
 ) -> str | None:
-    """What records tell to be newer than a verification; no tensor is read.
-
-    Args:
-        verification: What was recorded of it.
-        runs: Training runs of all expansions.
-        routing: How the folder routes now, as plain values, or None.
-
-    Returns:
-        That it is, in words; None where nothing is.
-    """
+    """What records tell to be newer than a verification; no tensor is read."""
     # dates in UTC, written in one way, are ordered as texts
     # what another trainer made is no longer verified when it is adopted
     is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
@@ -118,16 +104,7 @@ def changed_since(
 def decide(
     promises: Sequence[Promise], required: tuple[str, ...], problems: tuple[str, ...]
 ) -> tuple[tuple[str, ...], bool]:
-    """Which promises decide, and whether all is as required.
-
-    Args:
-        promises: What was found.
-        required: Promises that are asked for by name.
-        problems: What no promise covers.
-
-    Returns:
-        Names of the promises that decide, all that are claimed where none is asked for; and whether all is well.
-    """
+    """Which promises decide, and whether all is as required."""
     # what no model was run for is neither kept nor broken, unless it was asked for by name
     defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
     decisive = required or tuple(promise.name for promise in defaults)

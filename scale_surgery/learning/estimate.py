@@ -69,20 +69,7 @@ def estimate_cost(
     kept: Mapping[str, Kept],
     notes: Sequence[str],
 ) -> Estimate:
-    """Estimate what a job takes.
-
-    Args:
-        work: The job.
-        stages: Its stages.
-        checkpoint: The base model.
-        plan: Its expansion; of all layers where a pilot will choose.
-        kept: What stages that are done have kept.
-        notes: What the job does not do, and why.
-
-    Raises:
-        DataError: If there is nothing to learn, or the model has no tokenizer.
-        CheckpointError: If the disk has no room for it.
-    """
+    """Estimate what a job takes."""
     tokenizer = need_tokenizer(checkpoint.path, work.recipe.model, work.recipe.running)
     added = plan.costs.parameters_added
     if work.recipe.chooses_layers:
@@ -129,18 +116,7 @@ def _disk(work: Work, base_bytes: int, added: int) -> int:
 
 
 def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Estimate the tokens of texts, by those of their beginnings.
-
-    Args:
-        files: Files and saved datasets.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Their number, about; 0 where there is no file.
-
-    Raises:
-        DataError: If a file cannot be read, or holds no text.
-    """
+    """Estimate the tokens of texts, by those of their beginnings."""
     return sum(_count(file, tokenizer) for file in files)
 
 

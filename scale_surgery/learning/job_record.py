@@ -38,18 +38,7 @@ class Record:
 
 
 def take_up(record: Record, recipe: Recipe) -> Record:
-    """Take up what an earlier run of the same recipe did.
-
-    Args:
-        record: Of the job that is to begin.
-        recipe: What it does.
-
-    Returns:
-        The same with what is done.
-
-    Raises:
-        CheckpointError: If the folder is that of another recipe, or of other texts.
-    """
+    """Take up what an earlier run of the same recipe did."""
     content = {**read_json(record.file), "file": str(record.file)}
     try:
         before = read_record(content, Record)
@@ -71,27 +60,13 @@ def take_up(record: Record, recipe: Recipe) -> Record:
 
 
 def gone_since(stages: Sequence[Stage], record: Record) -> dict[str, Path]:
-    """What stages that are done made and what is no longer there, by the name of the stage.
-
-    Args:
-        stages: All stages of a job.
-        record: What is done.
-    """
+    """What stages that are done made and what is no longer there, by the name of the stage."""
     done = [(stage.name, output) for stage in stages if stage.name in record.kept for output in stage.outputs]
     return {name: output for name, output in done if not output.exists()}
 
 
 def check_there(work: Work, stages: Sequence[Stage], record: Record) -> None:
-    """Refuse to go on where something is gone that is still needed; of a job that is done that is its result.
-
-    Args:
-        work: The job.
-        stages: Its stages.
-        record: What is done.
-
-    Raises:
-        CheckpointError: If something is; each is named.
-    """
+    """Refuse to go on where something is gone that is still needed; of a job that is done that is its result."""
     is_done = all(stage.name in record.kept for stage in stages)
     gone = {name: output for name, output in gone_since(stages, record).items() if output == work.result or not is_done}
     if gone:

@@ -74,17 +74,6 @@ def with_preset(name: str, said: Mapping[str, Any], facts: JobFacts) -> PresetVa
 
     Of a preset, the expansion does not count where another method or variant was said, nor the length of the training
     where a part of that was said.
-
-    Args:
-        name: Name of the preset.
-        said: Settings by name.
-        facts: What it depends on.
-
-    Returns:
-        Settings by name.
-
-    Raises:
-        PlanError: If there is no such preset.
     """
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")

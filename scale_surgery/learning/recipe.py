@@ -126,17 +126,7 @@ def value_problem(name: str, value: Any) -> str | None:
 
 
 def make_recipe(values: RecipeValues) -> Recipe:
-    """Make a recipe of settings; those that are missing are as they usually are.
-
-    Args:
-        values: Settings by name, such as "training.steps".
-
-    Returns:
-        The recipe.
-
-    Raises:
-        PlanError: If there is no model or no text, a setting is unknown, or a value cannot be; all are named.
-    """
+    """Make a recipe of settings; those that are missing are as they usually are."""
     unknown = [unknown_setting(name) for name in values if name not in settings()]
     known = {name: settings()[name].read(value) for name, value in values.items() if name in settings()}
     problems = [*unknown, *filter(None, (value_problem(name, value) for name, value in known.items()))]

@@ -38,19 +38,7 @@ class NewTensor:
 def new_tensors(
     architecture: Architecture, sizes: Sizes, specs: Spec, prefix: str, head: str, names: Collection[str]
 ) -> Iterator[NewTensor]:
-    """List every tensor that the specifications add, layer by layer from the embedding to the head.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        specs: Result of `build_specs`.
-        prefix: What stands before the base model's names on disk, `model.` or nothing.
-        head: Name of the head on disk.
-        names: Names of the base's tensors.
-
-    Yields:
-        The new tensors.
-    """
+    """List every tensor that the specifications add, layer by layer from the embedding to the head."""
     final, called = architecture.final_norm.name, specs["name"]
     for name, spec in specs["model"].items():
         if name != final:

@@ -305,14 +305,7 @@ class Architecture:
         return -1 if any(style.endswith("_plus_one") for style in styles) else 0
 
     def find_linear(self, module: str) -> tuple[Block, Linear] | None:
-        """Find a linear that is expanded, and its block.
-
-        Args:
-            module: Its name on disk, such as `model.layers.3.mlp.up_proj`.
-
-        Returns:
-            Both, or None where there is none of this name.
-        """
+        """Find a linear that is expanded, and its block."""
         _, _, inside = f".{module}".rpartition(f".{self.layers}.")
         number, _, name = inside.partition(".")
         if not number.isdecimal() or int(number) >= len(self.kind_of_layer):

@@ -77,11 +77,7 @@ class Base:
 
 
 def check_facts(facts: BaseFacts) -> None:
-    """Check that facts which were read from a file fit together.
-
-    Raises:
-        PlanError: If they do not; every problem is listed.
-    """
+    """Check that facts which were read from a file fit together."""
     kinds, numbers = facts.architecture.kinds, facts.architecture.kind_of_layer
     if len(numbers) != facts.sizes.layers or not kinds:
         raise PlanError(f"facts.architecture.kind_of_layer names {len(numbers)} layers, expected {facts.sizes.layers}")
@@ -111,16 +107,7 @@ def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:
 
 
 def check_layers(architecture: Architecture, layers: int, names: Iterable[str]) -> None:
-    """Check that there are as many layers as config.json says, before anything counts up to that number.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: Number of base layers that config.json promises.
-        names: Names of tensors.
-
-    Raises:
-        CheckpointError: If there are fewer.
-    """
+    """Check that there are as many layers as config.json says, before anything counts up to that number."""
     numbered = re.compile(rf"(?:.*\.)?{re.escape(architecture.layers)}\.(\d+)\.")
     found = {match[1] for name in names if (match := numbered.match(name))}
     if layers > len(found):
@@ -139,18 +126,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """The base on which an expansion is planned: a base model, or that of an expanded folder, by itself.
-
-    Args:
-        checkpoint: The folder.
-        name: What the expansion is to be called.
-
-    Returns:
-        Config and tensors of the base alone.
-
-    Raises:
-        CheckpointError: If the folder has such an expansion, or is one to which none can be added.
-    """
+    """The base on which an expansion is planned: a base model, or that of an expanded folder, by itself."""
     base = base_alone(checkpoint)
     if checkpoint.manifest is not None and name in checkpoint.manifest["expansions"]:
         raise CheckpointError(
@@ -191,11 +167,7 @@ def base_alone(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check_base(base: Base) -> None:
-    """Check that every tensor beside which something may be added is there, in the shape that its config says.
-
-    Raises:
-        CheckpointError: If not; every problem is listed.
-    """
+    """Check that every tensor beside which something may be added is there, in the shape that its config says."""
     if (how := quantisation_of(base)) is not None:
         raise CheckpointError(f"{base.checkpoint.path}: {how}")
     tensors, problems = base.checkpoint.tensors, _missing_biases(base)

@@ -16,17 +16,7 @@ if TYPE_CHECKING:
 def resolve_collaboration(
     architecture: Architecture, request: Request, layers: tuple[int, ...], widths: Widths
 ) -> tuple[Collaboration, list[str]]:
-    """Say in which layers, and in which linears of them, W12 exists.
-
-    Args:
-        architecture: Facts of the architecture.
-        request: What is asked for.
-        layers: The expanded layers.
-        widths: What is added.
-
-    Returns:
-        Where W12 exists, and what of the request cannot be met, a line each.
-    """
+    """Say in which layers, and in which linears of them, W12 exists."""
     if request.variant == "preserve":
         return Collaboration((), ()), _preserve_problems(request, widths)
     problems: list[str] = []
@@ -82,11 +72,7 @@ def _preserve_problems(request: Request, widths: Widths) -> list[str]:
 
 
 def no_up_stream(request: Request) -> str:
-    """What left no up stream: the width that was asked for, or the heads from which it follows.
-
-    Args:
-        request: A request whose up width is 0.
-    """
+    """What left no up stream: the width that was asked for, or the heads from which it follows."""
     if request.up_width is None and request.up_kv_heads == 0:
         return "--up-kv-heads is 0 (and so the up width, which is that of the new heads)"
     return "--up-width is 0"

@@ -49,17 +49,7 @@ class Costs:
 
 
 def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:
-    """Add up what a plan costs.
-
-    Args:
-        base: The base model.
-        specs: Module specifications of the plan.
-        tensors: New tensors of the plan.
-        svd: "exact" or "fast".
-
-    Returns:
-        Counts, which are exact, and an estimate of memory, which is not.
-    """
+    """Add up what a plan costs."""
     checkpoint = base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
     beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)

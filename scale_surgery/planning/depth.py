@@ -140,15 +140,7 @@ class Depth(Method):
 
 
 def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec:
-    """What config.json says of duplicated layers, under a key of our own that stock code does not read.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: Base layers that get a copy, ascending.
-
-    Returns:
-        Plain JSON values; `new_layers` are the positions of the copies.
-    """
+    """What config.json says of duplicated layers, under a key of our own that stock code does not read."""
     numbering = Numbering(architecture.base_model, architecture.layers, tuple(layers))
     return {
         "format": FORMAT,
@@ -182,15 +174,7 @@ def mute_tensors(kind: Kind) -> tuple[str, ...]:
 
 
 def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
-    """List the tensors of every copy: what writes into the residual stream begins mute, all else is copied.
-
-    Args:
-        base: The base model.
-        layers: Its layers that get a copy.
-
-    Yields:
-        The new tensors; see numbering.py for their names.
-    """
+    """List the tensors of every copy: what writes into the residual stream begins mute, all else is copied."""
     architecture, tensors = base.architecture, base.checkpoint.tensors
     for layer in layers:
         path, kind = layer_path(architecture, base.prefix, layer), architecture.kind(layer)
@@ -218,14 +202,6 @@ def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], archite
 
     Where the config leaves the types of layers to their numbers, they are written out: a copy changes the numbers
     above it. Where all layers are alike nothing is written, since a list makes some classes behave in another way.
-
-    Args:
-        config: Parsed config.json of the base.
-        specs: Result of `build_depth_specs`.
-        architecture: Facts of the architecture.
-
-    Returns:
-        The new config.
     """
     copied = specs["expanded_layers"]
     layers = len(architecture.kind_of_layer)

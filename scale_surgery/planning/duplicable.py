@@ -70,16 +70,7 @@ def per_layer_lists(config: Mapping[str, Any], layers: int) -> dict[str, list[An
 
 
 def check_depth_config(architecture: Architecture, config: Mapping[str, Any], layers: int) -> None:
-    """Check that what config.json says layer by layer can be said of more layers.
-
-    Args:
-        architecture: Facts of the architecture.
-        config: Parsed config.json of the base.
-        layers: Number of its layers.
-
-    Raises:
-        PlanError: If a list has another length than there are layers, or the layers' config lies inside another.
-    """
+    """Check that what config.json says layer by layer can be said of more layers."""
     problems = [
         f"config.json: {key} is {config[key]!r}, expected a list of {layers}, one for each layer. Is this config.json "
         "from this checkpoint?"

@@ -125,18 +125,7 @@ class Grow(Method):
 
 
 def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
-    """Inner features of the MLPs of layers, which are to be copied.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: The chosen layers.
-
-    Returns:
-        Their one width.
-
-    Raises:
-        PlanError: If one cannot be copied, or widths differ; each layer is named with the reason.
-    """
+    """Inner features of the MLPs of layers, which are to be copied."""
     problems, widths = list[str](), set[int]()
     for layer in layers:
         blocks = [block for block in architecture.kind(layer).blocks if block.inner]
@@ -158,17 +147,7 @@ def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
 
 
 def grown_specs(specs: Spec, copies: int, *, trains_base: bool) -> Spec:
-    """Make the linears of an expanded MLP those of a grown one (arXiv 2603.08647).
-
-    Args:
-        specs: Specifications of a layer in which the inner stream alone is widened.
-        copies: How many MLPs there are, the original included.
-        trains_base: Whether the original gate and up projection train too.
-
-    Returns:
-        The specifications. `share` is what the base product of the down projection counts, 1 over the number of
-        copies; where `trains_base` is set, a trained copy W11 takes the place of W.
-    """
+    """Make the linears of an expanded MLP those of a grown one (arXiv 2603.08647)."""
     share = 1 / copies
     grown: Spec = {}
     for name, spec in specs.items():

@@ -81,11 +81,7 @@ class Method(ABC):
 
     @abstractmethod
     def resolve(self, base: Base, request: Request) -> Resolved:
-        """Resolve a request, said in full, against a base model.
-
-        Raises:
-            PlanError: If the request does not fit the model; every problem is listed.
-        """
+        """Resolve a request, said in full, against a base model."""
 
     @abstractmethod
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
@@ -109,11 +105,7 @@ class Method(ABC):
 
     @abstractmethod
     def start(self, changed: int) -> str:
-        """What the files say of how the expansion starts.
-
-        Args:
-            changed: How many of `guards` are not as they began.
-        """
+        """What the files say of how the expansion starts."""
 
     @abstractmethod
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
@@ -130,13 +122,7 @@ class Method(ABC):
 
     @abstractmethod
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """How a model is made, for its card.
-
-        Args:
-            request: Its request.
-            is_stock: Whether it is a stock export, which holds no base tensor by itself.
-            has_up_stream: Whether a second stream was added.
-        """
+        """How a model is made, for its card."""
 
     @abstractmethod
     def beginning(self, request: Request) -> str:

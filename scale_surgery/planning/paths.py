@@ -13,17 +13,7 @@ from scale_surgery.planning.specs import Spec, attention_values
 
 
 def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Spec:
-    """Say what the paths of a model pass through, whatever expansions it has.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        config: Parsed config.json of the base.
-
-    Returns:
-        Names and sizes as plain JSON values; of each kind of layer the modules that a base stream passes through, and
-        the heads of its attention.
-    """
+    """Say what the paths of a model pass through, whatever expansions it has."""
     kinds = [
         {
             "modules": _modules(kind, sizes),
@@ -55,15 +45,7 @@ def _old_heads(block: Block) -> Spec:
 
 
 def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
-    """Why a model cannot be routed: blocks through which two paths cannot pass, or logits that are changed later.
-
-    Args:
-        architecture: Facts of the architecture.
-        fork: The first layer with W12, where the paths begin; None where there is none.
-
-    Returns:
-        A line for each reason.
-    """
+    """Why a model cannot be routed: blocks through which two paths cannot pass, or logits that are changed later."""
     later = "its logits are changed after the head, where a router gives out probabilities; expected logits as they are"
     shape = "what leaves its last norm has to be as many texts as were given, expected room for two paths"
     kinds = [] if fork is None else [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]

@@ -143,21 +143,7 @@ class Plan:
 
 
 def plan_expansion(base: Base, request: Request, *, name: str, revision: str | None = None) -> Plan:
-    """Decide everything that an expansion will do; no weight is read.
-
-    Args:
-        base: The base model.
-        request: What the user asks for.
-        name: Hub id or folder name of the base model.
-        revision: Commit of the Hub repository, where known.
-
-    Returns:
-        The plan.
-
-    Raises:
-        PlanError: If the request does not fit the model; every problem is listed.
-        CheckpointError: If a base tensor is missing or has a wrong shape.
-    """
+    """Decide everything that an expansion will do; no weight is read."""
     request = complete(request, base.sizes.layers)
     check_base(base)
     method = METHODS[request.method]
@@ -247,11 +233,7 @@ def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Check that a plan was made for a base model.
-
-    Raises:
-        PlanError: If it was made for another.
-    """
+    """Check that a plan was made for a base model."""
     if plan.base_fingerprint != fingerprint(checkpoint):
         raise PlanError(
             f"{checkpoint.path}: is not the base model that the plan was made for, {plan.base_name}: config, or names, "

@@ -62,18 +62,7 @@ class Request:
 
 
 def complete(request: Request, layers: int | None = None) -> Request:
-    """Put in what a request leaves to its method: the variant, and how many copies.
-
-    Args:
-        request: What was asked for.
-        layers: Layers of the model, where it is known; then its choice of layers is checked too.
-
-    Returns:
-        The same request, said in full.
-
-    Raises:
-        PlanError: If a value is none of those that it may be, or does not belong to the method; every one is named.
-    """
+    """Put in what a request leaves to its method: the variant, and how many copies."""
     # the command line asks the same; a Python caller may not have, and a saved plan may have been edited
     problems = problems_of(request, with_ranges=False)
     if problems:

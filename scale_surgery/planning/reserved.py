@@ -23,15 +23,7 @@ SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")
 
 
 def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
-    """Check that a base has no tensor and no file of a name that is needed.
-
-    Args:
-        base: The base model.
-        tensors: The new tensors, where they are planned.
-
-    Raises:
-        CheckpointError: If it has; every one is named.
-    """
+    """Check that a base has no tensor and no file of a name that is needed."""
     names = [tensor.name for tensor in tensors if tensor.name in base.tensors]
     problems = [f"{name}: the base model has a tensor of this name already." for name in names]
     problems += [

@@ -42,14 +42,7 @@ def save_plan(plan: Plan, file: Path) -> None:
 
 
 def read_plan(file: Path) -> SavedPlan:
-    """Read what was decided, of a plan in a file.
-
-    Args:
-        file: A plan that `save_plan` wrote.
-
-    Raises:
-        PlanError: If the file is no plan.
-    """
+    """Read what was decided, of a plan in a file."""
     missing = "" if file.exists() else "there is no such file, it "
     try:
         saved = read_record(read_json(file), SavedPlan)
@@ -61,18 +54,7 @@ def read_plan(file: Path) -> SavedPlan:
 
 
 def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
-    """Check that what a file holds gives a plan that was made now; the facts may be others, if the same follows.
-
-    Args:
-        saved: Content of the file.
-        base: The base model.
-        plan: A plan that was made of it now, of the same request.
-        file: The file.
-
-    Raises:
-        PlanError: If it was made for another base model or by another release, or another plan or none follows; the
-            message names what differs, and what both were proved with.
-    """
+    """Check that what a file holds gives a plan that was made now; the facts may be others, if the same follows."""
     if (saved.base_fingerprint, saved.base_revision) != (plan.base_fingerprint, plan.base_revision):
         raise PlanError(
             f"{file}: was made for another base model, {_named(saved)}, found {_named(plan)}. Give the model that it "
@@ -133,16 +115,7 @@ def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[str]:
 
 
 def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
-    """Read what a config.json keeps of the plan of each of its expansions, by the names that they have there.
-
-    Args:
-        config: Parsed config.json of an expanded model.
-        title: What the model is called.
-
-    Raises:
-        PlanError: If it keeps nothing of one.
-        CheckpointError: If a value is of the wrong kind.
-    """
+    """Read what a config.json keeps of the plan of each of its expansions, by the names that they have there."""
     found = []
     for number, specs in enumerate(specs_of_expansions(config[CONFIG_KEY])):
         plain, place = specs.get(ORIGIN_KEY), place_of_specs(config[CONFIG_KEY], number)

@@ -15,17 +15,6 @@ def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple
 
     Layers count from zero; ranges include both ends; negative numbers count from the last layer;
     `every:n` takes layers 0, n, 2n, ...
-
-    Args:
-        text: One or more of 20-31, 7, -1, last:4, every:4, all, joined by commas.
-        num_layers: Number of layers of the model.
-        option: Name of the option, for messages.
-
-    Returns:
-        The chosen layers, ascending.
-
-    Raises:
-        PlanError: If a part is not understood, a layer is out of range or named twice, or none is left.
     """
     chosen: list[int] = []
     problems: list[str] = []

@@ -66,13 +66,7 @@ class LinearWidths:
 
 
 def linear_widths(block: Block, linear: Linear, widths: Widths) -> LinearWidths:
-    """How wide a linear becomes.
-
-    Args:
-        block: The block it belongs to.
-        linear: The linear.
-        widths: What is added.
-    """
+    """How wide a linear becomes."""
     up = widths.up_streams(block)
     outputs = [[size, up[stream]] for size, stream in zip(linear.outputs, linear.writes(), strict=True)]
     return LinearWidths([linear.inputs, up[linear.reads]], outputs)
@@ -86,19 +80,7 @@ def build_specs(
     collaboration: Collaboration,
     name: str = DEFAULT_NAME,
 ) -> Spec:
-    """Say for every stock module whether and how it is expanded.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        widths: What is added.
-        layers: The expanded layers.
-        collaboration: Where W12 exists.
-        name: What the expansion is called.
-
-    Returns:
-        The module specifications as plain JSON values; where layers are of several kinds, a list of those of each.
-    """
+    """Say for every stock module whether and how it is expanded."""
     kinds, kind_of_layer = _layer_kinds(architecture, sizes, widths, layers, collaboration)
     several = {"kinds": kinds, "kind_of_layer": kind_of_layer}
     return {
@@ -133,12 +115,7 @@ def _layer_kinds(
 
 
 def specs_of_layer(specs: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
-    """What specifications say of one layer: "expanded", "passing" and "attention".
-
-    Args:
-        specs: Result of `build_specs`.
-        layer: Number of the layer.
-    """
+    """What specifications say of one layer: "expanded", "passing" and "attention"."""
     found: Mapping[str, Any] = specs["kinds"][specs["kind_of_layer"][layer]] if "kinds" in specs else specs
     return found
 
@@ -267,15 +244,7 @@ def _attention_spec(block: Block, widths: Widths) -> Spec:
 
 
 def attention_values(block: Block, query_heads: int) -> Spec:
-    """What an attention module's stock forward has to read where it has so many query heads.
-
-    Args:
-        block: The attention.
-        query_heads: Query heads in all, a multiple of those that share one key/value head.
-
-    Returns:
-        Values of the module's attributes and of its config.
-    """
+    """What an attention module's stock forward has to read where it has so many query heads."""
     values = {
         "query_heads": query_heads,
         "key_value_heads": query_heads // block.queries_per_key_value,

@@ -8,15 +8,7 @@ from scale_surgery.planning.architecture import Architecture, Block, Linear, Siz
 
 
 def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
-    """Find what stands before the base model's names on disk.
-
-    Args:
-        architecture: Facts of the architecture.
-        names: Names of tensors.
-
-    Returns:
-        `model.` or longer, or nothing where the base model was saved alone.
-    """
+    """Find what stands before the base model's names on disk."""
     embedding, first = architecture.embedding_weight, f"{architecture.layers}.0."
     for name in sorted(names, key=len):
         prefix = name.removesuffix(embedding)
@@ -37,16 +29,7 @@ def module_path(architecture: Architecture, prefix: str, layer: int, name: str) 
 
 
 def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shapes that weights beside which something is added must have on disk, by the model that config.json makes.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        prefix: What stands before the base model's names on disk.
-
-    Returns:
-        Shapes by name; norms that have no weight are among them.
-    """
+    """Shapes that weights beside which something is added must have on disk, by the model that config.json makes."""
     hidden = (sizes.hidden,)
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}{architecture.embedding_weight}": (sizes.embedded, sizes.hidden),

@@ -9,15 +9,7 @@ from scale_surgery.planning.selection import format_layers
 
 
 def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None = None) -> list[tuple[str, str]]:
-    """How each kind of layer is expanded, and why no more of it.
-
-    Args:
-        architecture: Facts of the architecture.
-        added: New parameters of each expanded layer; then only kinds that have such layers are shown.
-
-    Returns:
-        Names and values; one row where all layers are alike and nothing stays as it is.
-    """
+    """How each kind of layer is expanded, and why no more of it."""
     rows = []
     for number, kind in enumerate(architecture.kinds):
         own = [layer for layer, of in enumerate(architecture.kind_of_layer) if of == number]

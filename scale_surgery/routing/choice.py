@@ -108,15 +108,7 @@ class RouterChoice:
 
 
 def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
-    """What a user asks for, and for the rest what the present setting keeps.
-
-    Args:
-        settings: What was asked for.
-        present: How the model routes.
-
-    Raises:
-        PlanError: If a number is out of range, or a bound is asked of a router that has none.
-    """
+    """What a user asks for, and for the rest what the present setting keeps."""
     problems = problems_of(settings)
     asked = {"--bound": settings.bound, "bound_per_token": settings.bound_per_token}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -136,16 +128,7 @@ def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
 
 
 def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> RouterChoice:
-    """Choose the best setting, and whether it is worth a change.
-
-    Args:
-        outcomes: What settings score, the present one first, then the preferred of equal ones.
-        limits: What may be lost, and what must be gained.
-        adapt: What the adapt path alone scores.
-
-    Raises:
-        PlanError: If no setting keeps what was asked for.
-    """
+    """Choose the best setting, and whether it is worth a change."""
     present, allowed = outcomes[0], [outcome for outcome in outcomes if limits.allows(outcome)]
     if not allowed:
         raise PlanError.from_problems(list(_say_lowest(outcomes, limits)))
@@ -157,15 +140,7 @@ def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Route
 
 
 def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
-    """The one that learns most among those that forget little enough, or else the one that forgets least.
-
-    Args:
-        outcomes: What settings score, the preferred of equal ones first.
-        most_forgetting: Nats per token that may be lost against the base.
-
-    Returns:
-        One of them.
-    """
+    """The one that learns most among those that forget little enough, or else the one that forgets least."""
     within = [outcome for outcome in outcomes if outcome.forgetting <= most_forgetting]
     if within:
         return max(within, key=lambda outcome: (outcome.learning, -outcome.forgetting))

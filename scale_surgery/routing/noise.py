@@ -37,13 +37,6 @@ def mean_with_error(nats: Tensor, tokens: Tensor) -> MeanWithError:
         m = sum_i d_i / sum_i n_i,    error = sqrt(N / (N - 1) sum_i (d_i - m n_i)^2) / sum_i n_i
 
     Two settings read the same texts, so the error of their difference is that of a paired comparison.
-
-    Args:
-        nats: Sum over the tokens of each text, d_i (texts,), float64.
-        tokens: How many they are, n_i (texts,); a text without any does not count.
-
-    Returns:
-        The mean and its error.
     """
     total, texts = float(tokens.sum()), int((tokens > 0).sum())
     value = float(nats.sum()) / total

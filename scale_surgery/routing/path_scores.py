@@ -51,12 +51,7 @@ class Answers:
 
 
 def joined_answers(parts: Sequence[Answers], rows: Sequence[int] | None = None) -> Answers:
-    """Answers of several parts as one.
-
-    Args:
-        parts: What was found in each.
-        rows: Of each part the number that its first row has now; by default all parts are of the same rows.
-    """
+    """Answers of several parts as one."""
     moved = [0] * len(parts) if rows is None else rows
     parts = [replace(part, row=part.row + first) for part, first in zip(parts, moved, strict=True)]
     if not parts:
@@ -128,14 +123,6 @@ def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Ten
     """Find the weights of the second path with which a token is the most likely one of the mixture.
 
     What the token is ahead of another is a line over the weight, so each other token bounds the weight from one side.
-
-    Args:
-        first: Logits of the first path (n, v).
-        second: Logits of the second path (n, v).
-        targets: Token ids (n,).
-
-    Returns:
-        Smallest and largest weight (n,), float64; the largest is below the smallest where there is none.
     """
     at_zero, at_one = (
         likely.gather(1, targets[:, None]) - likely
@@ -152,17 +139,7 @@ def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Ten
 def read_paths(
     model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress
 ) -> tuple[PathBatch, ...]:
-    """Read token sequences once, in the order of `reading_order`, in the batches of `loss.measure`.
-
-    Args:
-        model: A model in evaluation mode that routes, on any device.
-        sequences: What to read and what to score.
-        batch_size: Sequences in one forward pass.
-        advance: Called with the tokens done after each pass.
-
-    Returns:
-        What the paths say; batches of several passes are joined.
-    """
+    """Read token sequences once, in the order of `reading_order`, in the batches of `loss.measure`."""
     order = reading_order(sequences)
     batches = []
     for start in range(0, len(order), batch_size):
@@ -246,11 +223,7 @@ class PathLosses:
         return self.routed / self.total.scored
 
     def by_text(self, numbers: Sequence[int]) -> PathLosses:
-        """The same with the windows of a text as one: what follows in a text is no new sample.
-
-        Args:
-            numbers: Of which text each window is, from 0.
-        """
+        """The same with the windows of a text as one: what follows in a text is no new sample."""
         texts = torch.tensor(numbers)
         nats, scored = (part.new_zeros(max(numbers) + 1).index_add(0, texts, part) for part in (self.nats, self.scored))
         return replace(self, nats=nats, scored=scored)
@@ -308,15 +281,7 @@ def weight_of(scores: TokenScores) -> Tensor:
 
 
 def measure_batches(batches: Sequence[PathBatch], weigh: Weigh) -> PathLosses:
-    """What texts that were read score.
-
-    Args:
-        batches: What the paths say.
-        weigh: How they are routed.
-
-    Returns:
-        The sums, and those of each window.
-    """
+    """What texts that were read score."""
     parts = [_measure(batch, weigh(batch), is_base=weigh is weigh_base) for batch in batches]
     return PathLosses(
         total=sum((part.total for part in parts), Measurement(0.0, 0, 0, 0)),

@@ -160,15 +160,7 @@ class RouteReport:
 
 
 def token_of(place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float]) -> TokenRoute:
-    """What is known of a token.
-
-    Args:
-        place: Its place in the document.
-        names: What it reads as, its piece and its id.
-        is_counted: Whether totals count it.
-        scores: Its log-probability under the base and under what comes out, the cosine, NaN where there is none, its
-            log-probability on each path, and the weight of each.
-    """
+    """What is known of a token."""
     if not place:
         return TokenRoute(place, *names, is_counted)
     base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))

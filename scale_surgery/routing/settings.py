@@ -26,16 +26,7 @@ SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8
 
 
 def settings_of(present: Router, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Router, ...]:
-    """Choose what to try.
-
-    Args:
-        present: How the model routes now.
-        old: What the paths say of old text, which gives thresholds that are worth trying.
-        new: The same of new text, which also says how to split what is not the base's weight.
-
-    Returns:
-        Settings of the same router, the present one first, none twice; that alone of a router of another kind.
-    """
+    """Choose what to try."""
     candidates = CANDIDATES.get(type(present))
     return tuple(dict.fromkeys([present, *(candidates(present, old, new) if candidates else ())]))
 

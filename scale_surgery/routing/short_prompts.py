@@ -34,14 +34,7 @@ class Beginnings:
 
 
 def beginnings(texts: Sequences) -> Sequences:
-    """The first tokens of each text, with one more that the longest short prompt predicts; prompts are scored too.
-
-    Args:
-        texts: A sequence a document.
-
-    Returns:
-        As many sequences.
-    """
+    """The first tokens of each text, with one more that the longest short prompt predicts; prompts are scored too."""
     ids = [texts.ids[start : min(start + LONGEST + 1, end)] for start, end in pairwise(texts.starts)]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0).tolist()
     joined = torch.cat(ids)
@@ -49,15 +42,7 @@ def beginnings(texts: Sequences) -> Sequences:
 
 
 def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
-    """Route short prompts.
-
-    Args:
-        batches: What the paths say of the beginnings of texts.
-        weigh: How they are routed.
-
-    Returns:
-        Loss, and weight of all paths but the base's, prompt by prompt.
-    """
+    """Route short prompts."""
     parts = []
     for batch in batches:
         scores, is_read = weigh(batch), batch.is_scored
@@ -72,13 +57,6 @@ def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPromp
 
     The next token is one of an old text, which the base knows: the mean of what is lost on it estimates
     KL(base || routed).
-
-    Args:
-        beginnings: What becomes of them with a setting.
-        present: The same with the present one.
-
-    Returns:
-        Means by length and over all, and the loss against that of the present setting.
     """
     texts = beginnings.is_read.sum(0).tolist()
     sums = zip(texts, beginnings.weight.sum(0).tolist(), beginnings.lost.sum(0).tolist(), strict=True)

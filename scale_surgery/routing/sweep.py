@@ -59,22 +59,7 @@ class SweepTexts:
 def sweep_model(
     subject: Subject, texts: SweepTexts, present: Router, run: RunOptions, track: Track, *, has_several: bool
 ) -> Sweep:
-    """Let a model read old and new text, and measure every setting that is worth trying.
-
-    Args:
-        subject: The model.
-        texts: What it reads.
-        present: How it routes now.
-        run: How it runs: device, dtype, trust_remote_code, batch_size.
-        track: Makes progress bars.
-        has_several: Whether it has several expansions: then the best path of each window stands beside the base.
-
-    Returns:
-        What it scores, the present setting first.
-
-    Raises:
-        CheckpointError: If it cannot be loaded, or a loss is not finite.
-    """
+    """Let a model read old and new text, and measure every setting that is worth trying."""
     from scale_surgery.routing.path_scores import adapt_alone, best_alone, read_paths, reading_order
 
     numbers = tuple(texts.numbers[row] for row in reading_order(texts.new))
@@ -103,17 +88,7 @@ def _check_finite(subject: Subject, swept: Sweep, best_name: str) -> None:
 
 
 def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: Progress = no_progress) -> Sweep:
-    """Measure settings on texts that were read.
-
-    Args:
-        alone: Routes everything to what there is beside the base.
-        texts: What the paths say of texts.
-        settings: What to try, the present setting first.
-        advance: Called after each setting.
-
-    Returns:
-        What the base model, what there is beside it, and each setting score.
-    """
+    """Measure settings on texts that were read."""
     from scale_surgery.routing.path_scores import routed_by, weigh_base
 
     base, adapt, present = (texts.measure(weigh) for weigh in (weigh_base, alone, routed_by(settings[0])))

@@ -18,16 +18,7 @@ MOST_BYTES = 4
 
 
 def token_texts(document: Document, ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Find what each token of a document reads as.
-
-    Args:
-        document: The document.
-        ids: Its token ids, as `data.tokenize` made them.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        A text for each token; special tokens by their names.
-    """
+    """Find what each token of a document reads as."""
     texts = _by_offsets(document, ids, tokenizer) if getattr(tokenizer, "is_fast", False) else None
     return _by_decoding(ids, tokenizer) if texts is None else texts
 
@@ -68,22 +59,12 @@ class TextReader:
     """Decodes token by token, each behind the one before it, which decides about spaces."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        """Begin a text.
-
-        Args:
-            tokenizer: The model's tokenizer.
-            before: Token ids that were read before.
-        """
+        """Begin a text."""
         self.tokenizer, self.ids = tokenizer, list(before)
         self.start, self.done = 0, len(self.ids)
 
     def read(self, id_: int, *, is_last: bool = False) -> str:
-        """What the next token reads as; empty where it is a part of a character that a later token ends.
-
-        Args:
-            id_: The token.
-            is_last: Whether none follows it, so that nothing is waited for.
-        """
+        """What the next token reads as; empty where it is a part of a character that a later token ends."""
         self.ids.append(id_)
         known, now = self._decode(self.done), self._decode(len(self.ids))
         # some tokenizers show a character that has only begun as a replacement, others not at all

@@ -41,15 +41,7 @@ def observed_by(model: Any, observer: Observer) -> AbstractContextManager[None]:
 
 @contextmanager
 def watched(model: Any) -> Iterator[Sequence[tuple[float, ...]] | None]:
-    """Watch the router of a loaded model while it generates, inside a `with` block.
-
-    Args:
-        model: Any model. It reads one text at a time.
-
-    Yields:
-        The weight of each path in each forward pass so far, the base's first, a list that grows; of a cosine router 1
-        for what it decided. None where the model does not route.
-    """
+    """Watch the router of a loaded model while it generates, inside a `with` block."""
     if not getattr(model, "is_routing_enabled", False):
         yield None
         return

@@ -21,19 +21,7 @@ MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 def tokenize_chat(
     chat: Mapping[str, Any], source: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[bool]]:
-    """Turn a conversation into tokens, as the chat template writes it and with nothing added.
-
-    Args:
-        chat: Its messages, and perhaps tools: what a chat template takes.
-        source: Where it stands.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Token ids, and of each whether it belongs to an answer, the end of its turn included.
-
-    Raises:
-        DataError: If there is no chat template, it does not take the conversation, or answers cannot be told apart.
-    """
+    """Turn a conversation into tokens, as the chat template writes it and with nothing added."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
             f"{source}: is a conversation, and this model's tokenizer has no chat template. Put a "

@@ -16,19 +16,7 @@ MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or -
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
-    """Name the device that an option stands for.
-
-    Args:
-        name: What was asked for: "auto", or a device as torch writes it.
-        only_trains: Take any accelerator for "auto"; otherwise one that has every operation of inference and of
-            decompositions, which Apple's GPUs have not.
-
-    Returns:
-        A device as torch writes it; for "auto" an accelerator if there is one, else "cpu".
-
-    Raises:
-        PlanError: If torch knows no such device, or this machine has none.
-    """
+    """Name the device that an option stands for."""
     import torch
 
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

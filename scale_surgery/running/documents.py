@@ -87,20 +87,7 @@ class Document:
 def read_documents(
     paths: Sequence[str | Path], advance: Progress = no_progress, *, whole: bool = True
 ) -> Iterator[Document]:
-    """Read documents from files and from datasets.
-
-    Args:
-        paths: Files, folders and ids, in this order.
-        advance: Called with the bytes of files that were read.
-        whole: Whether a long file of plain text is one document; otherwise it comes in pieces, and need not fit into
-            memory.
-
-    Yields:
-        The documents, those without any text left out.
-
-    Raises:
-        DataError: If a file cannot be read or has other fields; every problem of the file is named.
-    """
+    """Read documents from files and from datasets."""
     for source in map(parse_source, paths):
         yield from _from_rows(source, advance) if _holds_rows(source) else _from_text(source, advance, whole=whole)
 
@@ -137,17 +124,7 @@ def _pieces(text: TextIO, source: str) -> Iterator[Document]:
 
 
 def read_questions(paths: Sequence[Path]) -> list[str]:
-    """Read what is to be answered; the answers in data to train on are not read.
-
-    Args:
-        paths: Files: a prompt in each line, or objects with a field "prompt" or "question" as .jsonl or .json.
-
-    Returns:
-        The prompts, in order.
-
-    Raises:
-        DataError: If a file cannot be read, has other fields or holds no prompt; every problem of the file is named.
-    """
+    """Read what is to be answered; the answers in data to train on are not read."""
     found = []
     for path in paths:
         prompts = list(_prompts_of(path))
@@ -318,17 +295,7 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
 
 
 def read_files(texts: Sequence[str | Path]) -> dict[str, list[Document]]:
-    """Read texts, each file once.
-
-    Args:
-        texts: Files and saved datasets.
-
-    Returns:
-        Documents by file.
-
-    Raises:
-        DataError: If there is no file, or one cannot be read or holds no text; every such file is named.
-    """
+    """Read texts, each file once."""
     documents: dict[str, list[Document]] = {}
     problems = [] if texts else ["There is no text to report on. Give a file with --text."]
     for file in dict.fromkeys(map(str, texts)):

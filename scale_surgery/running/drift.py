@@ -75,17 +75,7 @@ class Drift(LogitDrift):
 
 
 def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> LogitDrift:
-    """Compare the logits of two models on the same batch; padding does not count.
-
-    Args:
-        before: Logits of one model, (prompts, tokens, vocabulary).
-        after: Logits of the other.
-        batch: What both have read.
-        device: Where both ran.
-
-    Returns:
-        How far they are from each other.
-    """
+    """Compare the logits of two models on the same batch; padding does not count."""
     import torch
 
     real = batch.mask.bool()
@@ -125,21 +115,7 @@ def measure_drift(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Drift:
-    """Run a model and its rewritten form on the same probe prompts, one after the other, and compare.
-
-    Args:
-        before: Folder of the model.
-        after: Folder of its rewritten form, with the same tokenizer.
-        probes: Prompts, and tokens to generate for each.
-        run: How the models run: device, trust_remote_code, memory_bytes.
-        track: Makes progress bars.
-
-    Returns:
-        The drift.
-
-    Raises:
-        CheckpointError: If the rewritten form does not load whole.
-    """
+    """Run a model and its rewritten form on the same probe prompts, one after the other, and compare."""
     from scale_surgery.running.loading import loaded
     from scale_surgery.running.prompts import encode_prompts
 

@@ -48,11 +48,7 @@ def freeze_base(model: Any) -> Any:
 
 
 def expansion_parts(model: Any) -> Iterator[ExpansionParameter]:
-    """List the parameters of a loaded model that belong to its expansion, frozen ones too.
-
-    Raises:
-        CheckpointError: If its config names no expansion.
-    """
+    """List the parameters of a loaded model that belong to its expansion, frozen ones too."""
     if (numbering := numbering_of(_specs(model))) is None:
         yield from (ExpansionParameter(*part) for part in model.expansion_parameters())
         return
@@ -63,12 +59,7 @@ def expansion_parts(model: Any) -> Iterator[ExpansionParameter]:
 
 
 def group_of(name: str, groups: Mapping[str, str]) -> str:
-    """Group that a parameter of a copied layer belongs to: "attn", "ffn" or "norms".
-
-    Args:
-        name: Its name inside the layer.
-        groups: Names of modules and their groups, as config.json has them.
-    """
+    """Group that a parameter of a copied layer belongs to: "attn", "ffn" or "norms"."""
     module = name.rpartition(".")[0]
     if "norm" in module.rpartition(".")[2].lower():
         return "norms"
@@ -99,15 +90,7 @@ def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
 
 
 def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of the hidden states that a model gives, one for each layer that its base has too, as the base would give them.
-
-    Args:
-        model: The model.
-        states: What enters each layer, and what the last norm gives; each (prompts, tokens, features).
-
-    Returns:
-        What enters each layer of the base, and what the last norm gives.
-    """
+    """Pick the hidden states that the base has too: what enters each of its layers, and what the last norm gives."""
     numbering = numbering_of(getattr(model.config, CONFIG_KEY, None))
     if numbering is None:
         return states
@@ -151,9 +134,6 @@ def train_in_float32(model: Any) -> None:
 
     An update of less than a 256th of a bfloat16 number would be lost. Modules of ours cast for themselves; a copy of
     a stock layer is given cast parameters.
-
-    Args:
-        model: An expanded model whose parameters have the dtypes of its files.
     """
     import torch
 

@@ -28,12 +28,7 @@ class InMemory:
     """
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
-        """See where a model has what a checkpoint holds.
-
-        Args:
-            model: The model, stock or expanded.
-            names: Names of the checkpoint's tensors.
-        """
+        """See where a model has what a checkpoint holds."""
         self.model, self.reading = model, reading_of(model)
         found = self.reading.places(names)
         self.places: Mapping[str, TensorPlace] = {
@@ -56,12 +51,7 @@ class InMemory:
     def tensors(
         self, get: Callable[[str], Tensor] | None = None, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor as it is stored, by its name on disk; those that are joined in memory one after the other.
-
-        Args:
-            get: Gives a tensor by its name in memory; by default the model's own.
-            only: Names on disk of those that are asked for; by default all.
-        """
+        """Each tensor as it is stored, by its name on disk; those that are joined in memory one after the other."""
         get = get or self.model.state_dict().__getitem__
         asked = self.places if only is None else {name: self.places[name] for name in only if name in self.places}
         for name, place in asked.items():
@@ -113,15 +103,7 @@ class InMemory:
 
 
 def without_weights(config: Any, name: str) -> Any:
-    """Make a model on the device meta; its tied tensors are tied.
-
-    Args:
-        config: What transformers made of a config.json.
-        name: What the model is called.
-
-    Raises:
-        CheckpointError: If transformers makes no model of the config.
-    """
+    """Make a model on the device meta; its tied tensors are tied."""
     import torch
 
     modeling.register()

@@ -38,14 +38,6 @@ def translated(name: str, found: str, advice: str) -> Iterator[None]:
 
     They raise whatever they like for a file that is not right: validation errors of a class of their own, bare
     `Exception`s, too deep a recursion.
-
-    Args:
-        name: What is read.
-        found: What it does not do.
-        advice: What to do.
-
-    Raises:
-        CheckpointError: In place of any other error.
     """
     try:
         yield
@@ -59,19 +51,7 @@ def translated(name: str, found: str, advice: str) -> Iterator[None]:
 
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """Read a folder's config as a user would, by AutoConfig.
-
-    Args:
-        path: Model folder.
-        name: What it is called.
-        run: How it is read: trust_remote_code.
-
-    Returns:
-        The config of its language model.
-
-    Raises:
-        CheckpointError: If transformers does not read it.
-    """
+    """Read a folder's config as a user would, by AutoConfig."""
     modeling.register()
     return load_base_config(path, name, run)
 
@@ -98,20 +78,7 @@ def loaded(
     renamed: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
-
-    Args:
-        path: Model folder.
-        run: How it runs: device, dtype, trust_remote_code, memory_bytes.
-        renamed: Patterns of names in the files, and the names in the model; see `strip.link_base`.
-        name: What it is called; by default as its folder.
-
-    Yields:
-        The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
-
-    Raises:
-        CheckpointError: If it cannot be loaded.
-    """
+    """Load a model as a user would, and give it with what went wrong on load; free it afterwards."""
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     size = sum(info.bytes for info in checkpoint.tensors.values())
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
@@ -135,15 +102,7 @@ def loaded(
 
 
 def link_flat(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Where shards lie in several folders, link all files into one: transformers streams from that of the first shard.
-
-    Args:
-        checkpoint: The model.
-        folder: Where the links go.
-
-    Returns:
-        The folder to load from, that of the model where its shards lie in one.
-    """
+    """Link shards of several folders into one, from which transformers can stream; give the folder to load from."""
     shards = {shard: shard.replace("/", "-") for shard in checkpoint.shards}
     if all(shard == flat for shard, flat in shards.items()):
         return checkpoint.path
@@ -197,11 +156,7 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
 
 
 def trusts_code(path: Path, run: RunOptions) -> bool:
-    """Whether the code in a folder may run.
-
-    Raises:
-        CheckpointError: If it may, and a file there names code of another repository, which is not what was read.
-    """
+    """Whether the code in a folder may run."""
     files = sorted(path.glob("*config.json")) if run.trust_remote_code else []
     if found := [f"{file}: {named}" for file in files if file.is_file() for named in code_elsewhere(read_json(file))]:
         raise CheckpointError.from_problems(
@@ -213,11 +168,7 @@ def trusts_code(path: Path, run: RunOptions) -> bool:
 
 
 def needs_own_code(config: Mapping[str, Any]) -> bool:
-    """Whether only a model's own files say what it is: transformers does not have its type, and config.json names some.
-
-    Args:
-        config: Parsed config.json, of a base model or an expanded one.
-    """
+    """Whether transformers does not know a model's type, and its config.json names code that does."""
     from transformers import CONFIG_MAPPING
 
     model_type = modeling.stock_type(config.get("model_type"))
@@ -225,11 +176,7 @@ def needs_own_code(config: Mapping[str, Any]) -> bool:
 
 
 def auto_class_of(config: Mapping[str, Any]) -> Any:
-    """The auto class for a language model, or for one that sees images where transformers knows it as nothing else.
-
-    Args:
-        config: Parsed config.json, of a base model or an expanded one.
-    """
+    """The auto class for a language model, or for one that sees images where transformers knows it as nothing else."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
@@ -256,20 +203,7 @@ def _load_problems(info: dict[str, Any]) -> list[str]:
 def loaded_whole(
     path: Path, name: str, run: RunOptions = RunOptions(), *, renamed: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
-    """Load a model whole; one whose tensors do not fit its class is another model and is refused.
-
-    Args:
-        path: Model folder.
-        name: What it is called.
-        run: How it runs: device, dtype, trust_remote_code.
-        renamed: As for `loaded`.
-
-    Yields:
-        The model in evaluation mode.
-
-    Raises:
-        CheckpointError: If it cannot be loaded, or its tensors do not fit.
-    """
+    """Load a model whole; one whose tensors do not fit its class is another model and is refused."""
     # streamed weights would be read again for every batch
     whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:

@@ -66,15 +66,6 @@ def measure(model: Any, sequences: Sequences, batch_size: int, advance: Progress
     """Score a causal model on token sequences, the longest first.
 
     An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy.
-
-    Args:
-        model: A causal language model of transformers, on any device; its training mode is given back.
-        sequences: What to read and what to score.
-        batch_size: Sequences in one forward pass.
-        advance: Called with the tokens done after each pass.
-
-    Returns:
-        The sums.
     """
     import torch
 

@@ -57,17 +57,7 @@ class Match:
 def match_names(
     saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Any]
 ) -> Match:
-    """Find out which saved tensor is which.
-
-    Args:
-        saved: Names under which tensors were saved.
-        wanted: Names of tensors in the files of the model that was trained.
-        unread: Patterns of names that files may hold and the model does not have.
-        make: Makes that model, without weights; None where that is not possible, and names alone have to tell.
-
-    Returns:
-        Pairs of them, and what is left.
-    """
+    """Find out which saved tensor is which."""
     plain = {name: WRAPPERS.sub("", name) for name in saved}
     pairs, joined, model = [Pair(name, own) for name, own in plain.items() if own in wanted], dict[str, str](), None
     if len(pairs) != len(saved) or {pair.wanted for pair in pairs} != set(wanted):

@@ -60,20 +60,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompts:
-    """Turn prompts into the token ids of a model.
-
-    Args:
-        path: Model folder.
-        probes: The prompts, and how many tokens are generated after them.
-        run: How config and tokenizer are loaded: trust_remote_code.
-
-    Returns:
-        The prompts, cut to what the model's context has room for.
-
-    Raises:
-        CheckpointError: If the prompts or the model's config cannot be read, or the tokens to generate leave no room
-            for a prompt.
-    """
+    """Turn prompts into the token ids of a model."""
     prompts = read_prompts(probes.prompts_file)
     tokenizer = load_tokenizer(path, run)
     config = load_config(path, path.name, run)
@@ -81,11 +68,7 @@ def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompt
 
 
 def read_prompts(file: Path | None) -> tuple[str, ...]:
-    """Prompts of a text file, one a line; the built-in ones where no file is given.
-
-    Raises:
-        CheckpointError: If the file cannot be read or holds no prompt.
-    """
+    """Prompts of a text file, one a line; the built-in ones where no file is given."""
     if file is None:
         return PROMPTS
     try:

@@ -47,18 +47,7 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def read_rows(source: TextSource) -> Iterator[Any]:
-    """Read the rows of a dataset, one after the other.
-
-    Args:
-        source: A folder that `save_to_disk` wrote, a folder of JSONL, Parquet, CSV, Arrow or text files, one such file
-            that is a table, or an id.
-
-    Yields:
-        The rows, by column.
-
-    Raises:
-        DataError: If it is no dataset, or does not say which split is meant.
-    """
+    """Read the rows of a dataset, one after the other."""
     with quiet_datasets():
         rows = _load(source)
     try:
@@ -70,11 +59,7 @@ def read_rows(source: TextSource) -> Iterator[Any]:
 
 
 def digest_of(source: TextSource) -> str:
-    """What tells one state of a dataset on the Hub from another: its commit, and the files that are read of it.
-
-    Raises:
-        DataError: If it is no dataset.
-    """
+    """What tells one state of a dataset on the Hub from another: its commit, and the files that are read of it."""
     with quiet_datasets():
         builder = _builder(source)
     told = repr((builder.hash, builder.config_id, builder.config.name, source))

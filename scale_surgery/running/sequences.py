@@ -127,17 +127,7 @@ def from_arrays(ids: array[int], labels: array[int], starts: Iterable[int]) -> S
 
 
 def concatenate(parts: Iterable[Sequences]) -> Sequences:
-    """Put sequences one after the other.
-
-    Args:
-        parts: The sequences, in parts.
-
-    Returns:
-        All of them.
-
-    Raises:
-        DataError: If there is none.
-    """
+    """Put sequences one after the other."""
     ids, labels, starts = array("i"), array("i"), [0]
     for part in parts:
         starts += [len(ids) + start for start in part.starts[1:]]

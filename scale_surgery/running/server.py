@@ -51,15 +51,7 @@ class Refusal(Exception):  # noqa: N818
 
 
 def check_fields(read: Collection[str], body: Mapping[str, Any]) -> None:
-    """Check that a request asks for nothing that the server would ignore.
-
-    Args:
-        read: Fields that its endpoint reads.
-        body: The request.
-
-    Raises:
-        Refusal: If it does; every such field is named.
-    """
+    """Check that a request asks for nothing that the server would ignore."""
     asked = {name for name, value in body.items() if value is not None and not _is_usual(name, value)}
     if ignored := sorted(asked - LABELS - set(read)):
         raise Refusal(
@@ -119,14 +111,7 @@ class OnePath(GenerateManager):
 
 
 class Server(Serve):
-    """The server of transformers, which knows names of paths, trusts no other model, and ends quietly by Ctrl-C.
-
-    Args:
-        model: Name by which the server finds the model.
-        paths: What requests can name as their model, and which path then answers; None for all, mixed.
-        ready: Called once the model is loaded.
-        options: Those of transformers' server.
-    """
+    """The server of transformers, which knows names of paths, trusts no other model, and ends quietly by Ctrl-C."""
 
     def __init__(self, model: str, paths: Mapping[str, str | None], ready: Callable[[], None], **options: Any) -> None:
         self.paths, self.ready = paths, ready

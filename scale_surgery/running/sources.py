@@ -72,17 +72,7 @@ def could_be_on_hub(name: str) -> bool:
 
 
 def parse_source(text: str | Path) -> TextSource:
-    """Read how a text is named.
-
-    Args:
-        text: What the user gave.
-
-    Returns:
-        The source.
-
-    Raises:
-        DataError: If a setting is unknown, or given twice, or the folder of a model is named.
-    """
+    """Read how a text is named."""
     source = _parse(str(text))
     if (model_type := _model_type(source.path)) is not None:
         raise DataError(

@@ -45,11 +45,7 @@ class Reading:
     tensors: Collection[str]
 
     def places(self, names: Iterable[str]) -> dict[str, TensorPlace]:
-        """Where tensors come to stand.
-
-        Args:
-            names: Names on disk.
-        """
+        """Where tensors come to stand."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         # some conversions remember what they have seen

@@ -19,11 +19,7 @@ BLANK = {"text": ""}
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Say of a file that it cannot be read as text.
-
-    Raises:
-        DataError: In place of errors of the system, and of bytes that are no UTF-8.
-    """
+    """Say of a file that it cannot be read as text."""
     try:
         yield
     except FileNotFoundError as error:
@@ -38,11 +34,7 @@ def readable(path: Path) -> Iterator[None]:
 def open_text(
     path: Path, advance: Progress, newline: str | None = None
 ) -> Iterator[tuple[TextIOWrapper, Callable[[], None]]]:
-    """Open UTF-8 text, and give a function that reports the bytes that were read since it was last called.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
+    """Open UTF-8 text, and give a function that reports the bytes that were read since it was last called."""
     done = 0
 
     def report() -> None:
@@ -57,14 +49,7 @@ def open_text(
 
 
 def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
-    """Read what stands in the lines of a file, each JSON of its own.
-
-    Yields:
-        The objects, BLANK for an empty line, a ValueError for a line that is no JSON.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
+    """Read what stands in the lines of a file, each JSON of its own."""
     # texts in JSON may hold other line ends, which end no line here
     with open_text(path, advance, newline="\n") as (text, report):
         for line in text:
@@ -76,14 +61,7 @@ def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
 
 
 def read_array(path: Path, advance: Progress) -> list[Any]:
-    """Read a file that is one JSON array, at once.
-
-    Returns:
-        Its elements; none where it is something else.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
+    """Read a file that is one JSON array, at once."""
     with open_text(path, advance) as (text, report):
         if not text.read(1024).lstrip().startswith("["):
             return []

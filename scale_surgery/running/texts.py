@@ -31,17 +31,6 @@ def tokenize(
     """Turn documents into token sequences, with the tokenizer's own start token and an end token after each.
 
     A conversation is what the tokenizer's chat template makes of it, and nothing else.
-
-    Args:
-        documents: The documents.
-        tokenizer: The model's tokenizer.
-        learn_prompts: Whether prompts are scored too.
-
-    Returns:
-        One sequence a document.
-
-    Raises:
-        DataError: If there is no document, or one becomes no token.
     """
     ids, labels, starts = array("i"), array("i"), [0]
     for document, some, scored in read_tokens(documents, tokenizer, learn_prompts=learn_prompts):
@@ -57,14 +46,7 @@ def tokenize(
 def read_tokens(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
 ) -> Iterator[tuple[Document, list[int], list[int]]]:
-    """Turn documents into tokens, as `tokenize`, some at a time; long ones come in pieces.
-
-    Yields:
-        A document or a piece of one, its tokens, and the same as labels: IGNORED or PROMPT where they are not scored.
-
-    Raises:
-        DataError: If a document becomes no token.
-    """
+    """Turn documents into tokens, as `tokenize`, some at a time; long ones come in pieces."""
     is_middle = False
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for some in _in_groups(chain.from_iterable(map(in_pieces, documents))):
@@ -108,15 +90,7 @@ def _tokenize_some(
 
 
 def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Turn texts that go on into token ids: with the tokenizer's own start token, also where empty, and without an end.
-
-    Args:
-        prompts: The texts.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Token ids of each.
-    """
+    """Turn prompts into token ids: with the tokenizer's start token, even where they are empty, and no end token."""
     found: list[list[int]] = tokenizer(list(prompts), return_attention_mask=False, verbose=False)["input_ids"]
     special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
     for prompt in found:
@@ -126,31 +100,13 @@ def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase)
 
 
 def pack(sequences: Sequences, length: int) -> Sequences:
-    """Cut all sequences, one after the other, into windows of equal length; the last may be shorter.
-
-    Args:
-        sequences: What to cut.
-        length: Tokens of a window.
-
-    Returns:
-        The windows; a document may begin in one and end in the next.
-    """
+    """Cut all sequences, one after the other, into windows of equal length; the last may be shorter."""
     total = len(sequences.ids)
     return Sequences(sequences.ids, sequences.labels, (*range(0, total, length), total))
 
 
 def without_unscored(sequences: Sequences) -> Sequences:
-    """Leave out sequences in which nothing is scored, such as a window that lies inside a long prompt.
-
-    Args:
-        sequences: Any sequences.
-
-    Returns:
-        Those with at least one scored token.
-
-    Raises:
-        DataError: If none is left.
-    """
+    """Leave out sequences in which nothing is scored, such as a window that lies inside a long prompt."""
     found = scored_ones(sequences)
     if not len(found):
         raise DataError(NOTHING_SCORED)
@@ -174,14 +130,6 @@ def stride(sequences: Sequences, length: int, step: int) -> Sequences:
     """Cut long sequences into overlapping windows, in which each token is scored once.
 
     A token after the first window is predicted from at least `length - step` tokens before it.
-
-    Args:
-        sequences: What to cut.
-        length: Tokens of a window.
-        step: Tokens from one window to the next.
-
-    Returns:
-        The windows.
     """
     ids, labels, starts = [], [], [0]
     for start, end in pairwise(sequences.starts):
@@ -202,26 +150,13 @@ def _places(start: int, end: int, length: int, step: int) -> range:
 
 
 def number_windows(sequences: Sequences, length: int, step: int) -> list[int]:
-    """Of which sequence each window of `stride` is, from 0.
-
-    Args:
-        sequences: What to cut.
-        length: Tokens of a window.
-        step: Tokens from one window to the next.
-    """
+    """Of which sequence each window of `stride` is, from 0."""
     places = (_places(start, end, length, step) for start, end in pairwise(sequences.starts))
     return [number for number, lefts in enumerate(places) for _ in lefts]
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join sequences into a right-padded batch.
-
-    Args:
-        rows: Items of `Sequences`.
-
-    Returns:
-        `input_ids`, `labels` and `attention_mask`, each (rows, tokens of the longest).
-    """
+    """Join sequences into a right-padded batch."""
     ids, labels = pad(rows, "input_ids"), pad(rows, "labels")
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()

@@ -48,17 +48,7 @@ class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
 
 
 def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any) -> None:
-    """Store sequences, unless they are there.
-
-    Args:
-        key: What tells them from others.
-        cache: Folder of the cache; None for that of `datasets`.
-        parts: The sequences, in parts; read only if they are not there.
-        made_of: What they are made of, to be told to who looks.
-
-    Raises:
-        DataError: If the parts raise it, or they cannot be written; nothing is left then.
-    """
+    """Store sequences, unless they are there."""
     try:
         with quiet_datasets():
             TokenBuilder(parts, made_of, cache_dir=cache, hash=key).download_and_prepare()
@@ -74,15 +64,7 @@ def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any)
 
 
 def open_stored(key: str, cache: str | None) -> StoredSequences:
-    """Map stored sequences into memory.
-
-    Args:
-        key: What tells them from others.
-        cache: Folder of the cache; None for that of `datasets`.
-
-    Raises:
-        DataError: If they are not there, such as on a disk that this process does not see, or are damaged.
-    """
+    """Map stored sequences into memory."""
     try:
         with quiet_datasets():
             builder = TokenBuilder((), None, cache_dir=cache, hash=key)

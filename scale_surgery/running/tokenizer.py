@@ -46,12 +46,7 @@ PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
 def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
-    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code.
-
-    Args:
-        path: Model folder.
-        run: How it is loaded: trust_remote_code.
-    """
+    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code."""
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -67,19 +62,7 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
 
 
 def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """Load a folder's tokenizer where there are texts to read.
-
-    Args:
-        path: Model folder.
-        name: What it is called.
-        run: How it is loaded: trust_remote_code.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        DataError: If there is none that loads.
-    """
+    """Load a folder's tokenizer where there are texts to read."""
     with quiet_transformers():
         tokenizer = load_tokenizer(path, run)
     if tokenizer is None:
@@ -91,17 +74,7 @@ def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any
 
 
 def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "") -> None:
-    """Check that a model's embedding has every id that its tokenizer gives.
-
-    Args:
-        name: What the model is called.
-        highest: Highest id that its tokenizer gave.
-        vocabulary: Rows of its embedding.
-        text: Of which text, where there are several.
-
-    Raises:
-        DataError: If it has not.
-    """
+    """Check that a model's embedding has every id that its tokenizer gives."""
     if highest >= vocabulary:
         raise DataError(
             f"{name}: its tokenizer gives the id {highest}{text and f' for {text}'}, expected ids below {vocabulary}, "
@@ -110,15 +83,7 @@ def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "") ->
 
 
 def digest_tokenizer(tokenizer: Any, path: Path) -> str:
-    """What tells tokenizers apart that give other tokens: all that they know, and the releases that run them.
-
-    Args:
-        tokenizer: The tokenizer.
-        path: The folder that it was loaded from; one that is written in Python is told by the files there.
-
-    Returns:
-        A sha256.
-    """
+    """What tells tokenizers apart that give other tokens: all that they know, and the releases that run them."""
     import tokenizers
     import transformers
 
@@ -136,16 +101,7 @@ def digest_tokenizer(tokenizer: Any, path: Path) -> str:
 
 
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
-    """Name the base's tokenizer class in the expanded folder where transformers would choose another.
-
-    Args:
-        base: The base model.
-        expanded: The expanded model, with its config.json and the base's tokenizer files.
-        run: How tokenizers are loaded: trust_remote_code.
-
-    Returns:
-        The class that was written into tokenizer_config.json, or None where nothing had to change.
-    """
+    """Name the base's tokenizer class in the expanded folder where transformers would choose another."""
     wanted = load_tokenizer(base, run)
     found = load_tokenizer(expanded, run)
     if wanted is None or type(wanted) is type(found):

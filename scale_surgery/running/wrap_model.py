@@ -89,12 +89,7 @@ def quantised_shape(module: Any) -> tuple[int, int]:
 
 
 def check_shareable(model: Any) -> None:
-    """Refuse a loaded model whose weights cannot be another's as they lie.
-
-    Raises:
-        CheckpointError: If some are offloaded, joined with those of an expansion, or quantised in a way that no
-            gradient passes, or that is not known.
-    """
+    """Refuse a loaded model whose weights cannot be another's as they lie."""
     if getattr(model, "is_fused", False):
         raise CheckpointError(
             "model: is fused, base weights and blocks are one matrix, expected a model that has its base's weights. "
@@ -126,11 +121,7 @@ def check_shareable(model: Any) -> None:
 
 
 def check_class(model: Any, architecture: Architecture) -> None:
-    """Refuse a model of another class than the stock ones of an architecture, and those that expand them.
-
-    Raises:
-        CheckpointError: If it is of another.
-    """
+    """Refuse a model of another class than the stock ones of an architecture, and those that expand them."""
     classes = [own for name, own in modeling.model_classes(architecture).items() if name != "AutoConfig"]
     stock = {own.__bases__[1] for own in classes}
     # the code of a model's own folder makes a class of the same name
@@ -144,20 +135,7 @@ def check_class(model: Any, architecture: Architecture) -> None:
 
 
 def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
-    """Put an expansion on a model in memory.
-
-    Args:
-        model: A stock model, which stays as it is; or one that has expansions. See `check_shareable`.
-        stored: The expansion.
-        name: What it is to be called.
-
-    Returns:
-        A model around the weights of the stock one, routed where the expansion was; or the model itself, in which the
-        expansion is chosen then. Tensors of expansions require gradients, those of the base do not.
-
-    Raises:
-        CheckpointError: If the model has other tensors than the expansion was made for.
-    """
+    """Put an expansion on a model in memory."""
     said, (specs,) = stored.config[CONFIG_KEY], stored.config[CONFIG_KEY][EXPANSIONS_KEY]
     places, is_spread = getattr(model, "hf_device_map", None), is_hooked(model)
     expanded = model if is_expanded(model) else _expanded_copy(model, stored.config)
@@ -191,13 +169,7 @@ def unhook(model: Any) -> None:
 
 
 def spread(model: Any, places: Mapping[str, Any], *, is_spread: bool) -> None:
-    """Let a model compute where its base does.
-
-    Args:
-        model: The model, whose tensors lie there already.
-        places: `hf_device_map` of the base.
-        is_spread: Whether hooks carry what it computes from device to device.
-    """
+    """Let a model compute where its base does."""
     from accelerate import dispatch_model
 
     if is_spread:
@@ -233,12 +205,7 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _on_same_weights(model: Any, quantised: Mapping[str, Any]) -> Any:
-    """A copy whose parameters are frozen views of the model's.
-
-    Args:
-        model: The model.
-        quantised: Its quantised modules: their weights, and what describes these, are shared as they are.
-    """
+    """A copy whose parameters are frozen views of the model's."""
     from torch import nn
 
     known = {id(own): nn.Parameter(own.detach(), requires_grad=False) for own in model.parameters()}
@@ -254,14 +221,7 @@ def _descriptions(module: Any) -> list[Any]:
 
 
 def _put_tensors(model: Any, stored: StoredExpansion, name: str, *, float32: bool) -> None:
-    """Give a new expansion its tensors, each on the device of the module that it stands beside, in the base's dtype.
-
-    Args:
-        model: The model.
-        stored: The expansion.
-        name: What it is called there.
-        float32: Whether they stay in float32 where the base is in half precision.
-    """
+    """Give a new expansion its tensors, each on the device of the module that it stands beside, in the base's dtype."""
     import torch
     from safetensors import safe_open
 

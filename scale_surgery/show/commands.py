@@ -71,14 +71,7 @@ def verify_command(path: Path) -> str:
 
 
 def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
-    """The command that makes what was planned.
-
-    Args:
-        model: The base model, as it was given.
-        made: The plan.
-        revision: Branch, tag or commit, as it was given.
-        plan: The file to which the plan was saved, if it was.
-    """
+    """The command that makes what was planned."""
     words, trust = ["expand", model, *(["--revision", revision] if revision else [])], trusting(made.architecture)
     if plan is not None:
         return command(*words, "--plan", plan, *trust)

@@ -23,12 +23,7 @@ from scale_surgery.show.visible import visible_line, visible_text
 
 
 class VisibleConsole(Console):
-    """A console that shows control characters by signs, whoever prints them; only rich itself moves the cursor.
-
-    Args:
-        warns: Whether it shows what warns in a result.
-        options: As for Console.
-    """
+    """A console that shows control characters by signs, whoever prints them; only rich itself moves the cursor."""
 
     def __init__(self, *, warns: bool = True, **options: Any) -> None:
         super().__init__(**options)
@@ -94,11 +89,7 @@ class Output:
             yield lambda rendered: live.update(rendered, refresh=True)
 
     def ask(self, prompt: str) -> str:
-        """Read a line, with a prompt where somebody types it.
-
-        Raises:
-            EOFError: If there is none any more.
-        """
+        """Read a line, with a prompt where somebody types it."""
         if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.errors != "replace":
             sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no UTF-8
         if self.as_json or not (sys.stdin.isatty() and self.results.is_terminal):

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def plot_ranking(result: Ranking, file: Path) -> None:
-    """Draw how much each layer changed.
-
-    Args:
-        result: The ranking.
-        file: PNG or SVG to be, as its suffix says; replaced where it exists.
-    """
+    """Draw how much each layer changed."""
     save_figure(ranking_figure(result), file)
 
 

@@ -75,13 +75,7 @@ class NamedRows:
     """A table of names and short values; names that leave no room for the values stand above them."""
 
     def __init__(self, headers: Sequence[str], *, name: str = "", left: Collection[int] = ()) -> None:
-        """Begin a table.
-
-        Args:
-            headers: What stands above the values; nothing where all are empty.
-            name: What stands above the names.
-            left: Which values begin at the left, counted from 1; numbers end at the right.
-        """
+        """Begin a table."""
         places = range(len(headers) + 1)
         self.columns: list[JustifyMethod] = ["left" if place in {0, *left} else "right" for place in places]
         self.rows: list[tuple[str, ...]] = []

@@ -34,11 +34,7 @@ CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TO
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, for the rest of this process; numbers stay what they are.
-
-    Returns:
-        Whether it does now: on glibc only, and not where a variable of the environment says what malloc does.
-    """
+    """Let malloc keep what is freed, for the rest of this process; numbers stay what they are."""
     if not is_glibc() or any(name in os.environ for name in CHOSEN_BY_USER):
         return False
     mallopt, size = ctypes.CDLL(None).mallopt, largest_kept()

@@ -45,13 +45,7 @@ class TrainingSchedule:
 
 
 def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:
-    """Count what a run will do.
-
-    Args:
-        settings: What the user set.
-        learned: What is learned.
-        processes: Processes that share it.
-    """
+    """Count what a run will do."""
     batches = math.ceil(len(learned) / (settings.batch_size * processes))
     steps = settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
     together = settings.batch_size * settings.gradient_accumulation * processes
@@ -88,19 +82,7 @@ def make_arguments(
     bf16: bool,
     is_measured: bool,
 ) -> TrainingArguments:
-    """Say to the Trainer how to train.
-
-    Args:
-        settings: What the user set.
-        folder: Where it puts checkpoints.
-        steps: Optimizer steps.
-        run: Where it trains: device; see `check_device`.
-        bf16: Whether to compute in bfloat16.
-        is_measured: Whether there is text to measure on during the run.
-
-    Returns:
-        The Trainer's arguments.
-    """
+    """Say to the Trainer how to train."""
     from transformers import TrainingArguments
 
     tenth = math.ceil(steps / PARTS_OF_A_RUN)
@@ -146,11 +128,7 @@ def is_cpu(run: RunOptions) -> bool:
 
 
 def check_device(run: RunOptions) -> None:
-    """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is.
-
-    Raises:
-        TrainingError: If not.
-    """
+    """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is."""
     there = choose_device("auto", only_trains=True)
     if choose_device(run.device, only_trains=True) not in ("cpu", there):
         found = "no accelerator" if there == "cpu" else f"an accelerator called {there}"

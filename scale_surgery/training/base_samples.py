@@ -57,19 +57,7 @@ class Sampling:
 def own_samples(
     model: Any, checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions, processes: Any, track: Track
 ) -> Sequences:
-    """Let the base write what it will rehearse; one process does, all get the same.
-
-    Args:
-        model: The expanded model, not yet wrapped for several processes.
-        checkpoint: What it was loaded from.
-        settings: How many samples, how long, how drawn.
-        run: How the tokenizer is loaded: trust_remote_code.
-        processes: The processes that share the run.
-        track: Makes progress bars.
-
-    Raises:
-        DataError: If a file of beginnings cannot be read, or nothing says how a text begins.
-    """
+    """Let the base write what it will rehearse; one process does, all get the same."""
     samples: Sequences = made_by_one(
         processes, lambda: _write_own(model.to(processes.device), checkpoint, settings, run, track)
     )
@@ -112,14 +100,6 @@ def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Check
 
     A model that can tell samples from the text to learn by their form does so: it stays what its base is wherever a
     text begins a sequence, also a new one, and learns only in the middle of packed sequences.
-
-    Args:
-        samples: What the base wrote.
-        settings: Whether texts are packed, and how long a sequence is.
-        checkpoint: The model that is trained.
-
-    Returns:
-        What is rehearsed.
     """
     length = choose_length(settings.sequence_length, {checkpoint.path.name: context_of(checkpoint.config)})
     return pack(_shifted(samples, length), length) if settings.packing else samples
@@ -134,20 +114,7 @@ def _shifted(samples: Sequences, length: int) -> Sequences:
 
 
 def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str, advice: str = GIVE_BEGINNINGS) -> list[list[int]]:
-    """What samples begin with: prompts, or the token with which texts begin.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompts: Beginnings of texts; none for the token.
-        place: What the model is called.
-        advice: What to do where there is no such token.
-
-    Returns:
-        Token ids of each beginning.
-
-    Raises:
-        DataError: If there are no prompts, and no token that begins or ends a text.
-    """
+    """What samples begin with: prompts, or the token with which texts begin."""
     if prompts:
         return [own for own in tokenize_prompts(prompts, tokenizer) if own]
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -169,18 +136,7 @@ def sample_base(
 def sample_texts(
     model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
 ) -> Sequences:
-    """Let a model write text.
-
-    Args:
-        model: The model.
-        begins: What samples begin with, taking turns.
-        sampling: How they are drawn.
-        tokenizer: The model's tokenizer.
-        track: Makes progress bars.
-
-    Returns:
-        The samples, each up to the end of its text.
-    """
+    """Let a model write text."""
     parts: list[Sequences] = []
     rows = max(1, min(TOGETHER, TOKENS_TOGETHER // sampling.length))
     devices = [model.device] if model.device.type == "cuda" else []
@@ -256,11 +212,7 @@ def write_samples(file: Path, samples: Sequences, tokenizer: Any) -> None:
 
 
 def read_samples(file: Path) -> Sequences:
-    """Take up the samples of a run.
-
-    Raises:
-        TrainingError: If they are not there any more, or not what was written.
-    """
+    """Take up the samples of a run."""
     try:
         rows = [json.loads(line)["ids"] for line in read_bytes(file).decode().splitlines()]
         parts = [torch.tensor(ids, dtype=torch.int32) for ids in rows]

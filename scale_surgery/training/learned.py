@@ -65,18 +65,7 @@ class Reader:
     learn_prompts: bool
 
     def read(self, paths: Sequence[str], advance: Progress = no_progress) -> Iterator[Sequences]:
-        """Sequences in which something is learned, some after the other.
-
-        Args:
-            paths: Files, folders and ids of texts.
-            advance: Called with the bytes of files that were read.
-
-        Yields:
-            The sequences.
-
-        Raises:
-            DataError: If texts cannot be read, or a document does not fit and is not to be cut.
-        """
+        """Sequences in which something is learned, some after the other."""
         documents = read_documents(paths, advance, whole=False)
         tokens = read_tokens(documents, self.tokenizer, learn_prompts=self.learn_prompts)
         is_empty = is_unscored = True
@@ -141,21 +130,7 @@ def read_texts(
     processes: Any,
     track: Track,
 ) -> dict[str, Any]:
-    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given.
-
-    Args:
-        checkpoint: The model that is trained.
-        files: Texts by side.
-        settings: What the user set.
-        run: How the tokenizer is loaded: trust_remote_code.
-        cache: Folder in which the tokens of what is learned are kept; None keeps those of large texts alone, in the
-            cache of `datasets`.
-        processes: The processes that share the run; one makes what is kept.
-        track: Makes progress bars.
-
-    Raises:
-        DataError: If the texts cannot be read, are empty or do not fit the model.
-    """
+    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
     name = checkpoint.path.name
     length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(checkpoint.path, name, run)
@@ -199,15 +174,7 @@ def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes:
 
 
 def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
-    """Let one process make something of texts; all get it, or learn what was wrong.
-
-    Args:
-        processes: The processes that share the run.
-        make: Makes it.
-
-    Raises:
-        DataError: If the texts cannot be used, in every process.
-    """
+    """Let one process make something of texts; all get it, or learn what was wrong."""
     from accelerate.utils import broadcast_object_list
 
     found: list[Any] = [None, ()]

@@ -42,19 +42,7 @@ class Pilot:
 def run_pilot(
     model: Any, facts: Architecture, text: Sequences, settings: RankingSettings, steps: int, track: Track
 ) -> Pilot:
-    """Train a base model for a few steps, and measure how much its layers changed; the model is spent afterwards.
-
-    Args:
-        model: The base model as it is stored, of a stock class, on its device.
-        facts: Facts about its architecture.
-        text: Sequences to learn.
-        settings: How to train.
-        steps: Optimizer steps.
-        track: Makes progress bars.
-
-    Raises:
-        TrainingError: If the loss, or a weight at the end, is not a number.
-    """
+    """Train a base model for a few steps, and measure how much its layers changed; the model is spent afterwards."""
     precision = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=model.dtype != torch.float32)
     matrices = find_matrices(model, facts)
     start = {layer: [matrix.detach().to("cpu", copy=True) for matrix in some] for layer, some in matrices.items()}

@@ -160,18 +160,7 @@ def _read_text(
 
 
 def read_budget(text: str, parameters: int) -> int:
-    """Read how many parameters an expansion may add.
-
-    Args:
-        text: A share of the base's parameters such as 30%, or a number such as 200M, 1.5B or 250000.
-        parameters: Parameters of the base as stored.
-
-    Returns:
-        Number of parameters.
-
-    Raises:
-        PlanError: If it cannot be read, or is not above zero.
-    """
+    """Read how many parameters an expansion may add."""
     match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*)\s*(%|[kKmMbB]?)", text.strip())
     number = float(match[1].replace("_", "")) if match else 0.0
     if match is None or not number or not isfinite(number):
@@ -182,11 +171,7 @@ def read_budget(text: str, parameters: int) -> int:
 
 
 def check_budget(budget: int, layers: Sequence[int], price: Price, text: str) -> None:
-    """Check that a budget pays for at least one layer.
-
-    Raises:
-        PlanError: If not; what the cheapest one costs is said.
-    """
+    """Check that a budget pays for at least one layer."""
     costs = {layer: price([layer]) for layer in layers}
     cheapest = min(costs, key=lambda layer: costs[layer])
     if costs[cheapest] > budget:
@@ -203,17 +188,7 @@ def order_layers(changes: Mapping[int, float]) -> list[int]:
 
 
 def propose_layers(budget: int, changes: Mapping[int, float], price: Price) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Propose the most changed layers that a budget pays for; of tied layers the last ones.
-
-    Args:
-        budget: Parameters that may be added.
-        changes: Change of each layer.
-        price: What some layers cost.
-
-    Returns:
-        The proposed layers, ascending. Then the tied ones, ascending: those whose changes are within TIED_WITHIN of
-        that of the least changed layer that the budget pays for; none where it pays for all of them.
-    """
+    """Propose the most changed layers that a budget pays for; of tied layers the last ones."""
     order = order_layers(changes)
     chosen = _affordable(budget, order, price)
     least = min(changes[layer] for layer in chosen)

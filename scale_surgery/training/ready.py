@@ -26,19 +26,7 @@ from scale_surgery.training.settings import Quantisation, TrainingSettings
 
 
 def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
-    """Load a model to be trained; what trains is float32, the rest is as it is stored and frozen.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        settings: What the user set.
-        run: How it runs: device, trust_remote_code.
-
-    Returns:
-        The model.
-
-    Raises:
-        TrainingError: If nothing of it would train, or nothing would be learned.
-    """
+    """Load a model to be trained; what trains is float32, the rest is as it is stored and frozen."""
     kind = settings.base_quantization
     model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind, run)
     others = [name for name in getattr(model, "expansions", ()) if name not in names_in(checkpoint)]
@@ -85,18 +73,7 @@ def _load(checkpoint: Checkpoint, run: RunOptions) -> Any:
 
 
 def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantisation | None, run: RunOptions) -> None:
-    """Refuse a quantised base where it cannot be had.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        kind: How the base is to be quantised.
-        run: How it runs: trust_remote_code.
-
-    Raises:
-        PlanError: If the expansion needs the base as it is stored.
-        TrainingError: If what quantises is not installed, or code of others would run the model.
-    """
+    """Refuse a quantised base where it cannot be had."""
     from accelerate.utils import parse_flag_from_env
 
     if kind is None:
@@ -151,16 +128,7 @@ def _quantisation(kind: Quantisation, dtype: str) -> Any:
 
 
 def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output.
-
-    Args:
-        stored: The model that would train, as the checkpoint that it was loaded from.
-        checkpoint: That checkpoint.
-        manifest: Its surgery.json.
-
-    Raises:
-        TrainingError: If it would stay so.
-    """
+    """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output."""
     if manifest.plan.numbering is None:
         return
     mute = [tensor.name for tensor in manifest.plan.method.guards(manifest.plan)]

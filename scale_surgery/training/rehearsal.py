@@ -72,31 +72,13 @@ def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> R
 
 
 def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor:
-    """KL(base || model) over the next token, a mean over the tokens of a batch.
-
-    Args:
-        model: The model, as it is trained; it may be wrapped for several processes.
-        inside: The same without what wraps it.
-        batch: Token ids and attention mask, each (rows, tokens).
-
-    Returns:
-        Nats per token, a scalar; its gradient reaches what trains.
-    """
+    """KL(base || model) over the next token, a mean over the tokens of a batch."""
     base, logits = logits_beside_base(model, inside, batch)
     return divergence(logits, base, batch["attention_mask"])
 
 
 def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
-    """KL(base || model) of logits, whatever model gave them, a mean over the tokens that are read.
-
-    Args:
-        logits: Of the model, (rows, tokens, vocabulary).
-        base: Of the base, the same shape; no gradient reaches them.
-        mask: Attention mask, (rows, tokens).
-
-    Returns:
-        Nats per token, a scalar.
-    """
+    """KL(base || model) of logits, whatever model gave them, a mean over the tokens that are read."""
     kept = mask.bool()
     # where all is read nothing is copied: logits are large
     read = [own.flatten(0, 1) if kept.all() else own[kept] for own in (logits, base)]
@@ -105,16 +87,7 @@ def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
 
 
 def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits of the base, without gradient, and those of the model; from one forward where that gives both.
-
-    Args:
-        model: The model, as it is trained; it may be wrapped for several processes.
-        inside: The same without what wraps it.
-        batch: Token ids and attention mask, each (rows, tokens).
-
-    Returns:
-        Logits of the base and of the model, (rows, tokens, vocabulary) each.
-    """
+    """Logits of the base, without gradient, and those of the model; from one forward where that gives both."""
     if carries_base_logits(inside):
         # an expansion without W12 leaves the base stream as it is: both paths read the same one
         with inside.answering(_give_both, (inside.choice.paths[0]._replace(expansion=""), *inside.choice.paths)):
@@ -169,13 +142,7 @@ class Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, logits: Tensor, base: Tensor) -> Tensor:
-        """Nats per token.
-
-        Args:
-            context: Keeps the gradient.
-            logits: Of the model, (tokens, vocabulary).
-            base: Of the base, the same shape; no gradient reaches them.
-        """
+        """Nats per token."""
         tokens, vocabulary = logits.shape
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)

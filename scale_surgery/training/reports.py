@@ -20,17 +20,7 @@ PACKAGES = {"comet_ml": "comet-ml"}
 
 
 def find_reports(names: Sequence[str]) -> dict[str, Any]:
-    """Find the callbacks that report a run.
-
-    Args:
-        names: What it is reported to, as transformers calls it; "none" is nothing.
-
-    Returns:
-        The callbacks, by name.
-
-    Raises:
-        TrainingError: If one is unknown, or its package is not installed; all are named.
-    """
+    """Find the callbacks that report a run."""
     asked = [name for name in dict.fromkeys(names) if name != "none"]
     if not asked:
         return {}
@@ -69,13 +59,6 @@ def reporting(
 
     Files for TensorBoard go into the run's folder, unless TENSORBOARD_LOGGING_DIR says otherwise. A resumed run goes on
     in the same place, and hides what was logged after the checkpoint that it begins with.
-
-    Args:
-        trainer: The trainer of the run.
-        callbacks: What `find_reports` found.
-        training: The run, whose folder is there.
-        is_main: Whether this is the process that reports.
-        resume: Whether the run is resumed.
     """
     for callback in callbacks.values():
         trainer.add_callback(callback)

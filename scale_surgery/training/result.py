@@ -94,12 +94,7 @@ def describe_run(
 
 
 def compare_losses(log: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequences]) -> LossChange | None:
-    """Say how the loss changed, as the log has it; None where nothing was measured that is to be learned.
-
-    Args:
-        log: Log of the run.
-        sides: What was measured in it.
-    """
+    """Say how the loss changed, as the log has it; None where nothing was measured that is to be learned."""
     text = "new" if "new" in sides else SAMPLE
     key = f"{text}_nats_per_token"
     found = [entry for entry in log if key in entry]

@@ -29,12 +29,7 @@ class TrainerFile:
 
 @contextmanager
 def reading_state(checkpoint: Path) -> Iterator[None]:
-    """Say of a checkpoint whose files are not what a run wrote that it cannot be resumed.
-
-    Raises:
-        TrainingError: In place of any error that may come of the files; torch reads tensors and plain values alone, and
-            refuses other pickles.
-    """
+    """Say of a checkpoint whose files are not what a run wrote that it cannot be resumed."""
     from torch.distributed import DistError
 
     try:
@@ -50,11 +45,7 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
 
 
 def check_state(checkpoint: Path) -> None:
-    """Check the trainer's state of a checkpoint before it is read.
-
-    Raises:
-        TrainingError: If it is damaged.
-    """
+    """Check the trainer's state of a checkpoint before it is read."""
     with reading_state(checkpoint):
         list_files(checkpoint)  # a pipe would be waited for
         read_record(read_json(checkpoint / STATE_FILE), TrainerFile, STATE_FILE)

@@ -50,11 +50,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a run can be continued with these settings, all that decide the result or some of them.
-
-    Raises:
-        TrainingError: If there is no run, it is finished, or it was begun with other settings; all are named.
-    """
+    """Check that a run can be continued with these settings, all that decide the result or some of them."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if not file.is_file():
         raise TrainingError(f"{target}: holds no training run to resume. Leave --resume out to begin one.")
@@ -71,11 +67,7 @@ def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_unfinished(target: Path) -> None:
-    """Refuse to begin a run where another waits to be continued.
-
-    Raises:
-        TrainingError: If one does.
-    """
+    """Refuse to begin a run where another waits to be continued."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if file.is_file() and not read_json(file).get("finished"):
         raise TrainingError(
@@ -120,13 +112,7 @@ class TrainingRun:
         return int(checkpoint.name.removeprefix("checkpoint-"))
 
     def begin(self, base_weights: BaseWeights, track: Track, *, overwrite: bool) -> None:
-        """Write the folder, with the expansion as it stands before the first step.
-
-        Args:
-            base_weights: How base shards are taken over: "auto", "copy" or "link".
-            track: Makes progress bars.
-            overwrite: Whether an existing folder is replaced.
-        """
+        """Write the folder, with the expansion as it stands before the first step."""
         # of several expansions, one is looked at; all are taken along
         source = replace(open_checkpoint(self.checkpoint.path), stamps=self.checkpoint.stamps)
         base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
@@ -144,12 +130,7 @@ class TrainingRun:
             write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)
 
     def publish(self, saved: Path, log: Log) -> None:
-        """Make a checkpoint of the run the content of the folder.
-
-        Args:
-            saved: The checkpoint, written to its end but for its mark.
-            log: Log of the run so far.
-        """
+        """Make a checkpoint of the run the content of the folder."""
         write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
         publish_tensors(self.target, self.name, saved / EXPANSION_FILE, f"step-{self.step_of(saved)}-", self.stored)
         self.write(log)
@@ -158,12 +139,7 @@ class TrainingRun:
                 shutil.rmtree(other)
 
     def write(self, log: Log, trained: Mapping[str, str] | None = None) -> None:
-        """Write the log, and what was trained into surgery.json.
-
-        Args:
-            log: Log of the run.
-            trained: sha256 of the tensors that a run which has ended left otherwise than they began.
-        """
+        """Write the log, and what was trained into surgery.json."""
         self.write_log(log)
         earlier = read_manifest(self.target).expansions[self.name].training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
@@ -213,13 +189,6 @@ def publish_tensors(target: Path, name: str, trained: Path, step: str, model: In
     """Make trained tensors those of a folder: new shards, then the index, then the old shards go.
 
     Tensors are cast once, to the dtype that they have in the folder.
-
-    Args:
-        target: Folder of the run.
-        name: Name of the expansion.
-        trained: Safetensors file with the trained tensors, under their names in the model.
-        step: What names of their shards say of the step, before their numbers.
-        model: The model that was trained, as the checkpoint that it was loaded from.
     """
     from safetensors import safe_open
 

@@ -147,11 +147,7 @@ class TrainingStart:
 
 
 def check_settings(settings: TrainingSettings) -> None:
-    """Check that settings make sense, on any model.
-
-    Raises:
-        TrainingError: If not; every setting that does not is named.
-    """
+    """Check that settings make sense, on any model."""
     problems = problems_of(settings, "{option}: {value}")
     problems += [
         f"train-only: {name} is no group of expansion tensors, expected some of {', '.join(GROUPS)}."

@@ -293,10 +293,6 @@ def sample_of(learned: Sequences, schedule: TrainingSchedule) -> Sequences:
     """Choose what is measured before and after a run where there is no new text: few, evenly spread, the same always.
 
     The same too however many processes share a step.
-
-    Args:
-        learned: What is learned.
-        schedule: What the run will do with it.
     """
     read = round(schedule.passes * len(learned))
     share = max(read // SAMPLED_SHARE, math.ceil(read / schedule.steps), 1)

@@ -43,14 +43,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 class ExpansionTrainer(Trainer):
-    """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor.
-
-    Args:
-        sides: Sequences to measure on, by "old" and "new" during the run, and by SAMPLE before and after it.
-        eval_batch: Sequences in one forward pass of a measurement.
-        rehearsal: Text on which the model stays what its base is, or None.
-        options: As for Trainer.
-    """
+    """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor."""
 
     def __init__(
         self, *, sides: Mapping[str, Sequences], eval_batch: int, rehearsal: Rehearsal | None = None, **options: Any
@@ -240,11 +233,7 @@ def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
 
 
 class Advance(TrainerCallback):
-    """Tells of each step.
-
-    Args:
-        advance: Called after each step.
-    """
+    """Tells of each step."""
 
     def __init__(self, advance: Progress) -> None:
         self.advance = advance
@@ -255,12 +244,7 @@ class Advance(TrainerCallback):
 
 
 class RunReport(TrainerCallback):
-    """Tells how a run goes, and makes its folder follow.
-
-    Args:
-        advance: Called after each step, with a note.
-        run: The run.
-    """
+    """Tells how a run goes, and makes its folder follow."""
 
     def __init__(self, advance: Progress, run: TrainingRun) -> None:
         self.advance, self.run = advance, run

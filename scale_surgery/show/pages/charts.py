@@ -35,19 +35,7 @@ class Chart:
 def render_chart(
     title: str, curves: Sequence[Curve], x_label: str, y_label: str, *, is_log: bool = False, reaches: float | None = 0
 ) -> Iterator[Chart]:
-    """Draw a chart.
-
-    Args:
-        title: What it shows.
-        curves: Its lines.
-        x_label: What is to the right; whole numbers.
-        y_label: What is up.
-        is_log: Whether the vertical axis is logarithmic; values that are not above zero then break the line too.
-        reaches: A value that a linear vertical axis has to reach, such as zero; None for none.
-
-    Yields:
-        The chart; none where no curve has a point to draw.
-    """
+    """Draw a chart."""
     shown = [curve for curve in curves if any(math.isfinite(y) and (y > 0 or not is_log) for _, y in curve.points)]
     if shown:
         figure = chart_figure(shown, x_label, y_label, is_log=is_log, reaches=reaches)
