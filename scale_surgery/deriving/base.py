@@ -20,14 +20,13 @@ from scale_surgery.running.options import RunOptions
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
 
-# what a model has modules of, one after the other
+# keys that count modules
 COUNTED = re.compile("^(num|n)_.*(layer|expert|head|block)|layers?$|experts?$|depth$")
-# no size, and no length of a text, is larger in any model
+# no size and no context length is larger in any model
 LARGEST = 20_000_000
-# the base of the angles of rope is no size, nor is a seed
+# these are no sizes: the base of rope angles, seeds
 UNBOUNDED = re.compile("theta|base|freq|seed")
-# a config may name a layer that it never has, such as the one from which on windows slide, and experts may be one
-# tensor
+# a config may name a layer beyond its last, such as where sliding windows begin, and experts may be one tensor
 MOST_HARMLESS = 5000
 ADVICE = "Check config.json, and whether transformers alone loads the model."
 
@@ -88,7 +87,7 @@ def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Pat
 
 
 def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config of the base model that an expanded one was made of."""
+    """The config of a folder's base model: without what the expansion wrote, duplicated layers still counted."""
     config = checkpoint.config
     if CONFIG_KEY not in config:
         return dict(config)

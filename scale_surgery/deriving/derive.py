@@ -16,7 +16,6 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from scale_surgery.deriving.bound import alters_logits, is_numbered, keeps_batch
 from scale_surgery.deriving.build import (
     build_model,
     build_twin,
@@ -25,11 +24,10 @@ from scale_surgery.deriving.build import (
     usual_torch,
     without_quantisation,
 )
-from scale_surgery.deriving.facts import Agreed, agree_twins, derive_architecture, derive_sizes, watch_twin
-from scale_surgery.deriving.prove import Twin, checks_of, given_by, refuse_without_states
-from scale_surgery.deriving.proved import prove
-from scale_surgery.deriving.shrink import Real, resemblance, selected, shrink
-from scale_surgery.deriving.stock_form import inner_key, stock_heads
+from scale_surgery.deriving.facts import CommonFacts, agree_twins, derive_architecture, derive_sizes, watch_twin
+from scale_surgery.deriving.prove import Twin, checks_of, given_by, prove, refuse_without_states
+from scale_surgery.deriving.shrink import RealModel, describe_real, shrink, with_few_layers
+from scale_surgery.deriving.trials import alters_logits, inner_key, is_numbered, keeps_batch, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.running.loading import quiet_transformers
@@ -63,7 +61,7 @@ class Derived:
 
 
 def derive(config: PreTrainedConfig) -> Derived:
-    """Derive facts and sizes from a config; asked twice for the same, it answers at once."""
+    """Derive facts and sizes from a config; results are cached."""
     key = _fingerprint(config)
     # transformers has one set of attention functions, and torch one of settings, for all threads
     with _one_at_a_time:
@@ -73,10 +71,7 @@ def derive(config: PreTrainedConfig) -> Derived:
 
 
 def _fingerprint(config: PreTrainedConfig) -> str:
-    """What decides the facts: neither how a model is stored, nor what it is called.
-
-    A module of a model's own code is named after a hash of the code.
-    """
+    """A hash of all that decides the facts; the module of a class from the model's folder is named after its code."""
     plain = {key: value for key, value in config.to_dict().items() if key not in INDECISIVE}
     text = json.dumps(plain, sort_keys=True, default=str)
     return hashlib.sha256(f"{type(config).__module__}.{type(config).__name__} {text}".encode()).hexdigest()
@@ -87,10 +82,10 @@ def _derive(config: PreTrainedConfig) -> Derived:
     try:
         with quiet_transformers(), usual_torch():
             real, *twins = find_twins(read_real(config))
-            agreed = agree_twins(*(watch_twin(candidate, real.shown) for candidate in twins))
-            twin = twin_of(twins[0], real.twin_kinds, agreed)
+            common = agree_twins(*(watch_twin(candidate, real.shown) for candidate in twins))
+            twin = twin_of(twins[0], real.twin_kinds, common)
             refuse_without_states(twin)
-            architecture, twin = prove(derive_architecture(real, agreed), twin)
+            architecture, twin = prove(derive_architecture(real, common), twin)
             architecture = replace(
                 architecture,
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
@@ -116,7 +111,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
 
 
 def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> dict[str, Any]:
-    """What a plan and surgery.json say of the proof."""
+    """The proof as a plan and surgery.json record it."""
     numbers = [{key: value for key, value in twin.items() if type(value) is int} for twin in twins]
     # kernels are chosen by what the processor can do
     versions = {
@@ -128,24 +123,24 @@ def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> 
     return {"checks": checks, "twins": numbers, "versions": versions}
 
 
-def find_twins(real: Real) -> tuple[Real, PreTrainedConfig, PreTrainedConfig]:
-    """Two twins, and what they resemble: a few layers of the model where that can be, otherwise all the first."""
-    if (few := selected(real)) is not None:
+def find_twins(real: RealModel) -> tuple[RealModel, PreTrainedConfig, PreTrainedConfig]:
+    """Two twins, and the model with the layers that they show: few where that works, otherwise all the first."""
+    if (few := with_few_layers(real)) is not None:
         with suppress(UnsupportedFamilyError):
             return few, *shrink(few)
     return real, *shrink(real)
 
 
-def twin_of(config: PreTrainedConfig, kinds: tuple[int, ...], agreed: Agreed) -> Twin:
-    """The first twin with the facts in its own numbers."""
+def twin_of(config: PreTrainedConfig, kinds: tuple[int, ...], common: CommonFacts) -> Twin:
+    """The first twin, with the facts in its numbers."""
     real = replace(read_real(config), kinds=kinds, chosen=tuple(range(len(kinds))))
-    architecture = derive_architecture(real, agreed)
+    architecture = derive_architecture(real, common)
     # a model that was watched may keep what it computed
     stock = build_twin(config)
     return Twin(stock, architecture, derive_sizes(real, architecture), kinds, given_by(stock))
 
 
-def read_real(config: PreTrainedConfig) -> Real:
+def read_real(config: PreTrainedConfig) -> RealModel:
     """Build the real model on the meta device, and find its layers."""
     config = without_quantisation(config)
     if not set(stock_classes(config)) - {"AutoModel"}:
@@ -160,4 +155,4 @@ def read_real(config: PreTrainedConfig) -> Real:
             f"{type(model).__name__}: no module holds the token embedding and a list of layers. "
             "Supported are decoders of transformers that do."
         )
-    return resemblance(config, model, place)
+    return describe_real(config, model, place)

@@ -1,4 +1,4 @@
-"""What a layer of a twin is made of: its parts, the norms around them, and that they add up to what it gives."""
+"""The parts of a layer of a twin and the norms around them; together they add up to what the layer gives."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.attention import RefusedError, describe_attention
+from scale_surgery.deriving.attention import describe_attention
 from scale_surgery.deriving.mlp import describe_mlp, without_gate
 from scale_surgery.deriving.norms import is_norm, norm_style
-from scale_surgery.deriving.part import LayerPart, features, is_linear
+from scale_surgery.deriving.part import LayerPart, SplitError, features, is_linear
 from scale_surgery.deriving.watch import ModuleCall, Trace, is_combination, is_same
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Block, Kind, Linear, Norm
@@ -25,7 +25,7 @@ LEAST = 1e-3
 
 @dataclass
 class _Contents:
-    """What was found so far while going through the calls of a layer."""
+    """What the calls of a layer have shown so far."""
 
     parts: list[LayerPart] = field(default_factory=list)
     pre_norms: list[Norm] = field(default_factory=list)
@@ -48,7 +48,7 @@ class TwinLayer:
 
 
 def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> TwinLayer:
-    """Derive what a layer is made of."""
+    """Derive the blocks and norms of a layer; `called` is its path in the real model, for errors."""
     call = trace.of(path)
     if call is None or call.before is None or call.after is None:
         raise UnsupportedFamilyError(f"{called}: this layer is not run on the residual stream. {SUPPORTED}.")
@@ -106,7 +106,7 @@ def _outermost(calls: list[ModuleCall]) -> Iterator[ModuleCall]:
 
 
 def _is_container(call: ModuleCall, calls: list[ModuleCall]) -> bool:
-    """A module that begins with a norm of what it reads holds a norm and a block, and is no block itself."""
+    """A module whose first norm reads what the module reads contains a norm and a block, and is no block itself."""
     inside = [inner_call for inner_call in calls if inner_call.name.rpartition(".")[0] == call.name]
     return any(is_norm(inner_call.module) and is_same(inner_call.before, call.before) for inner_call in inside)
 
@@ -251,5 +251,5 @@ def _split(part: LayerPart, block: Block) -> Block:
     try:
         with torch.random.fork_rng(devices=[]):
             return describe_attention(part, block) if block.group == "attn" else describe_mlp(part, block)
-    except RefusedError as reason:
+    except SplitError as reason:
         return replace(block, reason=str(reason))

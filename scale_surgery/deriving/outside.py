@@ -1,4 +1,4 @@
-"""What a twin does before its first layer and after its last: embedding, norms, head, and nothing else."""
+"""What a twin does around its layers: embedding and norms before them, final norm and head after them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _inside(name: str, place: LayersPlace) -> str:
 def _begin(
     calls: tuple[ModuleCall, ...], first: ModuleCall, embedding: str, place: LayersPlace
 ) -> tuple[tuple[str, ...], tuple[Norm, ...], bool]:
-    """Follow the embeddings to the first layer; say whether nothing but additions and norms was on the way."""
+    """What is added to the embeddings, their norms, and whether nothing else happens before the first layer."""
     assert first.before is not None
     stream, padded, norms = list[Tensor](), list[str](), list[Norm]()
     for call in calls:
@@ -87,7 +87,7 @@ def _begin(
 
 
 def _as(tensor: Tensor | None, like: Tensor) -> Tensor | None:
-    """A tensor repeated for each text of a batch; None where it has other features."""
+    """A tensor in the shape of another, expanded over the batch; None where its features differ."""
     if tensor is None or not tensor.is_floating_point() or tensor.shape[-1] != like.shape[-1]:
         return None
     if tensor.dim() == like.dim() - 1:
@@ -109,7 +109,7 @@ def _reads_stream(call: ModuleCall, hidden: int) -> bool:
 
 
 def _adds_positions(call: ModuleCall, hidden: int) -> bool:
-    """An embedding of something else than tokens does not read the stream."""
+    """Whether a module embeds something else than tokens; such a one does not read the stream."""
     reads_stream = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
     return "embed" in f"{type(call.module).__name__} {call.name}".lower() and not reads_stream
 

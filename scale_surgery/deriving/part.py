@@ -1,4 +1,4 @@
-"""A part of a layer while it is looked at: its calls, the linears that read the stream, the one that writes to it."""
+"""A part of a layer that was run: its calls, the linears that read the residual stream, the one that writes to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.watch import Attention, ModuleCall, depends, is_combination, is_same
+from scale_surgery.deriving.watch import Attention, ModuleCall, is_combination, is_same
 
 Change = Callable[[Tensor], Tensor]
+
+
+class SplitError(Exception):
+    """Why the features of a part cannot be widened; its text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class LayerPart:
 
     @property
     def leaves(self) -> list[ModuleCall]:
-        """Calls of modules without parts that do something, and are no linears."""
+        """Calls of modules without children that compute something and are no linears."""
         return [
             call
             for call in self.inside
@@ -97,16 +101,24 @@ class LayerPart:
         return gave is not None and not torch.allclose(gave[:, -1], self.call.after[:, -1], atol=1e-5, rtol=1e-4)
 
     def writer_is_output(self) -> bool:
-        """Whether all that it gives comes out of the writer, as it is or times a number."""
+        """Whether the part gives what its writer gives, or a multiple of it."""
         if self.call is None or self.writer is None:
             return self.writer is not None
-        return _scales(self.call.after, self.writer.after)
+        gave, written = self.call.after, self.writer.after
+        return (
+            gave is not None
+            and written is not None
+            and gave.numel() == written.numel()
+            and is_combination(gave, [written]) is not None
+        )
 
     def only_readers_read(self) -> bool:
-        """Whether only the readers see the stream: with their results held fast, another stream changes nothing."""
+        """Whether only the readers see the stream: where their outputs are fixed, another stream changes nothing."""
         if self.call is None or self.writer is None:
             return self.writer is not None
-        fixed = {reader.module: _constant(reader.after) for reader in self.readers if reader.after is not None}
+        fixed = {
+            reader.module: lambda _, output=reader.after: output for reader in self.readers if reader.after is not None
+        }
         entry = self.entry + torch.randn(self.entry.shape, generator=torch.Generator().manual_seed(4))
         changed, before = self.written(fixed, entry), self.writer.before
         if changed is None or before is None or changed.shape != before.shape:
@@ -115,7 +127,7 @@ class LayerPart:
         return torch.allclose(changed, before, atol=1e-5, rtol=1e-4)
 
     def written(self, changes: Mapping[nn.Module, Change], entry: Tensor | None = None) -> Tensor | None:
-        """What the writer reads when the results of other linears are changed."""
+        """What the writer reads when the outputs of other linears are changed."""
         seen: list[Tensor] = []
         assert self.call is not None and self.writer is not None
         with ExitStack() as stack, torch.no_grad():
@@ -126,16 +138,6 @@ class LayerPart:
             shape = self.entry.shape if self.call.read is None else self.call.read.shape
             self.call.rerun((self.entry if entry is None else entry).reshape(shape))
         return seen[0] if seen else None
-
-
-def _constant(value: Tensor) -> Change:
-    return lambda _: value
-
-
-def _scales(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.numel() != b.numel():
-        return False
-    return is_combination(a, [b]) is not None
 
 
 def _gives_angles(call: ModuleCall) -> bool:
@@ -165,7 +167,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _gives_product(module: nn.Linear) -> bool:
-    """A stock class may write the product in its own way, or do something else."""
+    """A subclass of a linear may write the product in another way, or compute something else."""
     x = torch.randn(2, module.in_features, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         # the forward itself, past hooks that change what the module gives
@@ -183,9 +185,3 @@ def features(module: nn.Module) -> tuple[int, int]:
     """Features that a linear reads and gives."""
     rows, columns = module.get_parameter("weight").shape
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
-
-
-def layout(target: Tensor, reader: ModuleCall) -> Tensor | None:
-    """Mask of the features of a linear on which a tensor depends."""
-    assert reader.gave is not None
-    return depends(target, reader.gave)[0]

@@ -66,7 +66,7 @@ def make_plan(
     checkpoint = base_in(checkpoint, request.name)
     check_name(request.name, ())
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None
-    # what cannot be grown so whatever the architecture is said before it is asked for
+    # what the config rules out is refused before facts are derived
     if asked is not None and (problems := asked.config_problems(checkpoint.config)):
         raise PlanError.from_problems(problems)
     # a tiny twin is built, run and expanded: a second or a few
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
-    """Check that each layer is what it was, though copies give those above them other numbers."""
+    """Check that layers keep their kind where copies below them change their numbers."""
     if base.architecture.is_numbered:
         raise PlanError(
             f"--method depth: layers of a {base.architecture.model_type} model compute with their numbers, and those "
@@ -90,13 +90,13 @@ def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
     # every layer may be there twice
-    found = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
+    deep_facts = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
-    before, after = (config_of(own, code).to_dict() for own in (base.checkpoint.config, deep))
+    before, after = (config_of(config, code).to_dict() for config in (base.checkpoint.config, deep))
     _check_lists(before, after, order, made.request.layers)
     for position, layer in enumerate(order):
         # names on disk are those of a checkpoint
-        if found.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
+        if deep_facts.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
             raise PlanError(
                 f"--layers {made.request.layers}: config.json says by their numbers of what kind layers are, and layer "
                 f"{layer} would come to stand at {position}, where it were of another. Duplicate higher layers, or use "
@@ -105,7 +105,7 @@ def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
 
 
 def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int], asked: str) -> None:
-    """Check what transformers makes of a config layer by layer, where config.json leaves it to their numbers."""
+    """Check the lists with an entry for each layer that transformers makes where config.json has none."""
     for key, values in per_layer_lists(before, max(order) + 1).items():
         if after.get(key) != [values[layer] for layer in order]:
             raise PlanError(
@@ -122,7 +122,7 @@ def load_plan(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
-    """Make the plan that a file holds, for a base model; what was reviewed is what is done.
+    """Make the plan that a file holds, for a base model.
 
     Args:
         model: The base model, a folder or a Hub id.

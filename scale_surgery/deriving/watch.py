@@ -1,4 +1,4 @@
-"""One forward of a twin, watched: what every module read and gave, and what went into attention."""
+"""Record a forward of a twin: what every module read and gave, and what went into attention."""
 
 from __future__ import annotations
 

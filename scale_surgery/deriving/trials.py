@@ -1,32 +1,83 @@
-"""Whether a stock class has a form with more heads, all else equal: a config that says so is made, and its model."""
+"""Facts that are found by a change: of the output of a module of a twin, or of a number of the real config."""
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Sequence
 from itertools import count, islice
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from scale_surgery.deriving.build import build_model
+from scale_surgery.deriving.build import build_model, find_place, token_ids
 from scale_surgery.deriving.part import features
+from scale_surgery.deriving.watch import first_tensor, is_same
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Sizes
 
 # how a key may be called that holds a width inside an MLP
-OF_INNER = re.compile("inner|inter|ffn|ff_|mlp|feed")
-TOGETHER = "its queries and keys are normalised over all heads at once, and new heads by themselves"
-SHARED = "its head size is the hidden size over the query heads, so more heads are smaller heads"
+INNER_KEYS = re.compile("inner|inter|ffn|ff_|mlp|feed")
+NORM_OVER_HEADS = "its queries and keys are normalised over all heads at once, and new heads by themselves"
+SIZE_FROM_HEADS = "its head size is the hidden size over the query heads, so more heads are smaller heads"
+
+
+@torch.no_grad()
+def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | None) -> bool:
+    """Find whether the model changes the logits of its head in another way than by a cap."""
+    given: list[Tensor] = []
+    twin: Any = copy.deepcopy(model)
+    if softcap is not None:
+        setattr(twin.config.get_text_config(decoder=True), softcap[0], None)
+    head = twin.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, output: given.append(output))
+    logits = twin(input_ids=token_ids(twin.config), use_cache=False).logits
+    return not torch.equal(given[-1], logits)
+
+
+@torch.no_grad()
+def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
+    """Find whether layers use their number: two of one kind with equal weights differ on the same input."""
+    twin: Any = copy.deepcopy(model)
+    place = find_place(twin)
+    assert place is not None
+    layers = twin.get_submodule(place.path)
+    numbers = range(place.count)
+    pairs = ((a, b) for b in numbers for a in range(b) if kinds[a] == kinds[b])
+    pair = next(pairs, None)
+    if pair is None:
+        return False
+    first, second = (layers.get_submodule(str(number)) for number in pair)
+    second.load_state_dict(first.state_dict())
+    seen: list[tuple[Any, Any, Any]] = []
+    first.register_forward_hook(lambda module, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
+    twin(input_ids=token_ids(twin.config), use_cache=False)
+    args, kwargs, output = seen[0]
+    return not is_same(first_tensor(second(*args, **kwargs)), first_tensor(output))
+
+
+@torch.no_grad()
+def keeps_batch(model: PreTrainedModel, final_norm: str) -> bool:
+    """Find whether the last norm must give as many texts as the model read; two paths give twice as many."""
+    twin: Any = copy.deepcopy(model)
+    twin.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: torch.cat((output, output)))
+    ids = token_ids(twin.config)
+    try:
+        return len(twin(input_ids=ids, use_cache=False).logits) != 2 * len(ids)
+    # a view of another shape, in most models
+    except RuntimeError:
+        return True
 
 
 def stock_heads(real: PreTrainedModel, architecture: Architecture, sizes: Sizes) -> tuple[str, bool]:
-    """Find whether the stock model can have more heads of the same size."""
+    """Why the stock model cannot have more heads of the same size; and whether they must divide the hidden size."""
     blocks = [block for block in architecture.kinds[0].blocks if block.query_heads]
     if not architecture.is_uniform or not blocks:
         return "", False
     block = blocks[0]
     if any(norm.head_axis is None for norm in block.inner_norms):
-        return TOGETHER, False
+        return NORM_OVER_HEADS, False
     more = range(block.key_value_heads + 1, sizes.hidden + 1)
     divides = [heads for heads in more if sizes.hidden % (heads * block.queries_per_key_value) == 0]
     undivided = list(islice((heads for heads in count(block.key_value_heads + 1) if heads not in divides), 1))
@@ -39,7 +90,7 @@ def stock_heads(real: PreTrainedModel, architecture: Architecture, sizes: Sizes)
 
 
 def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, heads: int) -> str | None:
-    """Why a stock model with so many key/value heads is not what a merged one has to be."""
+    """Why a stock model with so many key/value heads is no form of a merged one; None where it is."""
     wanted = {
         "query_heads": heads * block.queries_per_key_value,
         "key_value_heads": heads,
@@ -55,7 +106,7 @@ def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, he
     *_, writer = block.linears
     layer = _first_layer(model, architecture)
     if features(layer.get_submodule(writer.name))[0] != wanted["query_heads"] * block.head_size:
-        return SHARED
+        return SIZE_FROM_HEADS
     linears = {linear.name for linear in block.linears}
     before = {name: tensor.shape for name, tensor in _first_layer(real, architecture).named_parameters()}
     changed = [name for name, tensor in layer.named_parameters() if before.get(name) != tensor.shape]
@@ -69,7 +120,7 @@ def inner_key(config: PreTrainedConfig, architecture: Architecture) -> str | Non
     if "inner" in architecture.keys or not architecture.is_uniform or not blocks:
         return architecture.keys.get("inner")
     stated = config.to_dict()
-    keys = [key for key, value in stated.items() if OF_INNER.search(key) and (value is None or type(value) is int)]
+    keys = [key for key, value in stated.items() if INNER_KEYS.search(key) and (value is None or type(value) is int)]
     return next((key for key in keys if _sets_inner(config, architecture, blocks[0], key)), None)
 
 
