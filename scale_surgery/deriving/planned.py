@@ -14,8 +14,7 @@ from scale_surgery.deriving.base import code_folder, derive_config, read_base
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.base import Base, base_in
-from scale_surgery.planning.depth import deepened_config
-from scale_surgery.planning.duplicable import per_layer_lists
+from scale_surgery.planning.depth import deepened_config, per_layer_lists
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request

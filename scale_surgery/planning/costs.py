@@ -77,7 +77,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
 
 
 def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> Costs:
-    """Add up what duplicated layers cost; as `count_costs`, nothing is decomposed.
+    """Add up what duplicated layers cost.
 
     Training reaches down to the lowest copy, which stands after the first of the chosen layers.
     """

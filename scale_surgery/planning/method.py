@@ -1,4 +1,4 @@
-"""What one way to grow a model says and does; each way is a class in a module of its own, and a row of `methods`."""
+"""The interface of a way to grow a model; each way is a class in a module of its own, and a row of `methods`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, count_costs
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths
-from scale_surgery.planning.tensors import TensorPlan
+from scale_surgery.planning.tensors import NewTensor, TensorPlan, new_tensors
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a request comes to on a model: layers to expand, widths to add, and where W12 exists."""
+    """A request on a given model: layers to expand, widths to add, and where W12 exists."""
 
     layers: tuple[int, ...]
     widths: Widths = field(default_factory=Widths)
@@ -68,15 +67,15 @@ class Method(ABC):
     about_loading: ClassVar[str] = ""
 
     def problems(self, request: Request) -> list[str]:
-        """What is wrong with the values of its own options, before the model is known."""
+        """Problems with the values of its options, before the model is known."""
         return []
 
     def complete(self, request: Request) -> Request:
-        """Put in what a request leaves to its method."""
+        """Fill in the defaults of the method."""
         return replace(request, variant=request.variant or self.variants[0])
 
     def config_problems(self, config: Mapping[str, Any]) -> list[str]:
-        """What in a config.json, whatever its family, keeps a model from being grown in this way."""
+        """Problems with a config.json, whatever its family."""
         return []
 
     @abstractmethod
@@ -97,7 +96,7 @@ class Method(ABC):
 
     @abstractmethod
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
-        """New tensors that keep the output the base's as long as they are as they began."""
+        """New tensors that keep the output the base's as long as they keep their initial values."""
 
     def is_exact_at_init(self, plan: Plan) -> bool:
         """Whether the output starts as the base's bit for bit, and not only up to rounding."""
@@ -105,18 +104,18 @@ class Method(ABC):
 
     @abstractmethod
     def start(self, changed: int) -> str:
-        """What the files say of how the expansion starts."""
+        """How the expansion starts, given how many of `guards` changed."""
 
     @abstractmethod
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """What only plans of this method say, as rows of a table."""
+        """Rows of a plan's table that only this method has."""
 
     def stock_form(self, plan: Plan) -> str | None:
         """What the stock form is, where nothing has to be merged for it; otherwise None."""
         return None
 
     def refusal(self, operation: str) -> str | None:
-        """Why an operation makes no sense for its models, without what the message of that command begins with."""
+        """Why an operation makes no sense for its models."""
         reason = self.refused.get(operation)
         return reason and reason.removeprefix("--to fused: ")
 

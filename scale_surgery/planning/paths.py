@@ -1,6 +1,6 @@
-"""What every path of a model passes through, and why two cannot pass.
+"""The modules that every path of a model passes through, and why a model cannot run two paths.
 
-What comes out is `base` under the key `scale_surgery` of config.json, which the exported modeling code executes.
+The result is `base` under the key `scale_surgery` of config.json, which the exported modeling code executes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from scale_surgery.planning.specs import Spec, attention_values
 
 
 def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Spec:
-    """Say what the paths of a model pass through, whatever expansions it has."""
+    """Names, sizes and modules of the base, which hold whatever expansions a model has."""
     kinds = [
         {
             "modules": _modules(kind, sizes),
@@ -34,7 +34,7 @@ def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, An
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the language model; that of a model that sees images says it by itself."""
+    """The part of a config.json about the language model: `text_config`, or all of it."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
@@ -50,8 +50,8 @@ def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
     shape = "what leaves its last norm has to be as many texts as were given, expected room for two paths"
     kinds = [] if fork is None else [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
     blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
-    about = [later] * architecture.alters_logits + [shape] * (architecture.keeps_batch and fork is not None)
-    return [f"{architecture.model_type}: {reason}. Use the expanded model without a router." for reason in about] + [
+    reasons = [later] * architecture.alters_logits + [shape] * (architecture.keeps_batch and fork is not None)
+    return [f"{architecture.model_type}: {reason}. Use the expanded model without a router." for reason in reasons] + [
         f"the block {block.name} ({block.kind}) stays as it is inside ({block.reason}), where one path runs; expected "
         "one that is split. Route an expansion of --variant preserve, which needs no second path there."
         for block in blocks.values()
@@ -73,8 +73,8 @@ def _modules(kind: Kind, sizes: Sizes) -> Spec:
     specs |= {norm.name: _stock() for norm in (*kind.pre_norms, *kind.post_norms)}
     for block in kind.blocks:
         for norm in block.inner_norms:
-            own = {"kind": "head_norm", "heads": block.heads_through(norm), "axis": norm.head_axis}
-            specs[norm.name] = _stock() if norm.head_axis is None else own
+            by_head = {"kind": "head_norm", "heads": block.heads_through(norm), "axis": norm.head_axis}
+            specs[norm.name] = _stock() if norm.head_axis is None else by_head
         specs |= {name: {"kind": "activation", "base": block.inner} for name in block.activations}
         if block.treatment == "block":
             specs[block.name] = {"kind": "block", "base": sizes.hidden, "up": 0}

@@ -3,8 +3,8 @@
     Request + config.json + headers  ->  Plan   (print it, save it, review it, execute it)
 
 A plan is a value: `expand` executes it. Saved as JSON it can be executed later; `load_plan` plans again from the same
-request and refuses if anything differs, so what was reviewed is what is done. Facts about the architecture come in with
-the base: they are derived from the model itself, see `deriving`.
+request and refuses if anything differs. Facts about the architecture come in with the base: they are derived from the
+model itself, see `deriving`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES, TensorInfo
+from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning import costs
-from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import Base, BaseFacts, check_base, fingerprint
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, specs_of_layer
-from scale_surgery.planning.tensors import Init, TensorPlan
+from scale_surgery.planning.tensors import Init, NewTensor, TensorPlan
 
 SHARD_BYTES = 512 * 1024 * 1024
 # what names of shards of expansions begin with; the name of the expansion follows
@@ -36,7 +36,7 @@ SHARD_STEM = "expansion-"
 
 @dataclass(frozen=True)
 class Origin:
-    """Base and request, of which a plan can be made again: a trainer that saves a model keeps config.json alone.
+    """Base and request, from which a plan can be made again; config.json keeps them, as all trainers save it.
 
     Attributes:
         base_name: Hub id, or name of the base model's folder.
@@ -169,15 +169,17 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
 
 
 def _place(
-    found: tuple[NewTensor, ...], request: Request, base: Base
+    added: tuple[NewTensor, ...], request: Request, base: Base
 ) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
+    """Give new tensors their dtypes, initial values and shards."""
     # a tied head has no tensor of its own on disk: it lies with the embedding
     stored = base.checkpoint.tensors
     embedding = stored[f"{base.prefix}{base.architecture.embedding_weight}"]
-    # and what stands beside quantised tensors is of the dtype of those that are not
-    beside = [_float_dtype(stored.get(tensor.source, embedding), embedding) for tensor in found]
-    dtypes = [FLOAT_DTYPES[request.dtype] for _ in found] if request.dtype else beside
-    numbers = _shard_numbers(found, dtypes)
+    sources = [stored.get(tensor.source, embedding).dtype for tensor in added]
+    # beside a quantised tensor the dtype is that of the embedding
+    beside = [dtype if dtype in FLOAT_DTYPES.values() else embedding.dtype for dtype in sources]
+    dtypes = [FLOAT_DTYPES[request.dtype] for _ in added] if request.dtype else beside
+    numbers = _shard_numbers(added, dtypes)
     count = max(numbers)
     stem = f"{SHARD_STEM}{request.name}"
     names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -192,21 +194,15 @@ def _place(
             init=_init(tensor, request, has_source=tensor.source in stored),
             source=tensor.source,
         )
-        for tensor, dtype, number in zip(found, dtypes, numbers, strict=True)
+        for tensor, dtype, number in zip(added, dtypes, numbers, strict=True)
     )
     return tensors, tuple(names)
 
 
-def _float_dtype(source: TensorInfo, other: TensorInfo) -> str:
-    return source.dtype if source.dtype in FLOAT_DTYPES.values() else other.dtype
-
-
-def _shard_numbers(found: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]:
+def _shard_numbers(added: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]:
     numbers, number, filled = [], 1, 0
-    for tensor, dtype in zip(found, dtypes, strict=True):
-        size = DTYPE_BYTES[dtype]
-        for width in tensor.shape:
-            size *= width
+    for tensor, dtype in zip(added, dtypes, strict=True):
+        size = DTYPE_BYTES[dtype] * prod(tensor.shape)
         if filled and filled + size > SHARD_BYTES:
             number, filled = number + 1, 0
         filled += size

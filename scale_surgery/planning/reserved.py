@@ -1,7 +1,7 @@
-"""Names that an expanded folder, or what is made of one, needs for files and tensors of its own: no base may have them.
+"""Names of files and tensors that expanded folders need, and that no base may have.
 
-A base is asked for all of them before anything is written. What is made of an expanded folder later, such as a run of
-training or a composed folder, cannot rename a file of the base any more.
+A base is checked for all of them before anything is written: later commands, such as train and compose, cannot rename a
+file of the base any more.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from scale_surgery.checkpoint.names import CODE_FILES, EXTRACT_FILE, OWN_CODE_FI
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 
-# surgery.json is no side file of a base: whoever has one is taken for an expanded model
+# surgery.json is missing here: a folder with one counts as an expanded model
 FILES = {EXTRACT_FILE, STORED_INDEX, *CODE_FILES, OWN_CODE_FILE}
 FOLDERS = (TRAINING_FOLDER,)
 SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")
 
 
 def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
-    """Check that a base has no tensor and no file of a name that is needed."""
+    """Check that a base has no tensor and no file of a reserved name."""
     names = [tensor.name for tensor in tensors if tensor.name in base.tensors]
     problems = [f"{name}: the base model has a tensor of this name already." for name in names]
     problems += [
@@ -37,7 +37,7 @@ def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
 
 
 def reserved_names(base: Checkpoint) -> list[str]:
-    """Files of a base that have names which are needed."""
+    """Files of a base that have reserved names."""
     return [
         name
         for name in (*base.shards, *base.side_files)
@@ -46,7 +46,7 @@ def reserved_names(base: Checkpoint) -> list[str]:
 
 
 def name_clash(name: str) -> str:
-    """What to say of a file of a base whose name is needed."""
+    """The error for a file of a base with a reserved name."""
     return (
         f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
         "rename it."

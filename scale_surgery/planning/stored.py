@@ -1,4 +1,4 @@
-"""What modules of a base model are called in its files, and the shapes that their weights must have there."""
+"""Names on disk of the modules of a base model, and the shapes of their weights there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
     for name in sorted(names, key=len):
         prefix = name.removesuffix(embedding)
         is_whole = name.endswith(embedding) and (not prefix or prefix.endswith("."))
-        if is_whole and any(other.startswith(prefix + first) for other in names):
+        if is_whole and any(tensor.startswith(prefix + first) for tensor in names):
             return prefix
     return f"{architecture.base_model}." if architecture.base_model else ""
 
@@ -41,7 +41,7 @@ def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> di
         for block in kind.blocks:
             inside |= {name: (size,) for name, size in _inner_norm_sizes(block).items()}
             inside |= {linear.name: _linear_shape(architecture, linear) for linear in block.linears}
-        shapes |= {f"{module_path(architecture, prefix, layer, name)}.weight": own for name, own in inside.items()}
+        shapes |= {f"{module_path(architecture, prefix, layer, name)}.weight": shape for name, shape in inside.items()}
     return shapes
 
 

@@ -12,8 +12,11 @@ def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None =
     """How each kind of layer is expanded, and why no more of it."""
     rows = []
     for number, kind in enumerate(architecture.kinds):
-        own = [layer for layer, of in enumerate(architecture.kind_of_layer) if of == number]
-        chosen = own if added is None else [layer for layer in own if layer in added]
+        chosen = [
+            layer
+            for layer, kind_number in enumerate(architecture.kind_of_layer)
+            if kind_number == number and (added is None or layer in added)
+        ]
         if chosen:
             counts = sorted({added[layer] for layer in chosen}) if added is not None else []
             title = f"layer{'s' * (len(chosen) > 1)} {format_layers(tuple(chosen))}"
