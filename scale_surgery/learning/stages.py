@@ -35,7 +35,7 @@ from scale_surgery.progress import Track
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
-from scale_surgery.show.commands import command, said
+from scale_surgery.show.commands import changed_options, command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.routers import RouterOptions, describe_router
@@ -137,7 +137,7 @@ class Work:
     def running(self, *names: str) -> list[str]:
         """Options that say how models run, those that a command has."""
         without = {"device", "dtype", "trust_remote_code", "memory_bytes", "batch_size"} - set(names)
-        return list(said(self.recipe.running, RunOptions(), without))
+        return list(changed_options(self.recipe.running, RunOptions(), without))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _texts(option: str, files: Sequence[str | Path]) -> Iterator[str]:
 
 
 def _hold_out(work: Work, name: str, files: Sequence[str], settings: HoldOutSettings, output: Path) -> Stage:
-    line = command("hold-out", *files, "-o", output, *said(settings, HoldOutSettings()))
+    line = command("hold-out", *files, "-o", output, *changed_options(settings, HoldOutSettings()))
     return Stage(
         name, lambda kept: line, [output], lambda kept, track: (hold_out(files, output, settings, track=track), {})
     )
@@ -207,8 +207,8 @@ def _rank_layers(work: Work) -> Stage:
         "rank-layers",
         recipe.model,
         *_texts("--data", work.to_learn),
-        *said(expansion, Request("all"), {"seed", "name"}),
-        *said(recipe.ranking, RankingSettings()),
+        *changed_options(expansion, Request("all"), {"seed", "name"}),
+        *changed_options(recipe.ranking, RankingSettings()),
         *_revision(recipe),
         *work.running("device", "trust_remote_code"),
         "-o",
@@ -240,7 +240,7 @@ def _plan(work: Work) -> Stage:
 
     def line(kept: Kept) -> str:
         request = chosen_request(recipe, kept)
-        options = said(request, Request(request.layers), {"layers"})
+        options = changed_options(request, Request(request.layers), {"layers"})
         running = (*_revision(recipe), *work.running("trust_remote_code"))
         return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
 
@@ -290,7 +290,7 @@ def _train(work: Work) -> Stage:
             for file in work.measured(side)
             for word in ("--eval-data", f"{side}={file}")
         ),
-        *said(work.training, TrainingSettings()),
+        *changed_options(work.training, TrainingSettings()),
         "--base-weights",
         work.taking,
         *work.running("device", "trust_remote_code"),
@@ -317,7 +317,7 @@ def _route(work: Work) -> Stage:
         work.learned,
         "-o",
         work.routed,
-        *said(recipe.routing, RouterOptions()),
+        *changed_options(recipe.routing, RouterOptions()),
         "--base-weights",
         work.taking,
     )
@@ -336,7 +336,7 @@ def _calibrate(work: Work) -> Stage:
         work.routed,
         *_texts("--old", old),
         *_texts("--new", new),
-        *said(recipe.calibration, CalibrationSettings(), {"write", "plot"}),
+        *changed_options(recipe.calibration, CalibrationSettings(), {"write", "plot"}),
         *work.running("batch_size", "dtype", "device", "trust_remote_code"),
         "--write",
         "-o",

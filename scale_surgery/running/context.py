@@ -1,4 +1,4 @@
-"""The context: how many tokens a model reads at once, and how many it is given."""
+"""Context length: how many tokens a model can read at once, and how many it is given."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def context_of(config: Any) -> int | None:
     """Most tokens that a model reads at once; None where its config does not say."""
     values = config if isinstance(config, Mapping) else config.get_text_config().to_dict()
     # GPT-2 has a name of its own for it
-    found = values.get("max_position_embeddings") or values.get("n_positions")
-    return int(found) if found else None
+    context = values.get("max_position_embeddings") or values.get("n_positions")
+    return int(context) if context else None
 
 
 def check_room(tokens: int, context: int | None, name: str) -> None:
@@ -28,10 +28,10 @@ def check_room(tokens: int, context: int | None, name: str) -> None:
         )
 
 
-def choose_length(asked: int | None, contexts: Mapping[str, int | None]) -> int:
+def choose_length(length: int | None, contexts: Mapping[str, int | None]) -> int:
     """Choose how many tokens are read at once, the same for all models."""
     known = {name: context for name, context in contexts.items() if context is not None}
-    length = min([DEFAULT_LENGTH, *known.values()]) if asked is None else asked
+    length = min([DEFAULT_LENGTH, *known.values()]) if length is None else length
     problems = [
         f"--sequence-length is {length}, expected at most {context}, the context of {name}."
         for name, context in known.items()

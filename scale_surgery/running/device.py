@@ -16,19 +16,21 @@ MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or -
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
-    """Name the device that an option stands for."""
+    """Resolve --device: "auto" is the accelerator if it has every operation that is needed, else the CPU."""
     import torch
 
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        return there.type if there is not None and (only_trains or there.type in COMPLETE_KINDS) else "cpu"
+        if accelerator is None or not (only_trains or accelerator.type in COMPLETE_KINDS):
+            return "cpu"
+        return accelerator.type
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise PlanError(f"--device is {name!r}, expected auto, cpu, cuda or another that torch knows.") from error
-    if device.type in ACCELERATORS and (there is None or there.type != device.type):
-        found = "no accelerator" if there is None else f"an accelerator called {there.type}"
-        raise PlanError(f"--device is {name}, found {found} on this machine; expected auto, cpu or that.")
+    if device.type in ACCELERATORS and (accelerator is None or accelerator.type != device.type):
+        machine = "no accelerator" if accelerator is None else f"an accelerator called {accelerator.type}"
+        raise PlanError(f"--device is {name}, found {machine} on this machine; expected auto, cpu or that.")
     return str(device)
 
 

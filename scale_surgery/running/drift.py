@@ -26,7 +26,7 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e
 
 @dataclass(frozen=True)
 class LogitDrift:
-    """What the logits of two models on the same tokens have in common.
+    """How far the logits of two models are apart on the same tokens.
 
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
@@ -79,8 +79,8 @@ def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> 
     import torch
 
     real = batch.mask.bool()
-    one, other = before[real].double(), after[real].double()
-    log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
+    first, second = before[real].double(), after[real].double()
+    log_first, log_second = first.log_softmax(-1), second.log_softmax(-1)
     return LogitDrift(
         prompts=int(batch.ids.shape[0]),
         tokens=int(real.sum()),
@@ -88,23 +88,23 @@ def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> 
         dtype=str(before.dtype).removeprefix("torch."),
         # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
         is_bit_equal=torch.equal(before[real], after[real]),
-        drift=largest_difference(one, other),
-        largest_logit=float(one.abs().max()),
-        kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
-        top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
+        drift=largest_difference(first, second),
+        largest_logit=float(first.abs().max()),
+        kl_divergence=float((log_first.exp() * (log_first - log_second)).sum(-1).mean()),
+        top1_agreement=float((first.argmax(-1) == second.argmax(-1)).double().mean()),
     )
 
 
-def largest_difference(one: Tensor, other: Tensor) -> float:
+def largest_difference(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference of two tensors, taken in float64."""
-    return float((one.double() - other.double()).abs().max())
+    return float((a.double() - b.double()).abs().max())
 
 
-def cosines(one: Tensor, other: Tensor) -> Tensor:
-    """Cosine of each token's states with the other's, taken in float64; both (tokens, features)."""
+def cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine similarity of each token's states, (tokens, features) each, taken in float64."""
     from torch.nn import functional
 
-    return functional.cosine_similarity(one.double(), other.double(), dim=-1)
+    return functional.cosine_similarity(a.double(), b.double(), dim=-1)
 
 
 def measure_drift(
@@ -130,10 +130,10 @@ def measure_drift(
                 runs.append(_run(model, batch, probes.new_tokens, run.device))
             advance(1)
     (logits, new), (other_logits, other_new) = runs
-    found = compare_logits(logits, other_logits, batch, run.device)
+    compared = compare_logits(logits, other_logits, batch, run.device)
     return Drift(
-        **vars(found),
-        tolerance=TOLERANCES[found.dtype],
+        **vars(compared),
+        tolerance=TOLERANCES[compared.dtype],
         generation_agreement=None if new is None or other_new is None else float(new.eq(other_new).double().mean()),
     )
 

@@ -1,4 +1,4 @@
-"""Names of expansions: which one may have, and which a model has."""
+"""Names of expansions: valid ones, and those that a model has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> Iterator[str]:
-    """What is wrong with the expansion that is asked for."""
+    """Problems with the name of an expansion that a user gives."""
     if name is not None and not paths:
         yield (
             f"expansion {name}: {model} has no expansions under names, expected a composed folder, or one expanded "

@@ -1,7 +1,7 @@
-"""What of a loaded model is its expansion, for every method: freeze the rest, name what trains, leave it out.
+"""The expansion of a loaded model, for every method: freeze the rest, list its parameters, leave it out.
 
-A model with modules of ours knows its expansion. One with duplicated layers is a stock model, which knows nothing of
-it: there config.json says which layers are new.
+An expanded class knows its own expansion. A model with duplicated layers is of a stock class: its config.json says
+which layers are new.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def group_of(name: str, groups: Mapping[str, str]) -> str:
     module = name.rpartition(".")[0]
     if "norm" in module.rpartition(".")[2].lower():
         return "norms"
-    return next((group for own, group in groups.items() if f"{module}.".startswith(f"{own}.")), "norms")
+    return next((group for inside, group in groups.items() if f"{module}.".startswith(f"{inside}.")), "norms")
 
 
 def _specs(model: Any) -> Any:
@@ -150,7 +150,7 @@ def train_in_float32(model: Any) -> None:
 def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
     """Let a layer compute with its parameters cast to these dtypes.
 
-    By a class of its own: a forward that checkpointing computes again has to cast again.
+    The cast is part of the forward of a subclass, so that checkpointing, which runs the forward again, casts again.
     """
     from torch import nn
     from torch.func import functional_call
@@ -158,7 +158,7 @@ def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
     stock: Any = type(layer)
 
     class Casting(nn.Module):
-        """Stands around a layer, and is no part of the model."""
+        """A wrapper by which functional_call reaches the stock forward; it is no part of the model."""
 
         def __init__(self, layer: Any) -> None:
             super().__init__()

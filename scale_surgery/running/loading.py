@@ -33,11 +33,10 @@ RUNNING = (
 
 
 @contextmanager
-def translated(name: str, found: str, advice: str) -> Iterator[None]:
-    """Make one kind of error of what transformers, tokenizers, torch and code of the model's own raise.
+def translated(name: str, problem: str, advice: str) -> Iterator[None]:
+    """Turn any error of transformers, tokenizers, torch or a model's own code into a CheckpointError.
 
-    They raise whatever they like for a file that is not right: validation errors of a class of their own, bare
-    `Exception`s, too deep a recursion.
+    For a broken file they raise validation errors of their own classes, bare `Exception`s, or recurse too deeply.
     """
     try:
         yield
@@ -46,7 +45,7 @@ def translated(name: str, found: str, advice: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"{name}: {found} ({reason}). {MORE_MEMORY if is_out_of_memory(error) else advice}"
+            f"{name}: {problem} ({reason}). {MORE_MEMORY if is_out_of_memory(error) else advice}"
         ) from error
 
 
@@ -57,7 +56,7 @@ def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
 
 
 def load_base_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """As `load_config`, of a model that is not expanded: no model class is imported."""
+    """As `load_config`, for a model that is not expanded; no model class is imported."""
     from transformers import AutoConfig
 
     advice = (
@@ -78,7 +77,7 @@ def loaded(
     renamed: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Load a model as a user would, and give it with what went wrong on load; free it afterwards."""
+    """Load a model as a user would, with the names of tensors that did not fit; free it afterwards."""
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     size = sum(info.bytes for info in checkpoint.tensors.values())
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
@@ -121,19 +120,19 @@ def quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     transformers: Any = transformers_logging
-    others = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes")]
-    verbosity, levels = transformers.get_verbosity(), [other.level for other in others]
+    loggers = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes")]
+    verbosity, levels = transformers.get_verbosity(), [logger.level for logger in loggers]
     was_shown = transformers.is_progress_bar_enabled()
     transformers.set_verbosity_error()
     transformers.disable_progress_bar()
-    for other in others:
-        other.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         transformers.set_verbosity(verbosity)
-        for other, level in zip(others, levels, strict=True):
-            other.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if was_shown:
             transformers.enable_progress_bar()
 
@@ -158,11 +157,11 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
 def trusts_code(path: Path, run: RunOptions) -> bool:
     """Whether the code in a folder may run."""
     files = sorted(path.glob("*config.json")) if run.trust_remote_code else []
-    if found := [f"{file}: {named}" for file in files if file.is_file() for named in code_elsewhere(read_json(file))]:
+    if foreign := [f"{file}: {named}" for file in files if file.is_file() for named in code_elsewhere(read_json(file))]:
         raise CheckpointError.from_problems(
             f"{line}, code of another repository; --trust-remote-code runs what lies in the folder. Put its files "
             "there, and name them without the repository."
-            for line in shorten(found)
+            for line in shorten(foreign)
         )
     return run.trust_remote_code
 
@@ -203,7 +202,7 @@ def _load_problems(info: dict[str, Any]) -> list[str]:
 def loaded_whole(
     path: Path, name: str, run: RunOptions = RunOptions(), *, renamed: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
-    """Load a model whole; one whose tensors do not fit its class is another model and is refused."""
+    """Load a model into memory as a whole, and refuse one whose tensors do not fit its class."""
     # streamed weights would be read again for every batch
     whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""Which tensor of a saved model is which of the model that was trained, whatever the names that it was saved under.
+"""Match the tensors that a trainer saved with those of the model that it trained, whatever their names.
 
-transformers writes names as it found them, or as it would have them today; FSDP, DeepSpeed and plain loops keep names
-in memory, tied tensors twice, and the experts of a layer in one tensor.
+transformers saves names as it read them, or as this release writes them; FSDP, DeepSpeed and plain loops save names in
+memory, tied tensors twice, and the experts of a layer in one tensor.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class Match:
 def match_names(
     saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Any]
 ) -> Match:
-    """Find out which saved tensor is which."""
+    """Match saved names with wanted ones; `make` builds the model without weights where names alone do not tell."""
     plain = {name: WRAPPERS.sub("", name) for name in saved}
-    pairs, joined, model = [Pair(name, own) for name, own in plain.items() if own in wanted], dict[str, str](), None
+    pairs = [Pair(name, bare) for name, bare in plain.items() if bare in wanted]
+    joined, model = dict[str, str](), None
     if len(pairs) != len(saved) or {pair.wanted for pair in pairs} != set(wanted):
         made = make()
         model = None if made is None else InMemory(made, wanted)
@@ -78,15 +79,15 @@ def match_names(
 
 
 def _same(plain: Mapping[str, str], wanted: Iterable[str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
-    """Pairs that come to stand at one place in memory, or at tied ones; and those left, by names in memory."""
-    ours: dict[tuple[str, str | None], list[str]] = {}
+    """Pairs with one place in memory, or with tied ones; and the saved tensors left, by their names in memory."""
+    wanted_at: dict[tuple[str, str | None], list[str]] = {}
     for name, place in model.reading.places(wanted).items():
-        ours.setdefault(_place(place, model), []).append(name)
-    theirs, pairs, left = model.reading.places(set(plain.values())), list[Pair](), dict[str, str]()
-    for name, own in plain.items():
-        found = ours.get(_place(theirs[own], model), ())
-        pairs += [Pair(name, other) for other in found]
-        left |= {} if found else {theirs[own].name: name}
+        wanted_at.setdefault(_place(place, model), []).append(name)
+    places, pairs, left = model.reading.places(set(plain.values())), list[Pair](), dict[str, str]()
+    for name, bare in plain.items():
+        matches = wanted_at.get(_place(places[bare], model), ())
+        pairs += [Pair(name, match) for match in matches]
+        left |= {} if matches else {places[bare].name: name}
     return pairs, left
 
 
@@ -97,12 +98,11 @@ def _place(place: TensorPlace, model: InMemory) -> tuple[str, str | None]:
 
 
 def _parts(left: Mapping[str, str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
-    """Pairs of what loading joins and what holds it, and these by their names in memory."""
-    found = model.headers(model.held_by(left))
-    parts = [JoinedTensor(model.places[name].name, name) for name in found]
+    """Pairs for tensors that loading joins, and the saved tensors that hold them, by their names in memory."""
+    parts = [JoinedTensor(model.places[name].name, name) for name in model.headers(model.held_by(left))]
     used = {name for part in parts for name in model.targets(model.places[part.name])}
     pairs = [Pair(left[part.joined], part.name, part) for part in parts]
-    return pairs, {name: own for name, own in left.items() if name in used}
+    return pairs, {name: saved for name, saved in left.items() if name in used}
 
 
 def _without(names: Iterable[str], known: Collection[str], unread: Iterable[str]) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_
 
 
 def token_problems(encoded: EncodedPrompts, expanded: Any | None) -> tuple[str, ...]:
-    """Prompts to which another tokenizer, the expanded model's, gives other ids than the base's."""
+    """Prompts for which the expanded model's tokenizer gives other ids than the base's."""
     base = encoded.tokenizer
     if base is None:
         return ()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scale_surgery.errors import DataError
 
-# labels of tokens that are read and not scored: any, as in torch's cross-entropy, and those of a prompt, after which
-# an answer begins; `collate` makes them one
+# labels of tokens that are not scored: IGNORED as in torch's cross-entropy, PROMPT before an answer, so that the first
+# token of an answer is known; `collate` turns both into IGNORED
 IGNORED = -100
 PROMPT = -101
 NOTHING_SCORED = "The data hold nothing to learn: every sequence is a prompt, or one token. Give longer texts."
@@ -68,7 +68,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class StoredSequences:
-    """Token sequences on disk, mapped into memory; what would take reading all of them is known.
+    """Token sequences on disk, mapped into memory.
 
     Attributes:
         rows: A `datasets.Dataset` with the columns "input_ids" and "labels", as tensors.

@@ -1,8 +1,8 @@
 """Serve a model by transformers' own server, whose endpoints are OpenAI's.
 
-The server reads a model's config by its type and looks up its class among the names of `transformers`. `register` tells
-of the one, an attribute of the other. It computes one request after the other, each as `generate` alone would; batches
-of several requests (its continuous batching) need an attention that expanded models do not have, and stay off.
+The server finds a model's config class by its type, which `register` adds, and its model class among the names of
+`transformers`, where this module sets it. It computes one request after the other, each as `generate` alone would;
+batches of several requests (its continuous batching) need an attention that expanded models do not have, and stay off.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def serve(
     _need_packages()
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    paths = _paths(checkpoint)
+    paths = path_names(checkpoint.config.get(CONFIG_KEY, {}))
     _check_names(name, paths, expansion, source.name)
     tokenizer = need_tokenizer(source.path, source.name, run)
-    # last: what imports a tokenizer may leave another module transformers than it found
+    # last: importing a tokenizer may replace the module transformers
     _make_known(checkpoint, run)
     from scale_surgery.running.server import Server
 
@@ -129,7 +129,7 @@ def _name_for_server(model: str | Path, revision: str | None) -> str:
 
 
 def _need_free(address: Address) -> None:
-    """Ask for the address before a model is loaded for nothing."""
+    """Check that the address is free before a model is loaded."""
     if problems := problems_of(address, "{option}: {value}"):
         raise ServingError.from_problems(problems)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -140,11 +140,6 @@ def _need_free(address: Address) -> None:
             f"{address.host}, port {address.port}: cannot listen there ({error}). Give an address of this machine by "
             "--host, and a port that no other program has by --port."
         ) from error
-
-
-def _paths(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Names of the paths of a composed model, the base's first; none of another one."""
-    return path_names(checkpoint.config.get(CONFIG_KEY, {}))
 
 
 def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:

@@ -1,7 +1,7 @@
 """transformers' server for one model, of whose paths each has a name that requests give as their model.
 
-All names share one thread. A path is chosen there, around each computation, so requests that come at once take nothing
-of each other.
+All names share one thread. A path is chosen there around each computation, so that requests at the same time do not
+mix.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ COMPLETIONS = EVERYWHERE | {"frequency_penalty", "max_tokens", "prompt", "stop",
 CHAT = EVERYWHERE | {"chat_template_kwargs", "frequency_penalty", "logit_bias", "max_completion_tokens", "max_tokens"}
 CHAT |= {"messages", "stop", "tools"}
 RESPONSES = EVERYWHERE | {"input", "instructions", "max_output_tokens", "tools"}
-# what asks for nothing in an answer
+# fields that change nothing in an answer
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"})
-# what asks for what the server does anyway; clients send it unasked
+# values that ask for what the server does anyway; clients send them unasked
 USUAL = {
     "background": False,
     "best_of": 1,
@@ -43,7 +43,7 @@ USUAL = {
 
 
 class Refusal(Exception):  # noqa: N818
-    """A request that is not answered: what is said of it, by OpenAI's words for errors."""
+    """A request that is refused, with the fields of an error of OpenAI."""
 
     def __init__(self, message: str, parameter: str | None, code: str, status: int = 400) -> None:
         super().__init__(message)
@@ -141,8 +141,8 @@ class Server(Serve):
 
     def _resolve(self, stock: Callable[..., Any], handler: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
         """The name that a request gives, model and processor, with what computes by that name's path."""
-        own = self._model_manager.force_model
-        name = own if body.get("model") is None else body["model"]
+        served = self._model_manager.force_model
+        name = served if body.get("model") is None else body["model"]
         # JSON may hold what cannot be looked up
         if name not in tuple(self.paths):
             raise Refusal(
@@ -151,7 +151,7 @@ class Server(Serve):
                 "model_not_found",
                 404,
             )
-        _, model, processor = stock({"model": own})
+        _, model, processor = stock({"model": served})
         if handler is self._chat_handler and not getattr(processor, "chat_template", None):
             raise Refusal(
                 "This model's tokenizer has no chat template, which writes a conversation. Ask /v1/completions.",
@@ -168,5 +168,5 @@ def _refuse(request: Any, error: Refusal) -> Any:
     """An error in the form of OpenAI."""
     from fastapi.responses import JSONResponse
 
-    said = {"message": str(error), "type": "invalid_request_error", "param": error.parameter, "code": error.code}
-    return JSONResponse({"error": said}, status_code=error.status)
+    content = {"message": str(error), "type": "invalid_request_error", "param": error.parameter, "code": error.code}
+    return JSONResponse({"error": content}, status_code=error.status)

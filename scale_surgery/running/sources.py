@@ -1,9 +1,8 @@
-"""Where a text comes from, as it is named: a file, a folder or a dataset of the Hub, and what of it is read.
+"""How a text is named: a file, a folder or a dataset of the Hub, and the part of it that is read.
 
 NAME[,column=FIELD][,split=SPLIT][,config=CONFIG][,revision=BRANCH, TAG OR COMMIT]
 
-A path that exists is always that path, whatever else its name could mean. A model is no text, and refused before
-anything is read.
+A path that exists is that path, whatever else its name could mean. The folder of a model is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class TextSource:
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether a dataset of the Hub is meant, since no path of this name exists."""
+        """Whether it is a dataset of the Hub: no path of this name exists."""
         return not os.path.exists(self.name) and could_be_on_hub(self.name)  # noqa: PTH110, which no name breaks
 
 
@@ -101,7 +100,7 @@ def _parse(whole: str) -> TextSource:
 
 
 def _model_type(path: Path) -> object:
-    """What the config.json of a model says it is; None where there is none, as in folders of data."""
+    """`model_type` of a model folder's config.json; None where there is none, as in folders of data."""
     try:
         config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
     except (OSError, ValueError):

@@ -19,7 +19,7 @@ BLANK = {"text": ""}
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Say of a file that it cannot be read as text."""
+    """Raise DataError for errors of the system, and for bytes that are no UTF-8."""
     try:
         yield
     except FileNotFoundError as error:
@@ -49,7 +49,7 @@ def open_text(
 
 
 def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
-    """Read what stands in the lines of a file, each JSON of its own."""
+    """The values of a file of JSON lines: BLANK for an empty line, a ValueError for one that is no JSON."""
     # texts in JSON may hold other line ends, which end no line here
     with open_text(path, advance, newline="\n") as (text, report):
         for line in text:
@@ -61,7 +61,7 @@ def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
 
 
 def read_array(path: Path, advance: Progress) -> list[Any]:
-    """Read a file that is one JSON array, at once."""
+    """The elements of a file that is one JSON array; none where it is something else."""
     with open_text(path, advance) as (text, report):
         if not text.read(1024).lstrip().startswith("["):
             return []

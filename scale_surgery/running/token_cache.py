@@ -1,8 +1,8 @@
-"""Tokens of texts on disk: the library `datasets` writes them as Arrow, finds them again and maps them into memory.
+"""Tokens of texts on disk: the library `datasets` caches them as Arrow and maps them into memory.
 
     CACHE/tokens/default/0.0.0/KEY/    a row a sequence, with the columns "input_ids" and "labels"
 
-A folder has its name from the moment it is whole. One process makes it, others wait.
+A folder gets its name when it is complete. One process writes it, others wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for n
 
 
 class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Writes sequences, and keeps beside them what would take reading all of them."""
+    """Writes sequences, with the count of scored tokens and the fingerprint, which would need reading all of them."""
 
     def __init__(self, parts: Iterable[Sequences], made_of: Any, **options: Any) -> None:
         super().__init__(dataset_name="tokens", **options)

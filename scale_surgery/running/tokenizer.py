@@ -36,10 +36,10 @@ VOCABULARY_FILES = (
 )
 # what decides how a model is asked and continued, whatever it computes
 ASKING_FILES = ("chat_template.jinja", "chat_template.json", GENERATION_FILE)
-# what a call of a tokenizer leaves behind in it
+# keys of a tokenizer that its calls change
 CHANGED_BY_CALLS = ("truncation", "padding")
-# files that a tokenizer in Python may be made of, and those among them that are the model's
-TOLD_BY = (".json", ".model", ".txt", ".py")
+# files that a tokenizer written in Python may read, and those among them that belong to the model
+CODE_SUFFIXES = (".json", ".model", ".txt", ".py")
 MODEL_FILES = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # the name that transformers 4 and 5 both know for a tokenizer that is all in tokenizer.json
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
@@ -83,28 +83,28 @@ def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "") ->
 
 
 def digest_tokenizer(tokenizer: Any, path: Path) -> str:
-    """What tells tokenizers apart that give other tokens: all that they know, and the releases that run them."""
+    """A sha256 of all that decides which tokens a tokenizer gives, releases of the libraries included."""
     import tokenizers
     import transformers
 
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
-    told: list[Any] = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__, special]
+    known: list[Any] = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__, special]
     if getattr(tokenizer, "chat_template", None) is not None:
-        told.append(tokenizer.chat_template)
+        known.append(tokenizer.chat_template)
     if tokenizer.is_fast:
-        known = json.loads(tokenizer.backend_tokenizer.to_str())
-        told.append({name: known[name] for name in known if name not in CHANGED_BY_CALLS})
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        known.append({name: value for name, value in backend.items() if name not in CHANGED_BY_CALLS})
     else:
-        files = [file for file in sorted(path.iterdir()) if file.suffix in TOLD_BY and file.name not in MODEL_FILES]
-        told.append([(file.name, hash_file(file)) for file in files])
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        code = (file for file in sorted(path.iterdir()) if file.suffix in CODE_SUFFIXES)
+        files = [file for file in code if file.name not in MODEL_FILES]
+        known.append([(file.name, hash_file(file)) for file in files])
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
-    """Name the base's tokenizer class in the expanded folder where transformers would choose another."""
+    """Write the base's tokenizer class into the expanded folder where transformers would choose another; its name."""
     wanted = load_tokenizer(base, run)
-    found = load_tokenizer(expanded, run)
-    if wanted is None or type(wanted) is type(found):
+    if wanted is None or type(wanted) is type(load_tokenizer(expanded, run)):
         return None
     name = type(wanted).__name__
     file = expanded / TOKENIZER_CONFIG_FILE

@@ -28,22 +28,22 @@ def command(*words: object) -> str:
     return shlex.join(["scale-surgery", *map(str, words)])
 
 
-def said(options: Any, usual: Any, without: Collection[str] = ()) -> Iterator[str]:
-    """Options in which one filled dataclass differs from another of its kind, as they are typed."""
-    for name, own in fields_of(type(options)).items():
+def changed_options(options: Any, defaults: Any, without: Collection[str] = ()) -> Iterator[str]:
+    """The options, as they are typed, in which a filled dataclass differs from its defaults."""
+    for name, field in fields_of(type(options)).items():
         value = getattr(options, name)
-        if name not in without and value not in (None, getattr(usual, name)):
-            yield from _typed(own, value)
+        if name not in without and value not in (None, getattr(defaults, name)):
+            yield from _typed(field, value)
 
 
-def _typed(own: Field, value: Any) -> list[str]:
-    if not own.has_option:
-        return ["--set", f"{own.name}={as_yaml(value)}"]
-    option = f"--{own.option}"
+def _typed(field: Field, value: Any) -> list[str]:
+    if not field.has_option:
+        return ["--set", f"{field.name}={as_yaml(value)}"]
+    option = f"--{field.option}"
     if isinstance(value, bool):
-        return [option if value else f"--no-{own.option}"]
-    if isinstance(value, tuple) and not own.choices:
-        return [word for one in value for word in (option, one)]
+        return [option if value else f"--no-{field.option}"]
+    if isinstance(value, tuple) and not field.choices:
+        return [word for entry in value for word in (option, entry)]
     return [option, ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
@@ -56,12 +56,12 @@ def as_yaml(value: Any) -> str:
 
 
 def trusting(architecture: Architecture) -> list[str]:
-    """What a command needs for a model whose classes lie in its own folder."""
+    """The option with which a command runs classes in the model's folder."""
     return ["--trust-remote-code"] if architecture.own_code else []
 
 
 def running_command(name: str, path: Path, *options: object) -> str:
-    """A command that runs the model in a folder, with what it needs where classes of the base's own are in it."""
+    """A command that runs the model in a folder, with --trust-remote-code where classes of its base lie there."""
     return command(name, path, *options, *["--trust-remote-code"] * (path / OWN_CODE_FILE).is_file())
 
 
@@ -72,13 +72,18 @@ def verify_command(path: Path) -> str:
 
 def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
     """The command that makes what was planned."""
-    words, trust = ["expand", model, *(["--revision", revision] if revision else [])], trusting(made.architecture)
-    if plan is not None:
-        return command(*words, "--plan", plan, *trust)
-    request = made.request
-    usual = complete(Request(request.layers, method=request.method))
-    method = [] if request.method == DEFAULT_METHOD else ["--method", request.method]
-    return command(*words, "--layers", request.layers, *method, *said(complete(request), usual), *trust)
+    trust = trusting(made.architecture)
+    if plan is None:
+        return command("expand", model, *request_options(made.request, revision), *trust)
+    return command("expand", model, *(["--revision", revision] if revision else []), "--plan", plan, *trust)
+
+
+def request_options(request: Request, revision: str | None) -> Iterator[str]:
+    """The options of expand that ask for what a request does."""
+    yield from ["--revision", revision] if revision else []
+    yield from ("--layers", request.layers)
+    yield from [] if request.method == DEFAULT_METHOD else ["--method", request.method]
+    yield from changed_options(complete(request), complete(Request(request.layers, method=request.method)))
 
 
 def after_verification(result: Verification) -> str:
@@ -106,12 +111,12 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     return running_command(name, path, *options)
 
 
-def after_report(found: Report, path: Path) -> str:
+def after_report(report: Report, path: Path) -> str:
     """What to do with a model whose tensors were looked at."""
-    if not any(tensor.is_trained for tensor in found.tensors):
+    if not any(tensor.is_trained for tensor in report.tensors):
         return running_command("train", path, "--data", "FILE")
-    if found.routing is not None:
+    if report.routing is not None:
         return running_command("route-report", path, "--text", "FILE")
-    if found.variant == "adapt":
+    if report.variant == "adapt":
         return command("route-export", path, "-o", f"{path}-routed")
     return running_command("evaluate", path, "--old", "FILE", "--new", "FILE")

@@ -54,7 +54,7 @@ class Output:
         self.results = VisibleConsole(warns=not self.quiet, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
     def show(self, result: Any, rendered: RenderableType) -> None:
-        """Print a result, as JSON or as it was rendered."""
+        """Print a result, rendered or as JSON."""
         if not self.is_first:
             return
         if self.as_json:
@@ -65,23 +65,23 @@ class Output:
             self.results.print(rendered, crop=False)
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
-        """Print something beside the result, where it does not disturb it; `as_it_is` leaves long lines long."""
+        """Print something beside the result, unless --json or -q is given; `as_it_is` wraps no line."""
         if not (self.quiet or self.as_json):
             self.results.print(message, soft_wrap=as_it_is, crop=False)
 
     def stream(self, part: Text) -> None:
-        """Print a part of a result as soon as it is there; the line goes on, and long lines are the terminal's."""
+        """Print a piece of text without ending the line; the terminal wraps it."""
         if self.is_first and not self.as_json:
             self.results.print(part, end="", soft_wrap=True)
 
     def show_part(self, rendered: RenderableType) -> None:
-        """Print a part of a result that is whole."""
+        """Print a finished part of a result."""
         if self.is_first and not self.as_json:
             self.results.print(rendered, crop=False)
 
     @contextmanager
     def redrawn(self) -> Iterator[Callable[[RenderableType], None]]:
-        """Give a function that draws something in place of what it drew before, where results go to a terminal."""
+        """Give a function that redraws in place on a terminal, and draws nothing elsewhere."""
         if self.as_json or not self.results.is_terminal:
             yield lambda rendered: None
             return
@@ -110,12 +110,12 @@ class Output:
             self.results.print("", Facts("", [(NEXT, command)]), sep="\n", crop=False)
 
     def warn(self, message: str) -> None:
-        """Print a warning on stderr, where it is a terminal: what a script must know stands in the result."""
+        """Print a warning on stderr where it is a terminal; scripts read the result."""
         if self.messages.is_terminal and not self.quiet:
             self.messages.print(Text("warning: ", style="yellow") + sentence(message))
 
     def fail(self, *lines: str, trace: str = "") -> None:
-        """Print an error on stderr, and where it was met if that is given; never silenced."""
+        """Print an error on stderr, with its traceback if given; -q does not silence it."""
         if trace:
             self.messages.print(trace, end="")
         self.messages.print(Text("error: ", style="bold red") + Text("\n").join(map(sentence, lines)))

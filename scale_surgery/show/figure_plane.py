@@ -35,7 +35,7 @@ MARKERS: dict[str, dict[str, Any]] = {
 }
 # of what is shown, at each side; numbers need the room
 MARGIN = 0.15
-# models within these shares of the plane are so near to each other that their numbers stand together
+# the numbers of models within these shares of the plane stand together
 NEAR = (0.04, 0.05)
 # most characters of a line of numbers
 LINE_WIDTH = 12
@@ -114,7 +114,7 @@ def _set_limits(axes: Axes, places: Sequence[tuple[float, float]]) -> tuple[floa
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    # places that hardly differ are shown as such, not blown up
+    # small differences are not blown up
     spread = max(high - low, 0.05 * high, 1e-3)
     middle, half = (low + high) / 2, spread * (0.5 + MARGIN)
     # no loss is negative
@@ -160,12 +160,12 @@ def _draw_moves(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:
 
 
 def _moves(groups: Sequence[Sequence[Point]]) -> Iterator[tuple[Point, Point]]:
-    """From where to where models moved, away from what is near their base."""
+    """From base to model, for models that do not stand beside their base."""
     where = {point.score.name: (point, group) for group in groups for point in group}
     for group in groups:
         for point in group:
-            start, around = where.get(point.score.base or "", (point, group))
-            if around is not group:
+            start, base_group = where.get(point.score.base or "", (point, group))
+            if base_group is not group:
                 yield start, point
 
 

@@ -15,7 +15,7 @@ from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.commands import command, verify_command
-from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, Warned, heading, sentence
+from scale_surgery.show.layout import NEXT, Facts, NamedRows, Warned, heading, sentence
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -52,16 +52,6 @@ def format_seconds(seconds: float) -> str:
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def plain_table(title: str | None = None, *, has_header: bool = True) -> PlainTable:
-    """A table without lines."""
-    return PlainTable(title, show_header=has_header)
-
-
-def facts(title: str, rows: list[tuple[str, str]]) -> Facts:
-    """Names and values, one pair a line; the command of a row `next` stays in one line."""
-    return Facts(title, rows)
-
-
 def render_inspection(inspection: Inspection, model: str | None = None) -> RenderableType:
     """An inspection as a table; with the name under which the model was given, the command to type next."""
     sizes = inspection.sizes
@@ -85,8 +75,8 @@ def render_inspection(inspection: Inspection, model: str | None = None) -> Rende
         last = f"last:{max(1, sizes.layers // 4)}"
         planned = "" if model is None or inspection.quantisation else command("plan", model, "--layers", last)
         rows += [("not expandable", inspection.quantisation or ""), (NEXT, planned)]
-        return facts(inspection.name, rows)
-    return Group(facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
+        return Facts(inspection.name, rows)
+    return Group(Facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
@@ -99,13 +89,13 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     if len(added.expansions) == 1:
         ((name, only),) = added.expansions.items()
         first, *others = _expansion_rows(only, router)
-        yield facts("expansion" if name == DEFAULT_NAME else f"expansion {name}", [first, base, *others, *rows])
+        yield Facts("expansion" if name == DEFAULT_NAME else f"expansion {name}", [first, base, *others, *rows])
         return
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
     for name, each in added.expansions.items():
         table.add_row(name, each.variant, format_layers(each.layers), format_count(each.parameters), f"{each.steps:,}")
     paths = f"{len(added.expansions) + 1}: the base, {', '.join(added.expansions)}"
-    yield from (table, Text(), facts("expansions", [base, ("paths", paths), router, *rows]))
+    yield from (table, Text(), Facts("expansions", [base, ("paths", paths), router, *rows]))
 
 
 def _heads(sizes: Sizes) -> str:
@@ -154,8 +144,8 @@ def render_expansion(done: Expansion) -> RenderableType:
     ]
     following = (NEXT, verify_command(done.path))
     if not done.warnings:
-        return facts("expanded", [*rows, following])
-    return Group(facts("expanded", rows), *render_warnings(done.warnings), facts("", [following]))
+        return Facts("expanded", [*rows, following])
+    return Group(Facts("expanded", rows), *render_warnings(done.warnings), Facts("", [following]))
 
 
 def render_stripped(done: Stripped) -> RenderableType:
@@ -167,7 +157,7 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("never taken along", ", ".join(done.left_out)),
         (NEXT, command("inspect", done.path)),
     ]
-    return facts("stripped", rows)
+    return Facts("stripped", rows)
 
 
 def render_routed(done: Routed) -> RenderableType:
@@ -188,7 +178,7 @@ def render_routed(done: Routed) -> RenderableType:
         ("not taken along", ", ".join(done.left_out)),
         (NEXT, verify_command(done.path)),
     ]
-    return facts("not routed any more" if done.routing is None else "routed", rows)
+    return Facts("not routed any more" if done.routing is None else "routed", rows)
 
 
 def render_training(done: Training) -> RenderableType:
@@ -207,7 +197,7 @@ def render_training(done: Training) -> RenderableType:
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+z.4f}"))
     rows += [("not taken along", ", ".join(done.left_out)), ("curves", str(done.curves))]
     following = [(NEXT, verify_command(done.path))]
-    return Group(facts("trained", rows), *render_warnings(done.warnings), facts("", following))
+    return Group(Facts("trained", rows), *render_warnings(done.warnings), Facts("", following))
 
 
 def render_schedule(schedule: TrainingSchedule) -> RenderableType:
@@ -218,7 +208,7 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
         ("steps", f"{schedule.steps:,}, the learning rate rises in {schedule.warmup_steps:,} of them"),
         ("rehearses", schedule.rehearses),
     ]
-    return Group(facts("to train", rows), Text())
+    return Group(Facts("to train", rows), Text())
 
 
 def _times(passes: float) -> str:

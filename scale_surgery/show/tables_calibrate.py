@@ -13,8 +13,7 @@ from rich.text import Text
 from scale_surgery.errors import counted
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.show.commands import command, verify_command
-from scale_surgery.show.layout import NEXT
-from scale_surgery.show.tables import facts, plain_table
+from scale_surgery.show.layout import NEXT, Facts, PlainTable
 from scale_surgery.surgery.routers import is_default, is_even, weights_of
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def render_calibration(result: Calibration, *, details: bool = False) -> Rendera
 
 
 def choose_shown(result: Calibration) -> list[Outcome]:
-    """Settings by forgetting, without those that another beats in both, and those much like the last one."""
+    """Settings by forgetting, without those that another beats in both losses, or that hardly differ from the last."""
     named = (result.present, result.proposed, result.best, result.loosest)
     always = [outcome for outcome in result.outcomes if outcome in named]
     always += [
@@ -92,7 +91,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     numbers = list(_number_cells(result.present))
     sides = [side for side in ("old", "new") if getattr(result.base, side).questions]
     names = [*numbers, "forgets", "learns", "kept", "routed\nold", "routed\nnew", *(f"right\n{side}" for side in sides)]
-    table = plain_table()
+    table = PlainTable()
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -108,7 +107,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
 
 
 def _number_cells(outcome: Outcome) -> dict[str, str]:
-    """The numbers of a setting, by what stands above them."""
+    """The numbers of a setting, by column."""
     routing = outcome.routing
     if routing is None:
         return {}
@@ -152,7 +151,7 @@ def _render_short(result: Calibration) -> RenderableType:
         del shown["loosest"]
     if result.proposed == result.present:
         del shown["best"]
-    table = plain_table()
+    table = PlainTable()
     table.add_column("tokens\nread", justify="right")
     for name in shown:
         table.add_column(f"{name}\n{'expanded' if result.has_several else 'adapted'}", justify="right", no_wrap=True)
@@ -180,7 +179,7 @@ def _render_choice(result: Calibration) -> RenderableType:
     rows += _loosest_rows(result)
     rows += [("written", f"it was {present.numbers}")] if result.written else []
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
-    return facts("", [*rows, (NEXT, _next(result))])
+    return Facts("", [*rows, (NEXT, _next(result))])
 
 
 def _next(result: Calibration) -> str:
@@ -210,7 +209,7 @@ def _error(error: float) -> str:
 
 
 def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """The most that the loss of any text may rise, before and after."""
+    """The bound on the loss of any text against the base's, before and after."""
     if result.present.bound is None:
         return
     whole, each = (_change(_bound, result, number) for number in (_of_text, _of_token))
@@ -218,7 +217,7 @@ def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
 
 
 def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """What was left out, what it would have given, and how to ask for it."""
+    """A looser setting: what it would learn more, what it would forget, and how to ask for it."""
     if result.ask is None:
         return
     looser, best = result.loosest, result.proposed

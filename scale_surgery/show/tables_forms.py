@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 
 from scale_surgery.errors import counted, name_some
 from scale_surgery.show.commands import command, verify_command
-from scale_surgery.show.layout import NEXT
-from scale_surgery.show.tables import facts, format_bytes, render_warnings
+from scale_surgery.show.layout import NEXT, Facts
+from scale_surgery.show.tables import format_bytes, render_warnings
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def render_merged(done: Merged) -> RenderableType:
     ]
     rows += [] if done.drift is None else _drift_rows(done.drift)
     rows += [("not taken along", ", ".join(done.left_out)), (NEXT, _next(done))]
-    return facts("taken apart" if done.form == "blocks" else "merged", rows)
+    return Facts("taken apart" if done.form == "blocks" else "merged", rows)
 
 
 def _next(done: Merged) -> str:
@@ -74,7 +74,7 @@ def render_extracted(done: Extracted) -> RenderableType:
         ("left out", name_some(done.left_out)),
         (NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")),
     ]
-    return facts("extracted", rows)
+    return Facts("extracted", rows)
 
 
 def render_composed(done: Composed) -> RenderableType:
@@ -88,7 +88,7 @@ def render_composed(done: Composed) -> RenderableType:
     if done.removed:
         rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))
     rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
-    return facts("composed", rows)
+    return Facts("composed", rows)
 
 
 def render_applied(done: Applied) -> RenderableType:
@@ -108,7 +108,7 @@ def render_applied(done: Applied) -> RenderableType:
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
     rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
-    return facts("applied by force, no promise but recoverable" if count else "applied", rows)
+    return Facts("applied by force, no promise but recoverable" if count else "applied", rows)
 
 
 def _base(name: str, revision: str | None) -> str:
@@ -130,8 +130,8 @@ def render_adopted(done: Adopted) -> RenderableType:
     rows += [("not read", name_some(done.not_read)), ("shards", f"{format_bytes(done.bytes_written)} written")]
     following = (NEXT, verify_command(done.path))
     if not done.other_computation:
-        return facts("adopted", [*rows, following])
-    return Group(facts("adopted", rows), *render_warnings(done.other_computation), facts("", [following]))
+        return Facts("adopted", [*rows, following])
+    return Group(Facts("adopted", rows), *render_warnings(done.other_computation), Facts("", [following]))
 
 
 def _compared(done: Adopted) -> str:

@@ -13,8 +13,8 @@ from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.planning.treatments import treatment_rows
-from scale_surgery.show.layout import NamedRows, heading
-from scale_surgery.show.tables import facts, format_bytes
+from scale_surgery.show.layout import Facts, NamedRows, heading
+from scale_surgery.show.tables import format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> RenderableType:
     """A plan as tables: what was resolved, what it costs, and the new tensors of one layer or of all."""
     if not tensors:
-        return facts("plan", plan_rows(plan))
+        return Facts("plan", plan_rows(plan))
     shown = plan.tensors if details else _sample(plan)
     note = "" if details else f"{len(shown)} of {len(plan.tensors)}; --details shows all"
-    return Group(facts("plan", plan_rows(plan)), Text(), _render_tensors(plan, shown, note))
+    return Group(Facts("plan", plan_rows(plan)), Text(), _render_tensors(plan, shown, note))
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:

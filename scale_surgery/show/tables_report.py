@@ -14,8 +14,8 @@ from scale_surgery.errors import counted
 from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.layout import heading, sentence
-from scale_surgery.show.tables import facts, format_count, plain_table
+from scale_surgery.show.layout import Facts, PlainTable, heading, sentence
+from scale_surgery.show.tables import format_count
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -116,11 +116,11 @@ def _facts(report: Report) -> RenderableType:
         rows.append(
             ("read", f"{report.streams.source}: {counted(report.streams.tokens, 'token')}, {report.streams.dtype}")
         )
-    return facts(report.path.name, rows)
+    return Facts(report.path.name, rows)
 
 
 def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = plain_table()
+    table = PlainTable()
     for name in first:
         table.add_column(name, overflow="fold", min_width=len(name))
     for name in numbers:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import counted, shorten
-from scale_surgery.show.layout import NamedRows, heading, sentence
-from scale_surgery.show.tables import facts, plain_table, render_warnings
+from scale_surgery.show.layout import Facts, NamedRows, PlainTable, heading, sentence
+from scale_surgery.show.tables import render_warnings
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def render_verification(result: Verification) -> RenderableType:
 
 def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> RenderableType:
     """What was found of each promise."""
-    table = plain_table("promises")
+    table = PlainTable("promises")
     table.add_column("promise", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("evidence", overflow="fold")
@@ -92,7 +92,7 @@ def _render_numbers(result: Verification) -> RenderableType:
         texts = f"{counted(mixture.texts, 'text')} of up to {counted(mixture.longest, 'token')}"
         lost = f"{mixture.excess:z.3g} nats against {best}, rounding explains {mixture.rounding:.2g}: {mixture.worst}"
         rows += [("mixture", texts), ("worst loss", lost)]
-    parts: list[RenderableType] = [facts("numbers", rows)]
+    parts: list[RenderableType] = [Facts("numbers", rows)]
     parts += [] if worst.drift == 0 else [Text(), _render_layers(numbers.layers)]
     parts += [Text(), *_render_paths(numbers)] if numbers.paths else []
     return Group(*parts)
@@ -105,7 +105,7 @@ def _drift_of(worst: Layer) -> str:
 
 
 def _render_layers(layers: tuple[Layer, ...]) -> Table:
-    table = plain_table("base stream against the base model's")
+    table = PlainTable("base stream against the base model's")
     for name in ("after", "drift", "cosine"):
         table.add_column(name, justify="right")
     for layer in layers:
