@@ -101,7 +101,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _what_it_is(folder: Path) -> str:
-    """Where the models are of a job, which is no model itself."""
+    """What a folder without config.json may be: a job of learn, whose models lie inside."""
     if not (folder / JOB_FILE).is_file():
         return "Is this a model folder?"
     models = [str(file.parent) for file in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
@@ -109,7 +109,7 @@ def _what_it_is(folder: Path) -> str:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config that names no code, and whose values can be compared: a NaN is not even equal to itself.
+    """Read a config, and refuse one that names kernels or holds NaN, which is not equal to itself.
 
     Infinity is kept; some models have it, as the end of a range.
     """
@@ -152,20 +152,19 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
 
 
 def _refuse_other_specs(path: Path, config: Mapping[str, Any]) -> None:
-    if not isinstance(found := config.get(CONFIG_KEY, {}), dict):
+    if not isinstance(specs := config.get(CONFIG_KEY, {}), dict):
         raise CheckpointError(
-            f"{path / CONFIG_FILE}: {CONFIG_KEY} is {found!r}, expected an object. Restore config.json from where you "
+            f"{path / CONFIG_FILE}: {CONFIG_KEY} is {specs!r}, expected an object. Restore config.json from where you "
             "got it."
         )
 
 
 def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
-    """Say which numbers of layers in a config.json are more than its tensors allow, a line each.
+    """Numbers of layers in a config.json that exceed the number of tensors, a line each.
 
-    A layer has at least one tensor. Whatever counts to the number of layers, here or in transformers, would not end
-    otherwise.
+    A layer has at least one tensor; loops over a larger number of layers, also in transformers, would not end.
     """
-    # the part for images may be left of a model whose images are gone
+    # a language model may keep the part for images in its config
     text = config.get("text_config")
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
     return [
@@ -205,7 +204,7 @@ def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tupl
 
 
 def _no_weights(path: Path, files: list[str]) -> str:
-    pickles = sorted((own for own in files if own.endswith((".bin", ".pt", ".pth", ".ckpt"))), key=_depth)
+    pickles = sorted((file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))), key=_depth)
     if pickles:
         return (
             f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
@@ -216,7 +215,7 @@ def _no_weights(path: Path, files: list[str]) -> str:
 
 
 def _depth(file: str) -> int:
-    """How deep a file lies in its folder: what lies inside belongs to something else, as a training run."""
+    """How deep a file lies: deeper ones may belong to a training run."""
     return file.count("/")
 
 
@@ -248,9 +247,9 @@ def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], 
 def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[str]:
     problems = []
     for name, file in declared.items():
-        found = tensors[name].file if name in tensors else "no shard"
-        if found != file:
-            problems.append(f"{INDEX_FILE}: {name} is said to lie in {file}, found in {found}. Download it again.")
+        shard = tensors[name].file if name in tensors else "no shard"
+        if shard != file:
+            problems.append(f"{INDEX_FILE}: {name} is said to lie in {file}, found in {shard}. Download it again.")
     unlisted = [name for name in tensors if name not in declared]
     problems += [f"{INDEX_FILE}: {name} lies in {tensors[name].file} but is not listed." for name in unlisted]
     return problems

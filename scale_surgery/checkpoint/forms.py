@@ -54,11 +54,11 @@ def form_of(path: Path) -> Form:
     return recorded or ("saved" if CONFIG_KEY in _config(path) else "base")
 
 
-def refuse_form(path: str | Path, found: Form, wanted: Form) -> NoReturn:
+def refuse_form(path: str | Path, form: Form, wanted: Form) -> NoReturn:
     """Refuse a folder of another form than what is asked for needs, with the command that mends it."""
-    adopt = adopt_line(path, _config(Path(path))) if found == "saved" else ""
-    expected = EXPECTED[found, wanted].format(path=path, adopt=adopt)
-    raise CheckpointError(f"{path}: {FOUND[found]}, expected {expected}")
+    adopt = adopt_line(path, _config(Path(path))) if form == "saved" else ""
+    expected = EXPECTED[form, wanted].format(path=path, adopt=adopt)
+    raise CheckpointError(f"{path}: {FOUND[form]}, expected {expected}")
 
 
 def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
@@ -70,7 +70,7 @@ def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
 def _config(path: Path) -> dict[str, Any]:
     """Parsed config.json; empty where there is none that can be read, as who opens the folder will say."""
     try:
-        found = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
+        config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

@@ -41,7 +41,7 @@ def hash_files(path: Path, names: list[str], advance: Progress = no_progress) ->
 
 
 def changed_tensors(checkpoint: Checkpoint, names: list[str], before: Mapping[str, str]) -> dict[str, str]:
-    """sha256 of those of several tensors whose bytes are not what they were, by name."""
+    """sha256 of the tensors whose hash differs from `before`, by name."""
     hashes = hash_tensors(checkpoint, names)
     return {name: digest for name, digest in hashes.items() if digest != before.get(name)}
 

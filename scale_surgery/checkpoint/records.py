@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
-# what is said in place of pydantic's "a valid string"
+# expected values in our words, in place of pydantic's "a valid string"
 WORDS = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -31,7 +31,7 @@ WORDS = {
     "tuple_type": "a list",
     "too_long": "fewer values",
 }
-# what values that do not go together may come to
+# errors that damaged values may raise
 DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
@@ -54,7 +54,7 @@ def _checked_schema(kind: Any, handler: Any) -> Any:
 
 
 def read_record(content: Any, kind: type[T], place: str = "") -> T:
-    """Make of plain JSON values what a type asks for."""
+    """Read plain JSON values as a dataclass or TypedDict; ValueError names each value that does not fit."""
     from pydantic import ValidationError
     from pydantic_core import to_json
 
@@ -80,7 +80,7 @@ def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Name the file in whatever a damaged record comes to."""
+    """Raise errors of damaged values as CheckpointError that names the file."""
     try:
         yield
     except (*DAMAGE, PlanError) as error:

@@ -31,7 +31,7 @@ class Source:
 
 
 def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
-    """Models or files as a list, where one may be given by itself."""
+    """A list of models or files, of which one may be given without a list."""
     return [given] if isinstance(given, str | Path) else list(given)
 
 
@@ -51,7 +51,7 @@ def find_source(model: str | Path, revision: str | None = None) -> Source:
 
 
 def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:
-    """Read a model's config and headers, wherever it is; no weight is read or downloaded."""
+    """Read a model's config and headers, from a folder or from the Hub; no weight is read or downloaded."""
     if (local := _local_source(model)) is not None:
         return local, open_checkpoint(local.path)
     return _cached_model(str(model), revision) or _remote_model(str(model), revision)
@@ -86,7 +86,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
         info = api.model_info(repo, revision=revision)
         files = sorted(sibling.rfilename for sibling in info.siblings or ())
         refuse_extract(repo, files)
-        # code of the model's own is run only where it is trusted, and then it has to be there
+        # the model's own code runs only where it is trusted, and then it has to be there
         small = [file for file in (CONFIG_FILE, MANIFEST_FILE, *filter(is_code, files)) if file in files]
         folders = [Path(hf_hub_download(repo, file, revision=info.sha)).parent for file in small]
         if not folders:
@@ -109,7 +109,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
 
 
 def is_code(file: str) -> bool:
-    """Whether a file of a repository is one of the Python files that transformers imports of a model's own."""
+    """Whether a file of a repository is Python code that transformers may import."""
     return file.endswith(".py") and "/" not in file
 
 

@@ -47,7 +47,7 @@ def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path
 
 
 def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> list[str]:
-    """Say what keeps files from being written; arguments are those of `check_output_files`."""
+    """Problems with files to be written, a line each; see `check_output_files`."""
     places = {file: file.resolve() for file in files if file is not None}
     problems = [
         f"{file}: would be written into {source}, which is read. Choose another file."
@@ -123,9 +123,9 @@ def staged(
 ) -> Iterator[Path]:
     """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched.
 
-    The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` and the same
-    files to read finds the files that were finished; otherwise it starts clean. After a refusal nothing stays: what was
-    refused has to change, and the folder was made of it.
+    The folder is `<target>.partial`. After an interruption it stays: the next run with the same `state` and the same
+    files to `read` continues from the finished files, any other run starts anew. After a refusal it is removed, unless
+    `keeps_refused`: the input that was refused has to change. A change of a file of `read` meanwhile is an error.
     """
     partial, stamps = _partial(target), read or {}
     try:
@@ -149,7 +149,7 @@ def staged(
 
 @contextlib.contextmanager
 def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
-    """After a refusal, take away what was written of the target."""
+    """Remove the unfinished folder after a refusal."""
     try:
         yield
     except SurgeryError:
@@ -163,7 +163,7 @@ def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(stamps: Stamps) -> Iterator[None]:
-    """Compare files that are read with their stamps at the end; also after an error, which may come of the change."""
+    """Check at the end that input files are unchanged; also after an error, which a change may have caused."""
     try:
         yield
     except Exception as error:
@@ -188,7 +188,7 @@ def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
 
 
 def _as_state(stamps: Stamps) -> dict[str, Any]:
-    """Sizes and times of files; a hard link that an interrupted run made of one is no other file."""
+    """Sizes and times of files, which hard links of an interrupted run do not change."""
     return {"read": {str(file): [stamp.bytes, stamp.written] for file, stamp in stamps.items()}} if stamps else {}
 
 

@@ -51,18 +51,18 @@ class LeftBehind:
 
 
 def read_left_behind(path: Path) -> LeftBehind:
-    """Read what a trainer left in a folder; a file that is no JSON is not read, and does not matter."""
-    found = {name: content for name in (STATE_FILE, ARGUMENTS_FILE) if (content := _read(path / name)) is not None}
-    state = found.get(STATE_FILE, {})
+    """Read a trainer's state and arguments from a folder; files that are no JSON are skipped."""
+    contents = {name: content for name in (STATE_FILE, ARGUMENTS_FILE) if (content := _read(path / name)) is not None}
+    state = contents.get(STATE_FILE, {})
     history = state.get("log_history")
     log = (_numbers(entry) for entry in history if isinstance(entry, dict)) if isinstance(history, list) else ()
-    unreadable = [name for name in (STATE_FILE, ARGUMENTS_FILE) if (path / name).is_file() and name not in found]
+    unreadable = [name for name in (STATE_FILE, ARGUMENTS_FILE) if (path / name).is_file() and name not in contents]
     others = sorted(file.name for file in path.iterdir() if NOT_READ.fullmatch(file.name))
     return LeftBehind(
         state=_numbers(state),
-        settings=_numbers(found.get(ARGUMENTS_FILE, {})),
+        settings=_numbers(contents.get(ARGUMENTS_FILE, {})),
         log=tuple(entry for entry in log if "step" in entry),
-        read=tuple(found),
+        read=tuple(contents),
         not_read=(*unreadable, *others),
     )
 
