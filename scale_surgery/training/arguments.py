@@ -1,4 +1,4 @@
-"""How a run is scheduled, and what the Trainer is told: steps, precision, how often it logs, measures and saves."""
+"""The schedule of a run and the Trainer's arguments: steps, precision, how often it logs, measures and saves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainingSchedule:
 
 
 def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:
-    """Count what a run will do."""
+    """Steps, sequences and passes of a run."""
     batches = math.ceil(len(learned) / (settings.batch_size * processes))
     steps = settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
     together = settings.batch_size * settings.gradient_accumulation * processes
@@ -82,7 +82,7 @@ def make_arguments(
     bf16: bool,
     is_measured: bool,
 ) -> TrainingArguments:
-    """Say to the Trainer how to train."""
+    """Arguments of the Trainer."""
     from transformers import TrainingArguments
 
     tenth = math.ceil(steps / PARTS_OF_A_RUN)
@@ -129,10 +129,10 @@ def is_cpu(run: RunOptions) -> bool:
 
 def check_device(run: RunOptions) -> None:
     """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is."""
-    there = choose_device("auto", only_trains=True)
-    if choose_device(run.device, only_trains=True) not in ("cpu", there):
-        found = "no accelerator" if there == "cpu" else f"an accelerator called {there}"
+    accelerator = choose_device("auto", only_trains=True)
+    if choose_device(run.device, only_trains=True) not in ("cpu", accelerator):
+        there = "no accelerator" if accelerator == "cpu" else f"an accelerator called {accelerator}"
         raise TrainingError(
-            f"--device is {run.device}, found {found} on this machine; expected auto, cpu or that. Of several GPUs the "
+            f"--device is {run.device}, found {there} on this machine; expected auto, cpu or that. Of several GPUs the "
             "variable CUDA_VISIBLE_DEVICES chooses, and accelerate launch takes more than one."
         )

@@ -1,4 +1,4 @@
-"""What layers are ranked for, and what a ranking says: how much each layer changed, and what the budget pays for."""
+"""Settings and result of ranking layers: how much each layer changed, and which ones a budget pays for."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Ranking:
 
     @property
     def tie(self) -> str:
-        """Which layers changed as much as some of those that are proposed, in words; empty where there are none."""
+        """The layers that tie with proposed ones, in a sentence; empty where there are none."""
         if not self.tied:
             return ""
         count = sum(layer in self.proposed for layer in self.tied)
@@ -112,20 +112,20 @@ class Ranking:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What speaks against the order."""
-        found = []
+        """Reasons to doubt the order."""
+        warnings = []
         if not self.last_loss < self.first_loss:
-            found.append(
+            warnings.append(
                 f"the pilot learned nothing: its loss was {self.first_loss:.3f} in the first steps and "
                 f"{self.last_loss:.3f} in the last, so the order says little. Lower --learning-rate, or raise --steps."
             )
         if self.steps < ENOUGH_STEPS:
-            found.append(
+            warnings.append(
                 f"{counted(self.steps, 'step')} {'tells' if self.steps == 1 else 'tell'} little of the text, at least "
                 f"{ENOUGH_STEPS} are usual: the first ones move every weight alike, whatever is learned. Give more "
                 f"text, or --steps {ENOUGH_STEPS}."
             )
-        return tuple(found)
+        return tuple(warnings)
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""

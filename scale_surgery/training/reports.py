@@ -1,4 +1,4 @@
-"""Where else the log of a run goes: whatever the Trainer of transformers reports to, by its own callbacks."""
+"""Report a run to TensorBoard, Weights & Biases and others, by the callbacks of transformers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scale_surgery.training.run_folder import TrainingRun
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# transformers does not list them among what is installed; they say themselves what they need
+# not among the installed reports of transformers; their callbacks check their packages themselves
 UNLISTED = ("azure_ml", "flyte", "kubeflow")
-# packages that have other names than what they are asked for by
+# packages whose name differs from that of the report
 PACKAGES = {"comet_ml": "comet-ml"}
 
 
@@ -38,7 +38,7 @@ def find_reports(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _what_is_missing(name: str) -> str | None:
-    """What keeps a callback from being made, in a sentence."""
+    """Why a callback cannot be made, in a sentence."""
     from transformers.integrations import integration_utils
 
     installed = integration_utils.get_available_reporting_integrations()  # type: ignore[no-untyped-call]

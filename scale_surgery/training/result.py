@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
-# the same tokens are measured before and after, so what differs is no chance; less than this share is not worth a run
+# the least fall of the loss, as a share, for which a run gives no warning
 LEAST_FALL = 0.01
 
 
@@ -94,14 +94,14 @@ def describe_run(
 
 
 def compare_losses(log: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequences]) -> LossChange | None:
-    """Say how the loss changed, as the log has it; None where nothing was measured that is to be learned."""
+    """The loss before and after in the log, on new text or on a sample; None where it was not measured."""
     text = "new" if "new" in sides else SAMPLE
     key = f"{text}_nats_per_token"
-    found = [entry for entry in log if key in entry]
-    if not found:
+    entries = [entry for entry in log if key in entry]
+    if not entries:
         return None
-    before = found[0][key] if found[0]["step"] == 0 else None
-    return LossChange(text, len(sides[text]), before, found[-1][key])
+    before = entries[0][key] if entries[0]["step"] == 0 else None
+    return LossChange(text, len(sides[text]), before, entries[-1][key])
 
 
 def loss_warnings(change: LossChange | None) -> tuple[str, ...]:

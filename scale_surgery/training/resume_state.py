@@ -21,7 +21,7 @@ STATE_FILE = "trainer_state.json"
 @open_record
 @dataclass(frozen=True)
 class TrainerFile:
-    """What is relied on in a trainer's state."""
+    """The fields of a trainer's state that are read."""
 
     global_step: Count
     log_history: tuple[Mapping[str, Any], ...]
@@ -29,7 +29,7 @@ class TrainerFile:
 
 @contextmanager
 def reading_state(checkpoint: Path) -> Iterator[None]:
-    """Say of a checkpoint whose files are not what a run wrote that it cannot be resumed."""
+    """Raise errors of damaged files as TrainingError: the checkpoint cannot be resumed."""
     from torch.distributed import DistError
 
     try:

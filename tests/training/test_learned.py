@@ -38,7 +38,7 @@ from scale_surgery.running.sequences import Sequences, StoredSequences
 from scale_surgery.running.texts import pack, tokenize, without_unscored
 from scale_surgery.running.token_cache import open_stored, store
 from scale_surgery.training import learned
-from scale_surgery.training.learned import read_texts
+from scale_surgery.training.read_texts import read_texts
 from tests.conftest import digests
 from tests.interrupted_steps import FORKS
 
