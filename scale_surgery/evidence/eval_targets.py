@@ -1,4 +1,4 @@
-"""Models that are to be measured, and texts as each of them reads them; no weight is loaded here."""
+"""Models to measure, and the texts as each of them reads them; no weight is loaded here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Subject:
 
     @property
     def runs(self) -> tuple[Mapping[str, Any], ...]:
-        """What is recorded of the training runs of its expansions."""
+        """The recorded training runs of its expansions."""
         expansions = () if self.manifest is None else self.manifest.expansions.values()
         return tuple(run for expansion in expansions for run in expansion.training)
 
@@ -76,7 +76,7 @@ class Subject:
 def open_subjects(
     models: Sequence[str | Path], run: RunOptions = RunOptions(), *, revision: str | None = None
 ) -> list[Subject]:
-    """Find models and read all of them but their weights."""
+    """Find models, and read configs, tokenizers and records."""
     # one folder has many spellings
     places = {str(Path(model).resolve() if Path(model).exists() else model): str(model) for model in reversed(models)}
     given = list(reversed(places.values()))
@@ -114,7 +114,7 @@ def _is_base(subject: Subject, candidate: Subject) -> bool:
 
 
 def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
-    """What the base of each expanded model is called, by the name of the model."""
+    """Name of the base of each expanded model, by the name of the model."""
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for subject in subjects:
         record = subject.manifest

@@ -101,7 +101,7 @@ def evaluate(
         raise DataError(
             f"There is no text to measure on. Give files with --old, with --new or with both. {NO_OLD_TEXT}"
         )
-    # a base comes first, as it does where it is measured with an expanded model
+    # bases come first, as in a run with an expanded model alone
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
     length, step = choose_lengths(subjects, sequence_length, step)
     meters = [Meter(sequences_of(subject, documents, length, step), run) for subject in subjects]

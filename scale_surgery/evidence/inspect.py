@@ -147,7 +147,7 @@ class Inspection:
 @open_record
 @dataclass(frozen=True)
 class _Specs:
-    """What is looked at of what config.json says of an expansion."""
+    """The keys of an expansion in config.json that `inspect` shows."""
 
     variant: str
     expanded_layers: tuple[int, ...]
@@ -180,8 +180,8 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         # the record alone names the base's classes
         refuse_form(model, "saved", "expanded")
     code = code_folder(checkpoint, run)
-    found = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
-    architecture, sizes = found.architecture, found.sizes
+    derived = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
+    architecture, sizes = derived.architecture, derived.sizes
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
     check_layers(architecture, sizes.layers, checkpoint.tensors)
@@ -217,12 +217,12 @@ def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
     stored = read_stored(file) if file.is_file() else None
     with reading(checkpoint.path / CONFIG_FILE):
         plain = specs_of_expansions(key)
-        specs = [read_record(own, _Specs, place_of_specs(key, number)) for number, own in enumerate(plain)]
+        specs = [read_record(entry, _Specs, place_of_specs(key, number)) for number, entry in enumerate(plain)]
         base, verification = stored or specs[0].origin, stored and stored.verification
         return FolderSummary(
             base_name=None if base is None else base.base_name,
             base_revision=None if base is None else base.base_revision,
-            expansions={own.name: _read_expansion(checkpoint, own, stored) for own in specs},
+            expansions={spec.name: _read_expansion(checkpoint, spec, stored) for spec in specs},
             routing=read_router(key.get(ROUTER_KEY), len(specs), f"{CONFIG_KEY}.{ROUTER_KEY}"),
             verified=_verified(verification) if verification else None,
             passed=verification["passed"] if verification else None,
@@ -263,7 +263,7 @@ def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
 
 
 def _count_mlps(specs: _Specs) -> int | None:
-    """How many MLPs share a layer of a grown model: its down projections count one over that."""
+    """Number of MLPs in a layer of a grown model: one over the share of its down projections."""
     shares = [spec["share"] for spec in specs.expanded.values() if "share" in spec]
     return round(1 / shares[0]) if shares else None
 
@@ -283,5 +283,5 @@ def _verified(verification: Certificate) -> str:
 
 
 def _changed_since(stored: StoredManifest, verification: Certificate) -> str | None:
-    runs = [run for own in stored.expansions.values() for run in own.training]
+    runs = [run for expansion in stored.expansions.values() for run in expansion.training]
     return changed_since(verification, runs, stored.routing)

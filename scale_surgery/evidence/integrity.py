@@ -1,4 +1,4 @@
-"""What files alone can show of an expanded checkpoint: base bytes, expansion tensors, code, and zeros."""
+"""Check the files of an expanded checkpoint: base bytes, expansion tensors, code, and zeros."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def base_differences(
 
 
 def other_base(checkpoint: Checkpoint, record: Manifest, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
-    """One line that says so, where a given base is not that of a folder; none where it is."""
+    """A problem where the given base is not that of the folder; none where it is."""
     if not differing:
         return ()
     count, all_of_them = len(differing), len({*record.base_tensors, *base.tensors})
@@ -134,7 +134,7 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
 
 
 def asking_warnings(checkpoint: Checkpoint, record: Manifest) -> list[str]:
-    """Files that the base has not, and that decide how a model is asked, a line each."""
+    """Files of prompting and generation that the base does not have, a line each."""
     return [
         f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
         for name in added_files(checkpoint, record, ASKING_FILES)
@@ -156,7 +156,7 @@ def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
 
 
 def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
-    """Tensors that keep the output the base's as long as they are as they began, and are not, a line each."""
+    """Guards (see `Method.guards`) that changed since the start, a line each."""
     problems: list[str] = []
     for plan in manifest.plans.values():
         guards = plan.method.guards(plan)
@@ -179,7 +179,7 @@ def _not_constant(
     values = {"zero": 0, "mute": plan.architecture.mute_gain}
     readers, planned = part_readers(checkpoint, manifest), manifest.planned
     wanted = {tensor.name: values[tensor.init] for tensor in guards if tensor.init in values}
-    # a W12 that no plan knows writes into the base stream as well
+    # a W12 that no plan knows writes into the base stream too
     wanted |= {name: 0 for name in readers if name.endswith(".w12") and name not in planned}
     for name, value in wanted.items():
         if name in readers:

@@ -1,9 +1,9 @@
-"""What a folder's model computes on probe prompts, beside its base and beside the models that its paths are alone.
+"""Run a folder's model on probe prompts, beside its base and beside each expansion alone.
 
 base files                     --stock class-->           the base model
-base files, shards of NAME     --a folder of links-->     the model that an expansion is alone, as apply writes it
-the whole folder               --as a user loads it-->    what it gives out, its base stream, each path by name and
-                                                          beside the others, and what the mixture loses
+base files, shards of NAME     --a folder of links-->     the model with one expansion alone, as apply writes it
+the whole folder               --as a user loads it-->    its output, its base stream, each path by name and beside
+                                                          the others, and the loss of the mixture
 
 Each is freed before the next is loaded; all see the same token ids in one left-padded batch. One that is larger than
 the memory given to it is streamed from its files, module by module (accelerate's disk offload).
@@ -51,7 +51,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class PathNumbers:
-    """What the probes showed of one path, beside the model that it is alone.
+    """One path against the model with that expansion alone.
 
     Attributes:
         name: "base", or that of the expansion.
@@ -71,7 +71,7 @@ class PathNumbers:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """In what it is not that model, a line each."""
+        """Differences from that model, a line each."""
         of = "the base model" if self.name == BASE_NAME else f"the model that {self.name} is alone"
         worst = max((self.drift, self.drift_beside), key=lambda number: math.inf if math.isnan(number) else number)
         drift = f"path {self.name}: logits drift {worst:.3g} from {of}, expected bit-equal."
@@ -82,7 +82,7 @@ class PathNumbers:
 
 @dataclass(frozen=True)
 class MixtureLoss:
-    """What a router's mixture loses on texts: the prompts, what each path writes greedily, and halves of these joined.
+    """Loss of a router's mixture on texts: prompts, texts that each path writes greedily, and joined halves of these.
 
     Attributes:
         texts: How many.
@@ -90,7 +90,7 @@ class MixtureLoss:
         excess: Loss of the mixture above that of the base, of several expansions above that of the best path for a
             text, where it is largest, in nats.
         worst: Which text that is.
-        rounding: What of it the rounding of logits in their dtype can explain, in nats.
+        rounding: Loss that rounding of the logits can explain, in nats.
     """
 
     texts: int
@@ -102,7 +102,7 @@ class MixtureLoss:
 
 @dataclass(frozen=True)
 class Numbers(LogitDrift):
-    """What the probes showed of an expanded model as it is loaded, beside its base, and of each of its paths.
+    """An expanded model and its paths against the base on the probe prompts.
 
     Attributes:
         longest: Tokens of the longest prompt.
@@ -138,7 +138,7 @@ class Numbers(LogitDrift):
 
 @dataclass(frozen=True)
 class PathRun:
-    """What a model, or one of its paths, made of a batch: logits of its tokens, without padding; on the CPU."""
+    """Logits of a model or a path on a batch, without padding, and its continuations; on the CPU."""
 
     logits: Tensor
     cached: Tensor | None
@@ -147,7 +147,7 @@ class PathRun:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What a model made of a batch as it was loaded: logits, those of its base stream, and that after each layer."""
+    """A model on a batch as it was loaded: logits, those of its base stream, and that stream after each layer."""
 
     logits: Tensor
     base_logits: Tensor
@@ -170,7 +170,7 @@ def probe(
     encoded, width = encode_prompts(base, probes, run), manifest.first_plan.sizes.hidden
     tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
     batch, names = encoded.batch, tuple(manifest.expansions)
-    # a model with one path is that path, and in a fused one none can be chosen
+    # a model without a router has one path, and a fused one cannot choose a path
     names = names if manifest.routing is not None and manifest.fused is None else ()
     real = batch.mask.bool()
     # the base and the model; each expansion alone, each path by name, and the mixture
@@ -283,7 +283,7 @@ def run_alone(
     run: RunOptions,
     known: Sequence[str] = (),
 ) -> Iterator[PathRun]:
-    """Run each model that an expansion is alone."""
+    """Run the model with each expansion alone."""
     has_own_code = bool(manifest.first_plan.architecture.own_code)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -295,15 +295,18 @@ def run_alone(
                     advice = f"{name}: its tensors do not fit its class, so another model would be compared."
                     raise CheckpointError.from_problems([*shorten(unfit), advice])
                 path_run = run_path(model, batch, new_tokens, run.device)
-                # it is gone before the next one comes
+                # free it before the next one is loaded
                 del model
         yield path_run
 
 
 def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
-    """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index."""
+    """Make a folder that loads as the model with one expansion alone: links to shards, config.json and an index.
+
+    config.json is made from the record, as the one in the folder may have been changed.
+    """
     own_code = manifest.first_plan.architecture.own_code
-    # how a model generates is the base's, and so is its code, beside which ours lies
+    # generation settings and own code are the base's
     beside = [file for file in checkpoint.side_files if file == GENERATION_FILE or (own_code and file.endswith(".py"))]
     for file in (*checkpoint.shards, *beside):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +327,7 @@ def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
 
 
 def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> PathNumbers:
-    """Compare a path with the model that it is alone."""
+    """Compare a path, chosen by name and beside the others, with the model of that expansion alone."""
     return PathNumbers(
         name=name,
         is_bit_equal=torch.equal(alone.logits, chosen.logits) and torch.equal(alone.logits, beside),
@@ -336,7 +339,7 @@ def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> 
 
 
 def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, write: bool) -> MixtureLoss:
-    """What a router's mixture loses on prompts, and on texts that the paths write."""
+    """Measure the loss of a router's mixture on prompts, and on texts that the paths write."""
     texts = [prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
     losses = {name: loss for text in texts for name, loss in excess(model, text, device)}
     # NaN is the worst, and no maximum of Python's

@@ -1,6 +1,6 @@
-"""Whether the facts on which surgery.json relies are those that the base's config.json gives.
+"""Compare the facts in surgery.json with those that the base's config.json gives.
 
-A record that was edited, such as the name of a norm, would hide tensors from what is proved.
+An edited record, such as another name of a norm, could hide tensors from the checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scale_surgery.surgery.record import Manifest
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
 
-# by these tensors are found
+# facts by which tensors are found
 LASTING = ("model_type", "base_model", "layers", "embedding", "final_norm", "transposed", "softcap", "stored_as")
 
 
@@ -55,7 +55,7 @@ def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Der
 
 
 def _facts(architecture: Architecture, second: Architecture) -> Mapping[str, Any]:
-    """Facts that are one in every release; how a block is treated is what was proved there and then."""
+    """Facts that do not depend on the release, as treatments of blocks do."""
     facts: dict[str, Any] = plain_json(asdict(architecture))
     layers = range(min(len(architecture.kind_of_layer), len(second.kind_of_layer)))
     pairs = [(architecture.kind(layer), second.kind(layer)) for layer in layers]

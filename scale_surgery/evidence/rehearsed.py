@@ -1,4 +1,4 @@
-"""What surgery.json says of rehearsal: on what text a run was asked to keep the model what its base is."""
+"""On which text the training runs in surgery.json rehearsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ITSELF = "self"
 
 
 def rehearsed_text(run: Mapping[str, Any]) -> str:
-    """Say on what text a recorded run rehearsed; nothing where it did not."""
+    """The text on which a recorded run rehearsed, in words; empty where it did not."""
     settings = run.get("settings")
     texts = settings.get("rehearse") if isinstance(settings, Mapping) else None
     if not texts:

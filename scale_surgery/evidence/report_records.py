@@ -1,4 +1,4 @@
-"""What a report says: of each expansion tensor, of each layer, of the base stream, of the training runs."""
+"""The records of a report: expansion tensors, layers, the base stream, training runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Layer
     from scale_surgery.modeling.expanded_routers import Router
 
-# what a training log says step by step, and a report draws
+# values of a training log that a report draws
 CURVES = ("loss", "forgetting", "learning", "old_accuracy", "new_accuracy")
-# norms of TensorChange that add up as squares; what is None in one of the tensors is None of all
+# norms that add up as squares; None in one tensor makes the sum None
 ADDED = ("norm", "start_norm", "change", "base_norm")
 
 
@@ -63,7 +63,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """What became of one expansion tensor; of a fused projection, of the rows of one role.
+    """The change of one expansion tensor, or of the rows of one role in a fused projection.
 
     Attributes:
         name: Name of the tensor.
@@ -106,7 +106,7 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class BlockChange:
-    """What became of all tensors of one block in one group of one layer, taken as one."""
+    """The change of all tensors of one block in one group of one layer, taken as one."""
 
     layer: int
     group: str

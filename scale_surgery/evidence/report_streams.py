@@ -1,7 +1,7 @@
-"""How far an expanded model's base stream has gone from the base model's, layer by layer, on probe text.
+"""The drift of an expanded model's base stream from the base model's, layer by layer, on probe text.
 
-One model in memory gives both: with its expansion disabled it is its base, bit for bit. Of a routed model the preserve
-path is the base's too, so its adapt path is compared.
+One model in memory gives both: with its expansion disabled it is its base, bit for bit. A routed model is compared by
+its adapt path, as its preserve path is the base's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compare_streams(
     else:
         batches, source = _prompt_batches(path, run)
     tokens = sum(int(batch.mask.sum()) for batch in batches)
-    stored = replace(run, dtype=None)  # what is compared is what is stored
+    stored = replace(run, dtype=None)  # models are compared as they are stored
     with track("base stream", tokens) as advance, loaded_whole(path, path.name, stored) as model:
         layers, dtype = _compare(model, name, batches, width, advance)
         is_routed = bool(getattr(model, "is_routing_enabled", False))
@@ -71,9 +71,9 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
     length, _ = choose_lengths([subject], length, None)
     windows = sequences_of(subject, {"probe": documents}, length, length)["probe"]
     batches = []
-    together = run.windows(REPORT_WINDOWS)
-    for start in range(0, len(windows), together):
-        rows = collate([windows[row] for row in range(start, min(start + together, len(windows)))])
+    at_once = run.windows(REPORT_WINDOWS)
+    for start in range(0, len(windows), at_once):
+        rows = collate([windows[row] for row in range(start, min(start + at_once, len(windows)))])
         batches.append(Batch(rows["input_ids"], rows["attention_mask"]))
     return batches
 
@@ -112,12 +112,12 @@ def _states(model: Any, name: str, batch: Batch, width: int) -> Iterator[tuple[T
 
 
 def adapt_path(model: Any, name: str) -> AbstractContextManager[None]:
-    """Run one expansion of a model alone inside a `with` block; a model with duplicated layers has no other."""
+    """Run one expansion of a model alone; a model with duplicated layers has only one."""
     return model.use_expansion(name) if hasattr(model, "use_expansion") else nullcontext()
 
 
 def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:
-    """Hidden states of the model without its head, whose logits nobody needs here."""
+    """Hidden states of the model, without running its head."""
     import torch
 
     device = next(model.parameters()).device

@@ -30,8 +30,8 @@ def norm_of(tensor: Tensor) -> float:
 def singular_values(matrix: Tensor) -> Tensor:
     """Compute all singular values, as roots of the eigenvalues of the smaller of A^T A and A A^T.
 
-    Squaring costs precision: a value below 1e-8 of the largest one is rounding noise. The effective rank does not see
-    it.
+    Squaring costs precision: a value below 1e-8 of the largest one is rounding noise, too small to change the effective
+    rank.
     """
     import torch
 

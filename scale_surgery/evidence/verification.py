@@ -79,8 +79,8 @@ class Verification:
 
 
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
-    """Whether a recorded verification ran a model with the same bytes, and another one ran none and found no fault."""
-    # of a folder that was given another base than its own nothing is said
+    """Whether the recorded verification of the same bytes ran a model, and this one ran none and found no fault."""
+    # a wrong --base says nothing about the folder
     is_whole = verification.passed or verification.not_run == OTHER_BASE
     if recorded is None or verification.not_run is None or not is_whole:
         return False
@@ -90,9 +90,8 @@ def says_more(recorded: Mapping[str, Any] | None, verification: Verification) ->
 def changed_since(
     verification: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], routing: Mapping[str, Any] | None
 ) -> str | None:
-    """What records tell to be newer than a verification; no tensor is read."""
-    # dates in UTC, written in one way, are ordered as texts
-    # what another trainer made is no longer verified when it is adopted
+    """What changed since a verification, by the records alone; None where nothing did."""
+    # dates are in UTC and of one form, so their order is that of the texts; adopt drops the verification itself
     is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
     before = verification.get("routing")
     is_other = (before is None) != (routing is None)
@@ -104,8 +103,8 @@ def changed_since(
 def decide(
     promises: Sequence[Promise], required: tuple[str, ...], problems: tuple[str, ...]
 ) -> tuple[tuple[str, ...], bool]:
-    """Which promises decide, and whether all is as required."""
-    # what no model was run for is neither kept nor broken, unless it was asked for by name
+    """Names of the promises that decide, by default those that are claimed, and whether all is as required."""
+    # a promise for which no model was run decides only if it is required by name
     defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
     decisive = required or tuple(promise.name for promise in defaults)
     failed = [promise for promise in promises if promise.name in decisive and not promise.holds]

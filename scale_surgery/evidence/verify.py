@@ -104,7 +104,7 @@ def verify(
 
 
 def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Checkpoint | None:
-    """The base that was given, if any; a folder that is none, or the one that is verified, is refused."""
+    """The given base, or None; an expanded folder, or the verified one itself, is refused."""
     if base is None:
         return None
     source = find_source(base, revision)
@@ -120,7 +120,7 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
 
 
 def _check_promises(required: tuple[str, ...]) -> None:
-    """Refuse promises that there are none of."""
+    """Refuse unknown promises."""
     if problems := [
         f"--promise {name} is unknown, expected one of: {', '.join(PROMISES)}."
         for name in required
@@ -130,7 +130,7 @@ def _check_promises(required: tuple[str, ...]) -> None:
 
 
 def _why_not(integrity: Integrity, run: RunOptions) -> str | None:
-    """Why no model is to be run, or None where nothing speaks against it."""
+    """Why no model is run; None where it is."""
     if not integrity.is_loadable:
         return "tensors are missing or damaged"
     if integrity.is_other_base:
@@ -204,7 +204,7 @@ def _judge(
 
 
 def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
-    """What a user should know before running the folder's own code."""
+    """Warnings about code in the folder that no release of this program wrote."""
     without = "no model of this base" if manifest.first_plan.architecture.own_code else "the code of this program"
     for file in integrity.unreleased_code:
         origin = _origin(file, manifest)
@@ -212,7 +212,7 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
 
 
 def _origin(file: str, manifest: Manifest) -> str:
-    """Where a code file comes from that no release of this program wrote."""
+    """What a code file is that no release of this program wrote."""
     if file in manifest.first_plan.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"
