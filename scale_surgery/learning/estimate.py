@@ -42,7 +42,7 @@ class StageLine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job takes.
+    """Estimated tokens, memory and disk of a job.
 
     Attributes:
         stages: Its stages.
@@ -50,7 +50,7 @@ class Estimate:
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
         disk_bytes: What its folder will hold, but for base shards that reflinks or links share with MODEL.
         free_bytes: What is free there.
-        notes: What it does not do, and why.
+        notes: Stages that it leaves out, with the reason.
     """
 
     stages: tuple[StageLine, ...]
@@ -69,7 +69,7 @@ def estimate_cost(
     kept: Mapping[str, Kept],
     notes: Sequence[str],
 ) -> Estimate:
-    """Estimate what a job takes."""
+    """Estimate tokens, memory and disk of a job; an error where the disk has no room."""
     tokenizer = need_tokenizer(checkpoint.path, work.recipe.model, work.recipe.running)
     added = plan.costs.parameters_added
     if work.recipe.chooses_layers:

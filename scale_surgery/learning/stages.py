@@ -45,7 +45,7 @@ from scale_surgery.training.run_folder import SETTINGS_FILE
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
 
-# what a stage leaves for the stages after it and for the page, as plain JSON values
+# values that a stage keeps for later stages and for the page, as plain JSON
 Kept = Mapping[str, Any]
 CHOSEN = "(chosen by the pilot)"
 
@@ -103,13 +103,13 @@ class Work:
 
     @property
     def new_parts(self) -> tuple[TextSide, ...]:
-        """What is set aside of the new text: what sets the router, and what nobody gave to measure on."""
+        """Parts to set aside of the new text: for setting the router, and for measuring unless that is given."""
         sets_router = self.routes and bool(self.recipe.old)
         return (CALIBRATE,) * sets_router + (MEASURE,) * (not self.recipe.measure_new)
 
     @property
     def old_parts(self) -> tuple[TextSide, ...]:
-        """What is set aside of the old text: what sets the router, and the same."""
+        """Parts to set aside of the old text, likewise."""
         return ((CALIBRATE,) * self.routes + (MEASURE,) * (not self.recipe.measure_old)) * bool(self.recipe.old)
 
     @property
@@ -119,7 +119,7 @@ class Work:
 
     @property
     def training(self) -> TrainingSettings:
-        """How the new blocks train, and which they are where there are others."""
+        """Settings of the training, with the name of the expansion where there are several."""
         name = self.recipe.expansion.name if self.is_one_of_several else None
         return replace(self.recipe.training, name=name)
 
@@ -131,7 +131,7 @@ class Work:
 
     @property
     def taking(self) -> BaseWeights:
-        """How one folder of the job takes base shards over from another."""
+        """How folders of the job share base shards."""
         return "copy" if self.recipe.base_weights == "copy" else "link"
 
     def running(self, *names: str) -> list[str]:
@@ -146,10 +146,10 @@ class Stage:
 
     Attributes:
         name: What it is called.
-        line: The command to type for it, with what earlier stages found.
+        line: Its command, which may depend on results of earlier stages.
         outputs: Folders and files that it makes.
-        run: Does it, and gives what is shown of it and what is kept.
-        renews: Whether outputs that an interrupted run left are taken away first; train goes on with them.
+        run: Runs it; gives the result to show, and the values to keep.
+        renews: Whether outputs of an interrupted run are removed first; train continues from them.
     """
 
     name: str
@@ -229,7 +229,7 @@ def _revision(recipe: Recipe) -> list[str]:
 
 
 def chosen_request(recipe: Recipe, kept: Kept) -> Request:
-    """What is to be expanded, with the layers that a pilot chose."""
+    """The request, with the layers that a pilot chose."""
     if not recipe.chooses_layers:
         return recipe.expansion
     return replace(recipe.expansion, layers=kept.get("layers", {}).get("layers", CHOSEN))
@@ -345,13 +345,13 @@ def _calibrate(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         settings = replace(recipe.calibration, write=False, plot=drawn)
-        found = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
-        # where no setting forgets as little as was asked for, the router keeps its own
-        if found.is_within and (proposed := found.proposed.routing) is not None:
+        calibration = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
+        if calibration.is_within and (proposed := calibration.proposed.routing) is not None:
             set_routing(work.routed, proposed)
-            found = replace(found, written=True)
-        routing = found.proposed.routing if found.written else found.present.routing
-        return found, {"within": found.is_within, "router": "" if routing is None else describe_router(routing)}
+            calibration = replace(calibration, written=True)
+        routing = calibration.proposed.routing if calibration.written else calibration.present.routing
+        router = "" if routing is None else describe_router(routing)
+        return calibration, {"within": calibration.is_within, "router": router}
 
     return Stage("calibrate", lambda kept: line, [drawn], run)
 
@@ -370,9 +370,9 @@ def _evaluate(work: Work) -> Stage:
     )
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        found = evaluate([work.result], old, new, run=work.recipe.running, track=track)
-        write_json(file, _plain(found))
-        return found, _plain(found)
+        evaluation = evaluate([work.result], old, new, run=work.recipe.running, track=track)
+        write_json(file, _plain(evaluation))
+        return evaluation, _plain(evaluation)
 
     return Stage("evaluate", lambda kept: line, [file], run)
 
@@ -382,9 +382,9 @@ def _verify(work: Work) -> Stage:
     line = command("verify", work.result, *work.running("device", "trust_remote_code"), "-o", file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        found = verify(work.result, run=work.recipe.running, track=track)
-        write_json(file, _plain(found))
-        return found, _plain(found)
+        verification = verify(work.result, run=work.recipe.running, track=track)
+        write_json(file, _plain(verification))
+        return verification, _plain(verification)
 
     return Stage("verify", lambda kept: line, [file], run)
 
@@ -396,9 +396,9 @@ def _report(work: Work) -> Stage:
     line = command("report", work.result, *named, *work.running("device", "trust_remote_code"), "-o", file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        found = report(work.result, name=name, run=replace(work.recipe.running, batch_size=None), track=track)
-        write_json(file, _plain(found))
-        return found, {}
+        made = report(work.result, name=name, run=replace(work.recipe.running, batch_size=None), track=track)
+        write_json(file, _plain(made))
+        return made, {}
 
     return Stage("report", lambda kept: line, [file], run)
 

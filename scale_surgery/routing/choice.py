@@ -16,7 +16,7 @@ from scale_surgery.fields import NO_OPTION, Range, problems_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.outcome import Outcome
 
-# nats per token of old text that are not worth keeping: what may be forgotten, and what is no loss of short prompts
+# nats per token of old text that may be forgotten, also on short prompts
 NEGLIGIBLE = 0.02
 # logarithms of the same number may differ by this
 ROUNDING = 1e-9
@@ -80,8 +80,7 @@ class Limits:
         if self.short is not None:
             return outcome.short.forgetting <= self.short
         change = outcome.short.change
-        # few texts must not pass because they show little: what is lost at the worst has to be negligible. One text
-        # alone does not tell its worst, so it may lose nothing
+        # loss plus error has to be negligible, so that few texts do not pass by chance; one text may lose nothing
         return change.value + change.noise <= NEGLIGIBLE if math.isfinite(change.noise) else change.value <= 0.0
 
     def allows(self, outcome: Outcome) -> bool:
@@ -108,7 +107,7 @@ class RouterChoice:
 
 
 def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
-    """What a user asks for, and for the rest what the present setting keeps."""
+    """Limits of the user, and those of the present setting for the rest."""
     problems = problems_of(settings)
     asked = {"--bound": settings.bound, "bound_per_token": settings.bound_per_token}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -128,7 +127,7 @@ def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
 
 
 def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> RouterChoice:
-    """Choose the best setting, and whether it is worth a change."""
+    """Choose the best allowed setting, and keep the present one where the gain is too small."""
     present, allowed = outcomes[0], [outcome for outcome in outcomes if limits.allows(outcome)]
     if not allowed:
         raise PlanError.from_problems(list(_say_lowest(outcomes, limits)))
@@ -148,7 +147,7 @@ def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
 
 
 def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
-    """What settings could keep, where none keeps what was asked for."""
+    """Errors where no setting is allowed, with the lowest values that settings reach."""
     within = [outcome for outcome in outcomes if limits.keeps_bound(outcome)]
     if within:
         lowest = min(within, key=lambda outcome: outcome.short.forgetting)
@@ -165,7 +164,7 @@ def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
 
 
 def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
-    """What bounds there are, where none is as low as was asked for, or no setting has both."""
+    """Errors where no setting keeps the bounds, with the lowest bounds."""
     by_text = min(outcomes, key=lambda outcome: outcome.bound or 0.0)
     by_token = min(outcomes, key=lambda outcome: outcome.bound_per_token or 0.0)
     unmet = [
@@ -183,7 +182,7 @@ def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[s
 
 
 def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:
-    """The options with which a setting that is not allowed would be chosen."""
+    """The options that would allow a setting."""
     words = [
         _option("--bound ", outcome.bound, limits.bound),
         _option("--set bound_per_token=", outcome.bound_per_token, limits.bound_per_token),
@@ -214,7 +213,7 @@ def _option(name: str, value: Any, most: Any) -> str:
 
 
 def _round_up(number: float) -> float:
-    """Three figures after what is lost to the next: a limit that is written so still holds for the number."""
+    """Round up to three figures, so that the number stays within a limit that is written so."""
     digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
     scale: float = 10.0**digits
     return math.ceil(number * scale) / scale

@@ -1,4 +1,4 @@
-"""What differs from text to text: a mean per token, and how far another sample of texts would move it."""
+"""A mean per token over texts, with its standard error."""
 
 from __future__ import annotations
 

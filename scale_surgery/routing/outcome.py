@@ -1,4 +1,4 @@
-"""What a model scores with one setting of its router, beside what its base scores."""
+"""Scores of a model with one setting of its router, against its base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scale_surgery.surgery.routers import numbers_of
 
 @dataclass(frozen=True)
 class ShortPrompt:
-    """What old texts look like to a model that has read so few tokens of them.
+    """Continuations of old texts after a few tokens.
 
     Attributes:
         tokens: Tokens that were read, a start token among them.
@@ -30,7 +30,7 @@ class ShortPrompt:
 
 @dataclass(frozen=True)
 class ShortPrompts:
-    """What becomes of short prompts: the beginnings of old texts.
+    """Scores on short prompts, the beginnings of old texts.
 
     Attributes:
         lengths: By the number of tokens that were read, ascending.
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def bound(self) -> float | None:
-        """Nats that a text may lose, whatever it says: against the base, or the best of many paths; see the setting."""
+        """Most nats that any text may lose against the base, or the best of many paths; see the setting."""
         return None if self.routing is None else self.routing.bound
 
     @property

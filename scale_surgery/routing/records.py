@@ -1,4 +1,4 @@
-"""What is known of each token that a routed model read; see `route_report`."""
+"""Records of `route_report`: each token, document and file that a routed model read."""
 
 from __future__ import annotations
 

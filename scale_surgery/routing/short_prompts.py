@@ -1,4 +1,4 @@
-"""The beginnings of texts: what a model says next after one token, two, and so on, before a router knows the text."""
+"""Short prompts: how a model continues the first tokens of texts, before a router knows the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST = 8
 
 @dataclass(frozen=True)
 class Beginnings:
-    """What becomes of each short prompt with one setting; all (texts, LONGEST), zero where a text is shorter.
+    """Each short prompt with one setting; tensors are (texts, LONGEST), zero where a text is shorter.
 
     Attributes:
         is_read: Where there is a next token.
@@ -53,9 +53,9 @@ def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
 
 
 def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPrompts:
-    """Compare short prompts with what becomes of them now.
+    """Means of short prompts by length and over all, and their change against the present setting.
 
-    The next token is one of an old text, which the base knows: the mean of what is lost on it estimates
+    The next token is from an old text, which the base knows, so the mean loss against the base estimates
     KL(base || routed).
     """
     texts = beginnings.is_read.sum(0).tolist()

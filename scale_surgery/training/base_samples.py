@@ -28,9 +28,9 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, concatenate
 from scale_surgery.running.texts import pack, tokenize_prompts
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.training.read_texts import made_by_one
 from scale_surgery.training.rehearsal import evaluating
 from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.training_texts import made_by_one
 
 # samples in one call of generate, of short sequences; fewer of long ones
 TOGETHER, TOKENS_TOGETHER = 64, 16_384

@@ -129,7 +129,7 @@ def train(
 
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.training.base_samples import as_learned, read_samples, sample_rehearsal, write_samples
-    from scale_surgery.training.read_texts import read_texts
+    from scale_surgery.training.training_texts import read_texts
 
     # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing
     with quiet_transformers():

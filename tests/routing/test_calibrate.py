@@ -55,9 +55,8 @@ from scale_surgery.routing.path_scores import (
     weigh_base,
     winning_weights,
 )
-from scale_surgery.routing.settings import round_threshold, settings_of
 from scale_surgery.routing.short_prompts import Beginnings, beginnings
-from scale_surgery.routing.sweep import Measured, Reference
+from scale_surgery.routing.sweep import Measured, Reference, round_threshold, settings_of
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, stride, tokenize
