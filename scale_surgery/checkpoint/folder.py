@@ -204,7 +204,9 @@ def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tupl
 
 
 def _no_weights(path: Path, files: list[str]) -> str:
-    pickles = sorted((file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))), key=_depth)
+    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    # files deeper in the folder may belong to a training run
+    pickles.sort(key=lambda file: file.count("/"))
     if pickles:
         return (
             f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
@@ -212,11 +214,6 @@ def _no_weights(path: Path, files: list[str]) -> str:
             "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
         )
     return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
-
-
-def _depth(file: str) -> int:
-    """How deep a file lies: deeper ones may belong to a training run."""
-    return file.count("/")
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:

@@ -93,9 +93,11 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
             raise CheckpointError(f"{repo}: has no {CONFIG_FILE}, expected a model repository.")
         headers = api.get_safetensors_metadata(repo, revision=info.sha).files_metadata
     tensors = {
-        name: TensorInfo(name, file, tensor.dtype, tuple(tensor.shape), *_place(tensor.data_offsets))
+        # offsets are those inside the data, as the weights are not read
+        name: TensorInfo(name, file, tensor.dtype, tuple(tensor.shape), begin, end - begin)
         for file, header in headers.items()
         for name, tensor in header.tensors.items()
+        for begin, end in [tensor.data_offsets]
     }
     others = tuple(file for file in files if file not in headers)
     left_out = tuple(file for file in others if file.endswith((*OTHER_WEIGHT_SUFFIXES, ".safetensors")))
@@ -111,11 +113,6 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
 def is_code(file: str) -> bool:
     """Whether a file of a repository is Python code that transformers may import."""
     return file.endswith(".py") and "/" not in file
-
-
-def _place(offsets: tuple[int, int]) -> tuple[int, int]:
-    # where the data begins in the file is not known and not needed without the weights
-    return offsets[0], offsets[1] - offsets[0]
 
 
 @contextmanager

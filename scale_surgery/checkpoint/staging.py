@@ -176,7 +176,9 @@ def _unchanged(stamps: Stamps) -> Iterator[None]:
 
 
 def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
-    wanted = json.dumps({**state, **_as_state(stamps)}, sort_keys=True)
+    # hard links of an interrupted run change other times of a file, not its size and time of writing
+    read = {"read": {str(file): [stamp.bytes, stamp.written] for file, stamp in stamps.items()}} if stamps else {}
+    wanted = json.dumps({**state, **read}, sort_keys=True)
     partial, state_file = _partial(target), _state_file(target)
     refuse_links(partial, state_file)
     is_same = state_file.is_file() and state_file.read_text(encoding="utf-8") == wanted
@@ -185,11 +187,6 @@ def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
     write_text(state_file, wanted)
     partial.mkdir(exist_ok=True)
     remove_unfinished(partial)
-
-
-def _as_state(stamps: Stamps) -> dict[str, Any]:
-    """Sizes and times of files, which hard links of an interrupted run do not change."""
-    return {"read": {str(file): [stamp.bytes, stamp.written] for file, stamp in stamps.items()}} if stamps else {}
 
 
 def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:

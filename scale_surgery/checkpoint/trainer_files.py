@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
-    return dict(_finite(content))
-
-
-def _finite(content: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in content.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield name, value
+    return {
+        name: value
+        for name, value in content.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }

@@ -112,7 +112,9 @@ def find_place(model: PreTrainedModel) -> LayersPlace | None:
         inside = dict(module.named_modules())
         lists = [(name, child) for name, child in inside.items() if _is_layer_list(child)]
         if lists and any(child is embedding for child in inside.values()):
-            name, layers = min(lists, key=lambda pair: (pair[0].count("."), -_size(pair[1])))
+            name, layers = min(
+                lists, key=lambda pair: (pair[0].count("."), -sum(map(torch.numel, pair[1].parameters())))
+            )
             place = LayersPlace(path, name, len(layers))
     return place
 
@@ -120,10 +122,6 @@ def find_place(model: PreTrainedModel) -> LayersPlace | None:
 def _is_layer_list(module: nn.Module) -> bool:
     """A list of modules that have children of their own, all with parameters."""
     return isinstance(module, nn.ModuleList) and len(module) > 0 and all(any(child.children()) for child in module)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def read(config: Any, key: str) -> Any:

@@ -229,18 +229,18 @@ def _number_block(block: Block, layer: nn.Module, heads: int) -> Block:
         return replace(block, linears=tuple(_plain(linear, layer) for linear in block.linears))
     if block.group == "attn":
         return _number_attention(block, layer, heads)
-    linears = tuple(_equal_shares(linear, layer) for linear in block.linears)
-    return replace(block, linears=linears, inner=linears[-1].inputs)
+    linears = []
+    for linear in block.linears:
+        inputs, outputs = features(layer.get_submodule(linear.name))
+        # all roles of a linear of an MLP have equal shares
+        shares = (outputs // len(linear.roles),) * len(linear.roles)
+        linears.append(replace(linear, inputs=inputs, outputs=shares))
+    return replace(block, linears=tuple(linears), inner=linears[-1].inputs)
 
 
 def _plain(linear: Linear, layer: nn.Module) -> Linear:
     inputs, outputs = features(layer.get_submodule(linear.name))
     return replace(linear, inputs=inputs, outputs=(outputs,))
-
-
-def _equal_shares(linear: Linear, layer: nn.Module) -> Linear:
-    inputs, outputs = features(layer.get_submodule(linear.name))
-    return replace(linear, inputs=inputs, outputs=(outputs // len(linear.roles),) * len(linear.roles))
 
 
 def _number_attention(block: Block, layer: nn.Module, heads: int) -> Block:

@@ -53,7 +53,8 @@ def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> Twin
     if call is None or call.before is None or call.after is None:
         raise UnsupportedFamilyError(f"{called}: this layer is not run on the residual stream. {SUPPORTED}.")
     contents = _look_through(trace, path, layer, call.before, called)
-    _check_sum(called, call, contents, trace.inside(path))
+    if (problem := _why_no_sum(call, contents, trace.inside(path))) is not None:
+        raise UnsupportedFamilyError(f"{called} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
     blocks = tuple(
         replace(
             without_gate(derive_block(part, adds_itself=part.name in contents.adding)),
@@ -167,13 +168,6 @@ def _add_norm(contents: _Contents, call: ModuleCall) -> None:
             contents.added[-count:] = [call.after]
             return
     contents.pre_norms.append(Norm(call.name, style))
-
-
-def _check_sum(called: str, call: ModuleCall, contents: _Contents, inside: list[ModuleCall]) -> None:
-    """Check that the layer adds what its parts give to what it reads."""
-    problem = _why_no_sum(call, contents, inside)
-    if problem is not None:
-        raise UnsupportedFamilyError(f"{called} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
 
 
 def _why_no_sum(call: ModuleCall, contents: _Contents, inside: list[ModuleCall]) -> str | None:

@@ -153,10 +153,6 @@ def find_softcap(model: PreTrainedModel) -> tuple[str, float | None] | None:
             logits = model(input_ids=token_ids(model.config), use_cache=False).logits
         setattr(config, key, before)
         if bool(logits.abs().max() <= SMALL_CAP * 1.001):
-            return key, _default(config, key)
+            default = read(type(config)(), key)
+            return key, None if default is None else float(default)
     return None
-
-
-def _default(config: Any, key: str) -> float | None:
-    value = read(type(config)(), key)
-    return None if value is None else float(value)

@@ -189,14 +189,13 @@ def probe(
             paths, mixture = list[PathNumbers](), None
             if names:
                 beside = _beside(model, batch, run.device)
+                rounding = float(stock.logits[real].abs().max()) * torch.finfo(stock.logits.dtype).eps
                 for name, path_alone, path_beside in zip((None, *names), alone, beside, strict=True):
                     with model.use_expansion(name):
                         by_name = run_path(model, batch, probes.new_tokens, run.device)
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
                     advance(1)
-                mixture = measure_mixture(
-                    model, batch, run.device, _rounding(stock.logits[real]), write=bool(probes.new_tokens)
-                )
+                mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.new_tokens))
                 advance(1)
     return Numbers(
         **vars(compare_logits(stock.logits, expanded.logits, batch, run.device)),
@@ -347,10 +346,6 @@ def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, w
     longest = max(text.ids.shape[1] for text in texts)
     # errors of rounding are as often up as down
     return MixtureLoss(len(losses), longest, losses[worst], worst, 4 * rounding * math.sqrt(longest))
-
-
-def _rounding(logits: Tensor) -> float:
-    return float(logits.abs().max()) * torch.finfo(logits.dtype).eps
 
 
 def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:

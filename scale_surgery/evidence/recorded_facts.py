@@ -30,7 +30,9 @@ LASTING = ("model_type", "base_model", "layers", "embedding", "final_norm", "tra
 def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = RunOptions()) -> tuple[str, ...]:
     """Compare the recorded facts with those that are derived again."""
     try:
-        derived = _derived(checkpoint, manifest, run)
+        config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
+        code = code_folder(checkpoint, run)
+        derived = derive_stored(config, str(checkpoint.path), manifest.base_tensors, code)
     except (CheckpointError, PlanError) as error:
         return tuple(f"{MANIFEST_FILE}: its facts of the base model cannot be checked: {line}" for line in error.lines)
     return tuple(
@@ -47,11 +49,6 @@ def _differing(plan: Plan, facts: Derived) -> Iterator[str]:
     recorded, derived = _facts(plan.architecture, facts.architecture), _facts(facts.architecture, plan.architecture)
     yield from (f"sizes.{key}" for key in sizes)
     yield from (f"architecture.{key}" for key in differing_keys(recorded, derived))
-
-
-def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Derived:
-    config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
-    return derive_stored(config, str(checkpoint.path), manifest.base_tensors, code_folder(checkpoint, run))
 
 
 def _facts(architecture: Architecture, second: Architecture) -> Mapping[str, Any]:

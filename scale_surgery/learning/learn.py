@@ -291,7 +291,11 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     problems = []
     if folder.exists() and not folder.is_dir():
         problems.append(f"{folder}: is a file, expected a folder to be. Choose another with -o.")
-    elif folder.is_dir() and not (folder / JOB_FILE).is_file() and _holds_others(folder):
+    elif (
+        folder.is_dir()
+        and not (folder / JOB_FILE).is_file()
+        and any(not path.name.startswith(BEFORE) for path in folder.iterdir())
+    ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
     texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
@@ -305,10 +309,6 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         problems.append(f"{folder}: {parent} is not a folder you may write to. Choose another with -o.")
     if problems:
         raise CheckpointError.from_problems(problems)
-
-
-def _holds_others(folder: Path) -> bool:
-    return not all(path.name.startswith(BEFORE) for path in folder.iterdir())
 
 
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:

@@ -132,16 +132,13 @@ def make_recipe(values: RecipeValues) -> Recipe:
     unknown = [unknown_setting(name) for name in values if name not in settings()]
     known = {name: settings()[name].read(value) for name, value in values.items() if name in settings()}
     problems = [*unknown, *filter(None, (value_problem(name, value) for name, value in known.items()))]
-    problems += [_missing(name) for name in ("model", "data") if not known.get(name)]
+    required = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}
+    missing = {name: what for name, what in required.items() if not known.get(name)}
+    problems += [f"{name}: there is {what}, or {name} in a recipe." for name, what in missing.items()]
     if problems:
         raise PlanError.from_problems(problems)
     sections = {section: kind(**_of_section(known, section)) for section, kind in SECTIONS.items()}
     return Recipe(**{name: known[name] for name in known if "." not in name}, **sections)
-
-
-def _missing(name: str) -> str:
-    what = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}[name]
-    return f"{name}: there is {what}, or {name} in a recipe."
 
 
 def _of_section(values: RecipeValues, section: str) -> dict[str, Any]:

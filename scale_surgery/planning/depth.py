@@ -219,7 +219,10 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
         norms = {kind.on_disk(name) for name in (*(norm.name for norm in (*kind.pre_norms, *kind.post_norms)), *inner)}
         place, mute = f"{architecture.layers}.{layer}.", mute_tensors(kind)
         for source in (
-            info for name, info in tensors.items() if name.startswith(path) and _is_read(name, architecture)
+            info
+            for name, info in tensors.items()
+            # no module holds what only old files have
+            if name.startswith(path) and not any(re.search(pattern, name) for pattern in architecture.unread)
         ):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")
@@ -227,11 +230,6 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
             is_copy = numberless(in_memory) not in mute
             sort = "norm" if module in norms else "linear"
             yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)
-
-
-def _is_read(name: str, architecture: Architecture) -> bool:
-    """Whether a module holds a tensor; tensors of old files that none holds are not copied."""
-    return not any(re.search(pattern, name) for pattern in architecture.unread)
 
 
 def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:

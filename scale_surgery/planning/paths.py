@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Sizes
 from scale_surgery.planning.specs import Spec, attention_values
 
 
@@ -17,7 +17,12 @@ def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, An
     kinds = [
         {
             "modules": _modules(kind, sizes),
-            "attention": {block.name: _old_heads(block) for block in kind.blocks if block.query_heads},
+            "attention": {
+                block.name: {"heads": block.query_heads, "kv_heads": block.key_value_heads}
+                | attention_values(block, block.query_heads)
+                for block in kind.blocks
+                if block.query_heads
+            },
         }
         for kind in architecture.kinds
     ]
@@ -37,11 +42,6 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json about the language model: `text_config`, or all of it."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
-
-
-def _old_heads(block: Block) -> Spec:
-    heads = {"heads": block.query_heads, "kv_heads": block.key_value_heads}
-    return heads | attention_values(block, block.query_heads)
 
 
 def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
@@ -69,7 +69,10 @@ def _stock(sections: tuple[int, ...] = ()) -> Spec:
 
 def _modules(kind: Kind, sizes: Sizes) -> Spec:
     """Modules of a layer through which a base stream passes."""
-    specs = {linear.name: _stock(_sections(linear)) for linear in kind.linears}
+    specs = {
+        linear.name: _stock(linear.outputs if len(linear.roles) > 1 and linear.fused_by == "section" else ())
+        for linear in kind.linears
+    }
     specs |= {norm.name: _stock() for norm in (*kind.pre_norms, *kind.post_norms)}
     for block in kind.blocks:
         for norm in block.inner_norms:
@@ -79,8 +82,3 @@ def _modules(kind: Kind, sizes: Sizes) -> Spec:
         if block.treatment == "block":
             specs[block.name] = {"kind": "block", "base": sizes.hidden, "up": 0}
     return specs
-
-
-def _sections(linear: Linear) -> tuple[int, ...]:
-    is_one = len(linear.roles) == 1 or linear.fused_by == "head"
-    return () if is_one else linear.outputs

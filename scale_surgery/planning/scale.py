@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, counted
 from scale_surgery.fields import Range
-from scale_surgery.planning.architecture import Architecture, Block, Kind, Sizes
+from scale_surgery.planning.architecture import Architecture, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
@@ -157,18 +157,13 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
 
     has_bias = any(tensor.name.endswith(named(norm, "up_bias")) for tensor in plan.tensors)
     if not has_bias or plan.request.init_w22 == "zero":
-        reading = _first_blocks(kind)
+        # the first block, and those that read the same norm
+        reading = [kind.blocks[0], *(block for block in kind.blocks[1:] if block.norm and block.norm == norm)]
         linears = (linear.name for block in reading for linear in block.linears if linear.reads == "residual")
         modules |= {norm: ("up_weight", "up_bias")} | dict.fromkeys(linears, ("w12", "w22"))
         modules |= {block.name: ("w22",) for block in reading if block.treatment == "block"}
     names = tuple(named(name, part) for name, parts in modules.items() for part in parts)
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(names))
-
-
-def _first_blocks(kind: Kind) -> list[Block]:
-    """The blocks that read what enters a layer: the first, and those that read the same norm."""
-    first = kind.blocks[0]
-    return [first, *(block for block in kind.blocks[1:] if block.norm and block.norm == first.norm)]
 
 
 def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
@@ -200,7 +195,8 @@ def _shares(plan: Plan) -> str:
     }
     pairs = {name: (up, base, given) for name, (up, base, given) in pairs.items() if base}
     shares = ", ".join(f"{name} {up / base:.1%}" for name, (up, base, _) in pairs.items())
-    far = [name for name, (up, base, given) in pairs.items() if given is None and _is_far(up / base, request.ratio)]
+    unexplained = {name: up / base / request.ratio for name, (up, base, given) in pairs.items() if given is None}
+    far = [name for name, factor in unexplained.items() if not 1 - SHARE_TOLERANCE <= factor <= 1 + SHARE_TOLERANCE]
     if not far or not sizes.key_value_heads:
         return shares
     return (
@@ -208,10 +204,6 @@ def _shares(plan: Plan) -> str:
         f"whole to {sizes.key_value_heads}, and the residual stream is made as wide as the new query heads. Other "
         "widths: --up-width, --up-kv-heads, --up-inner-width."
     )
-
-
-def _is_far(share: float, ratio: float) -> bool:
-    return not 1 - SHARE_TOLERANCE <= share / ratio <= 1 + SHARE_TOLERANCE
 
 
 def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:

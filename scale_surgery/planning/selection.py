@@ -25,7 +25,7 @@ def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple
             problems.append(f"{option} {text}: {error}")
     repeated = sorted(layer for layer, count in Counter(chosen).items() if count > 1)
     if repeated:
-        problems.append(f"{option} {text}: names layer {_listed(repeated)} twice. Name each layer once.")
+        problems.append(f"{option} {text}: names layer {', '.join(map(str, repeated))} twice. Name each layer once.")
     if not chosen and not problems:
         problems.append(f"{option} {text!r}: selects no layer. Forms: {LAYER_FORMS}.")
     if problems:
@@ -59,10 +59,6 @@ def _resolve(layer: int, num_layers: int) -> int:
     if not 0 <= resolved < num_layers:
         raise ValueError(f"layer {layer} is out of range, the model has layers 0 to {num_layers - 1}.")
     return resolved
-
-
-def _listed(layers: list[int]) -> str:
-    return ", ".join(map(str, layers))
 
 
 def format_layers(layers: tuple[int, ...]) -> str:

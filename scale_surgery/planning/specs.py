@@ -148,7 +148,10 @@ def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...
         expanded |= {norm.name: _norm_spec(norm, sizes, sizes.hidden, widths.up_width) for norm in norms}
     expanded |= {name: spec for name, spec in modules.items() if name not in expanded}
     if widths.up_width:
-        idle = _unread(kind, sizes, widths, groups) | _unwritten(kind, sizes, widths)
+        idle = _unread(kind, sizes, widths, groups)
+        # after blocks that run as they are without an MLP beside them the up part is zero
+        for name in [] if widths.up_inner_width else _norms_after_whole(kind):
+            idle[name] = {"kind": "passing", "base": sizes.hidden, "up": widths.up_width}
         expanded = {name: spec for name, spec in (expanded | idle).items() if spec}
     heads = [block for block in kind.blocks if block.query_heads] if widths.up_kv_heads else []
     attention = {block.name: _attention_spec(block, widths) for block in heads}
@@ -177,12 +180,6 @@ def _reads_up(block: Block, widths: Widths, *, has_w12: bool) -> bool:
         return bool(widths.up_inner_width)
     linears = [linear_widths(block, linear, widths) for linear in block.linears if linear.reads == "residual"]
     return has_w12 or any(up for linear in linears for _, up in linear.outputs)
-
-
-def _unwritten(kind: Kind, sizes: Sizes, widths: Widths) -> Spec:
-    """Norms after blocks that run as they are without an MLP beside them: their up part is zero."""
-    names = [] if widths.up_inner_width else _norms_after_whole(kind)
-    return {name: {"kind": "passing", "base": sizes.hidden, "up": widths.up_width} for name in names}
 
 
 def _norms_after_whole(kind: Kind) -> list[str]:

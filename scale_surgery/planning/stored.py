@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from scale_surgery.planning.architecture import Architecture, Block, Linear, Sizes
+from scale_surgery.planning.architecture import Architecture, Block, Sizes
 
 
 def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
@@ -40,15 +40,11 @@ def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> di
         inside: dict[str, tuple[int, ...]] = {norm.name: hidden for norm in (*kind.pre_norms, *kind.post_norms)}
         for block in kind.blocks:
             inside |= {name: (size,) for name, size in _inner_norm_sizes(block).items()}
-            inside |= {linear.name: _linear_shape(architecture, linear) for linear in block.linears}
+            for linear in block.linears:
+                shape = (sum(linear.outputs), linear.inputs)
+                inside[linear.name] = shape[::-1] if architecture.transposed else shape
         shapes |= {f"{module_path(architecture, prefix, layer, name)}.weight": shape for name, shape in inside.items()}
     return shapes
-
-
-def _linear_shape(architecture: Architecture, linear: Linear) -> tuple[int, ...]:
-    """Shape on disk of the weight of a linear."""
-    shape = (sum(linear.outputs), linear.inputs)
-    return shape[::-1] if architecture.transposed else shape
 
 
 def _inner_norm_sizes(block: Block) -> dict[str, int]:

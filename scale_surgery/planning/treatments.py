@@ -20,7 +20,8 @@ def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None =
         if chosen:
             counts = sorted({added[layer] for layer in chosen}) if added is not None else []
             title = f"layer{'s' * (len(chosen) > 1)} {format_layers(tuple(chosen))}"
-            rows.append((title, _kind(kind) + _counted(counts, len(chosen))))
+            added_text = f": +{counts[-1]:,}{' each' * (len(chosen) > 1)}" if counts else ""
+            rows.append((title, _kind(kind) + added_text))
     if architecture.is_uniform:
         return [("treatment", _kind(architecture.kinds[0]))]
     return rows
@@ -32,7 +33,3 @@ def _kind(kind: Kind) -> str:
         reason = f" ({block.reason})" if block.reason else ""
         parts.append(f"{block.name or block.group} {block.treatment}{reason}")
     return ", ".join(parts)
-
-
-def _counted(counts: list[int], layers: int) -> str:
-    return f": +{counts[-1]:,}{' each' * (layers > 1)}" if counts else ""

@@ -82,9 +82,12 @@ def plane_figure(evaluation: Evaluation) -> Figure:
     axes = figure.subplots()
     width, height = _set_limits(axes, [point.place for point in points])
     groups = _groups(points, NEAR[0] * width, NEAR[1] * height)
-    _draw_axes(axes)
+    axes.set_xlabel("loss on old text, nats per token      forgets \N{RIGHTWARDS ARROW}")
+    axes.set_ylabel("\N{LEFTWARDS ARROW} learns      loss on new text, nats per token")
+    tidy(axes)
     _draw_points(axes, points)
-    _draw_moves(axes, groups)
+    for start, end in _moves(groups):
+        axes.annotate("", end.place, start.place, arrowprops=ARROW, zorder=1)
     _write_numbers(axes, groups)
     legend = figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=8, markerscale=0.65)
     for text in legend.get_texts():
@@ -137,12 +140,6 @@ def _groups(points: Sequence[Point], old_reach: float, new_reach: float) -> list
     return groups
 
 
-def _draw_axes(axes: Axes) -> None:
-    axes.set_xlabel("loss on old text, nats per token      forgets \N{RIGHTWARDS ARROW}")
-    axes.set_ylabel("\N{LEFTWARDS ARROW} learns      loss on new text, nats per token")
-    tidy(axes)
-
-
 def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
     for point in points:
         label = f"{point.number}  {point.score.name}"
@@ -152,11 +149,6 @@ def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
         if point.score.name in bases:
             axes.axvline(point.old, **GUIDE)
             axes.axhline(point.new, **GUIDE)
-
-
-def _draw_moves(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:
-    for start, end in _moves(groups):
-        axes.annotate("", end.place, start.place, arrowprops=ARROW, zorder=1)
 
 
 def _moves(groups: Sequence[Sequence[Point]]) -> Iterator[tuple[Point, Point]]:

@@ -202,17 +202,14 @@ def render_training(done: Training) -> RenderableType:
 
 def render_schedule(schedule: TrainingSchedule) -> RenderableType:
     """What a training run will do, before its first step."""
+    passes = "once" if schedule.passes == 1 else f"{schedule.passes:.3g} times"
     texts, tokens = counted(schedule.sequences, "sequence"), counted(schedule.tokens, "token")
     rows = [
-        ("texts", f"{texts}, {tokens} to learn, {_times(schedule.passes)}"),
+        ("texts", f"{texts}, {tokens} to learn, read {passes}"),
         ("steps", f"{schedule.steps:,}, the learning rate rises in {schedule.warmup_steps:,} of them"),
         ("rehearses", schedule.rehearses),
     ]
     return Group(Facts("to train", rows), Text())
-
-
-def _times(passes: float) -> str:
-    return "read once" if passes == 1 else f"read {passes:.3g} times"
 
 
 def render_warnings(warnings: tuple[str, ...]) -> list[Text]:

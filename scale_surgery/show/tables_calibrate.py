@@ -175,7 +175,8 @@ def _render_choice(result: Calibration) -> RenderableType:
     rows += [("written", "nothing: the model routes so already")] if best == present else []
     rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
     rows += [*_gain_rows(result), *_bound_rows(result)]
-    rows.append(("short", f"lost on the first tokens of old texts: {_change(_nats, result, _short)} per token"))
+    lost = _change(_nats, result, lambda outcome: outcome.short.forgetting)
+    rows.append(("short", f"lost on the first tokens of old texts: {lost} per token"))
     rows += _loosest_rows(result)
     rows += [("written", f"it was {present.numbers}")] if result.written else []
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
@@ -212,7 +213,8 @@ def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     """The bound on the loss of any text against the base's, before and after."""
     if result.present.bound is None:
         return
-    whole, each = (_change(_bound, result, number) for number in (_of_text, _of_token))
+    whole = _change(_bound, result, lambda outcome: outcome.bound or 0.0)
+    each = _change(_bound, result, lambda outcome: outcome.bound_per_token or 0.0)
     yield "bound", f"a text may lose {whole}; each further token adds {each}"
 
 
@@ -229,18 +231,6 @@ def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
         f"{looser.numbers} would learn {_nats(more)} more{share}, but {bound}short prompts lose "
         f"{_nats(looser.short.forgetting)} per token. Ask for it: {result.ask}",
     )
-
-
-def _short(outcome: Outcome) -> float:
-    return outcome.short.forgetting
-
-
-def _of_text(outcome: Outcome) -> float:
-    return outcome.bound or 0.0
-
-
-def _of_token(outcome: Outcome) -> float:
-    return outcome.bound_per_token or 0.0
 
 
 def _change(show: Callable[[float], str], result: Calibration, number: Callable[[Outcome], float]) -> str:

@@ -48,11 +48,6 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
     return table
 
 
-def _read(numbers: Numbers) -> str:
-    kind, note = ("token", "") if numbers.is_text else ("random id", " (no tokenizer)")
-    return counted(numbers.tokens, kind) + note
-
-
 def verdict(promise: Promise, is_required: bool) -> Text:
     """What was found of a promise, in a word or two."""
     if promise.holds is None and not (is_required or promise.claimed):
@@ -79,8 +74,9 @@ def _render_numbers(result: Verification) -> RenderableType:
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
     how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
+    kind, note = ("token", "") if numbers.is_text else ("random id", " (no tokenizer)")
     rows = [
-        ("probes", f"{counted(numbers.prompts, 'prompt')}, {_read(numbers)}, {how}"),
+        ("probes", f"{counted(numbers.prompts, 'prompt')}, {counted(numbers.tokens, kind)}{note}, {how}"),
         ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
         ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
         ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
