@@ -335,7 +335,7 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
     model, sequences = load(place / router), tokenize(read_documents(new(place)), letters())
     ways = (weigh_base, adapt_alone, best_alone, routed_by(model.choice.router))
     (whole,) = read_paths(model, sequences, 10)
-    monkeypatch.setattr(path_scores, "TOGETHER", 200)
+    monkeypatch.setattr(path_scores, "BATCH_NUMBERS", 200)
     monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 7 * 33)
     parts = read_paths(model, sequences, 7)
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
