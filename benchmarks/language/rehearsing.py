@@ -76,11 +76,11 @@ def rehearsal_of(
     base = AutoModelForCausalLM.from_pretrained(folder).to(device).requires_grad_(False).eval()
     count = max(1, round(SHARES[rehearse] * size.tokens / size.context))
     # rows of the base come in a random order already
-    rows = old()[:count] if rehearse == "old" else sample_rehearsal(base, folder, count, size.context)
+    rows = old()[:count] if rehearse == "old" else own_samples(base, folder, count, size.context)
     return Rehearsal(base, rows.to(device), size.rows // 2, seed)
 
 
-def sample_rehearsal(base: Any, folder: Path, samples: int, context: int) -> Tensor:
+def own_samples(base: Any, folder: Path, samples: int, context: int) -> Tensor:
     """Let the base write text from its begin token at temperature 1, once; (samples, context)."""
     file = folder.with_name(f"{folder.name}-{samples}-samples.safetensors")
     if not file.exists():
