@@ -13,11 +13,11 @@ from typing import Any
 
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 
-# what an expansion is called where nobody gives it a name
+# name of an expansion without a given name
 DEFAULT_NAME = "default"
-# what its base is called among paths
+# name of the base among paths
 BASE_NAME = "base"
-# what a path without W12 is called, whose up stream reads the base stream; no expansion can be called so
+# name of a path without W12 whose up stream reads the base stream; no expansion can have it
 PRESERVE_NAME = "preserve side"
 INFIX = ".expansions."
 # under the key scale_surgery of config.json

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 22
 
-# how configs call their number of layers
+# keys of the number of layers
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 

@@ -31,7 +31,7 @@ FOUND: Mapping[Form, str] = {
     "extract": "is an extract, an expansion without its base",
     "saved": f"has no {MANIFEST_FILE}, another trainer saved it",
 }
-# what is expected, and what to type: by what there is, and what is needed
+# what is expected and how to get it, by the form that there is and the form that is needed
 EXPECTED: Mapping[tuple[Form, Form], str] = {
     ("base", "expanded"): "one made by scale-surgery expand. Expand it first: scale-surgery expand {path} "
     "--layers LAYERS -o EXPANDED.",

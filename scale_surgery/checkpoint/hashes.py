@@ -76,7 +76,7 @@ def _hash_with_tensors(file: Path, tensors: Sequence[TensorInfo], advance: Progr
     whole, parts = hashlib.sha256(), [hashlib.sha256() for _ in tensors]
     start = place = 0
     for chunk in read_chunks(file):
-        # hashing releases the interpreter lock, so the two use two cores
+        # hashing releases the interpreter lock, so both hashes run at once
         beside = Thread(target=whole.update, args=(chunk,))
         beside.start()
         end, view = start + len(chunk), memoryview(chunk)

@@ -131,7 +131,7 @@ def _put_aside(target: Path) -> Path | None:
         return None
     content = read_json(_record(target))
     name = str(content.get("folder"))
-    # a name and nothing else, so that it leads nowhere
+    # a plain name, which leads to no other folder
     if not name.startswith(f".{target.name}.replaced-") or "/" in name:
         return None
     old = target.parent / name

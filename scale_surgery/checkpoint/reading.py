@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# the largest that are known: a tokenizer.json of 34 MB, an index of 15 MB; a fused model of 100,000 tensors keeps the
+# known largest files: a tokenizer.json of 34 MB, an index of 15 MB; a fused model of 100,000 tensors keeps the
 # headers of its shards and the surgery.json of its blocks, about 100 MB
 MAX_TEXT_BYTES = 256 * 1024 * 1024
 # files of models have ten levels
@@ -76,7 +76,7 @@ def parse_json(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested without end") from error
     _check_depth(content)
-    # most files escape nothing, and are not looked through
+    # most files have no escapes, and need no search
     if "\\u" in text and (half := HALF_A_CHARACTER.search(json.dumps(content, ensure_ascii=False))):
         raise ValueError(f"it holds half a character, {half[0]!a}, expected Unicode text")
     return content

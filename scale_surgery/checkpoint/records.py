@@ -58,7 +58,7 @@ def read_record(content: Any, kind: type[T], place: str = "") -> T:
     from pydantic import ValidationError
     from pydantic_core import to_json
 
-    # as JSON: to a strict reader of Python values a list is no tuple
+    # as JSON, since strict validation of Python values takes no list for a tuple
     text = to_json([content], inf_nan_mode="constants", fallback=repr)
     try:
         (record,) = _adapter(cast("Any", kind)).validate_json(text)
@@ -91,7 +91,7 @@ def reading(file: Path) -> Iterator[None]:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import ConfigDict, TypeAdapter
 
-    # a dataclass takes the settings of what it stands in
+    # inner dataclasses inherit these settings
     return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 

@@ -121,7 +121,7 @@ def _reader(part: LayerPart, reader: ModuleCall, attention: Attention, heads: He
         raise SplitError(f"{reader.name} makes {' and '.join(mask_of)} from the same features")
     roles = sorted(mask_of, key=lambda role: int(mask_of[role].nonzero()[0]))
     fused: Literal["section", "head"] = "section" if all(map(_is_section, masks)) else "head"
-    # the features left over open or close what attention gives
+    # remaining features gate the output of attention
     roles += ["q"] * ((width - sum(map(heads.width, roles))) // heads.width("q"))
     outputs = tuple(heads.width(role) for role in roles)
     if not roles or sum(outputs) != width:

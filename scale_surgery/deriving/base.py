@@ -92,7 +92,7 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if CONFIG_KEY not in config:
         return dict(config)
     plain = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
-    # where the base has code of its own, the classes that it named stand in the record alone
+    # classes of a base with own code are named in the record alone
     if auto_map := _recorded_code(checkpoint):
         plain["auto_map"] = auto_map
     return plain | {"model_type": stock_type(config.get("model_type"))}

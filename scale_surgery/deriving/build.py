@@ -17,7 +17,7 @@ from scale_surgery.modeling import is_part
 from scale_surgery.running.loading import quiet_transformers
 
 SEED = 0
-# position ids, rope and masks are made for so many tokens; no size of a twin is one of these
+# rows and tokens of the input; no size of a twin is one of these
 TOKENS = (2, 13)
 
 
@@ -78,7 +78,7 @@ def usual_torch() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     plain = torch.autocast("cpu", enabled=False)
-    # a device that is named passes every call of torch through Python, which takes a sixth of the time
+    # a named device passes every call of torch through Python, which takes a sixth of the time
     here = nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
     try:
         with torch.inference_mode(False), torch.enable_grad(), plain, here:
@@ -128,7 +128,7 @@ def read(config: Any, key: str) -> Any:
     """A value of a config; None where it has none, or another one for each layer."""
     try:
         return getattr(config, key, None)
-    # configs with other values for each layer refuse to say one, each in its own way
+    # configs with a value for each layer may raise here, each in its own way
     except Exception:
         return None
 

@@ -33,7 +33,7 @@ from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.stored_names import Reading, reading_of
 
-# keys of a config that say nothing of a model's parts
+# keys of a config that do not change a model's parts
 INDECISIVE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "auto_map")
 _known: dict[str, Derived] = {}
 _one_at_a_time = Lock()
@@ -63,7 +63,7 @@ class Derived:
 def derive(config: PreTrainedConfig) -> Derived:
     """Derive facts and sizes from a config; results are cached."""
     key = _fingerprint(config)
-    # transformers has one set of attention functions, and torch one of settings, for all threads
+    # attention functions of transformers and settings of torch are shared by all threads
     with _one_at_a_time:
         if key not in _known:
             _known[key] = _derive(config)
@@ -99,7 +99,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
                 architecture = replace(architecture, keys={**architecture.keys, "inner": key})
     except SurgeryError:
         raise
-    # a stock model that does what nobody foresaw is not supported, and its own error says best what that is
+    # a model that does something unforeseen is not supported; its own error says best what that is
     except Exception as error:
         raise UnsupportedFamilyError(
             f"config.json: model_type {config.model_type!r}: no facts could be derived, "
@@ -113,7 +113,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
 def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> dict[str, Any]:
     """The proof as a plan and surgery.json record it."""
     numbers = [{key: value for key, value in twin.items() if type(value) is int} for twin in twins]
-    # kernels are chosen by what the processor can do
+    # the processor decides which kernels run
     versions = {
         "scale-surgery": version("scale-surgery"),
         "torch": torch.__version__,
@@ -135,7 +135,7 @@ def twin_of(config: PreTrainedConfig, kinds: tuple[int, ...], common: CommonFact
     """The first twin, with the facts in its numbers."""
     real = replace(read_real(config), kinds=kinds, chosen=tuple(range(len(kinds))))
     architecture = derive_architecture(real, common)
-    # a model that was watched may keep what it computed
+    # a model that ran may have cached values
     stock = build_twin(config)
     return Twin(stock, architecture, derive_sizes(real, architecture), kinds, given_by(stock))
 

@@ -18,7 +18,7 @@ from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import Reading, TensorPlace
 
-# what transformers passes over in files of any model that turns queries and keys
+# ignored by transformers in files of any model with rope
 OLD_FREQUENCIES = r"rotary_emb\.inv_freq"
 
 

@@ -124,7 +124,7 @@ class LayerPart:
         changed, before = self.written(fixed, entry), self.writer.before
         if changed is None or before is None or changed.shape != before.shape:
             return False
-        # what is computed again may be rounded otherwise
+        # a second computation may round otherwise
         return torch.allclose(changed, before, atol=1e-5, rtol=1e-4)
 
     def written(self, changes: Mapping[nn.Module, Change], entry: Tensor | None = None) -> Tensor | None:
@@ -166,7 +166,7 @@ def _gives_product(module: nn.Linear) -> bool:
     """A subclass of a linear may write the product in another way, or compute something else."""
     x = torch.randn(2, module.in_features, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        # the forward itself, past hooks that change what the module gives
+        # the forward itself, without hooks that change its output
         try:
             given = type(module).forward(module, x)
         except RuntimeError:

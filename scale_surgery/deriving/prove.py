@@ -31,7 +31,7 @@ from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_spec
 from scale_surgery.running.loading import quiet_transformers
 
 DTYPES = (torch.float32, torch.bfloat16)
-# one token more than a prompt is enough to need the cache, and a few make it long
+# the second new token already needs the cache
 GENERATE: Mapping[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # each costs a few forwards of a tiny model; blocks are of few classes, and each has at most three weaker treatments
 MOST_TRIES = 16
@@ -91,7 +91,7 @@ def failure_of(twin: Twin) -> str | None:
         try:
             shown = (_failures(twin, specs, in_short=n > 0) for n, specs in enumerate(expansions(twin)))
             return next(chain.from_iterable(shown), None)
-        # a stock forward may stumble over a wider stream in its own way, and that says what is in the way
+        # a stock forward may fail on a wider stream; its error says why
         except (UnsupportedFamilyError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

@@ -20,12 +20,12 @@ from scale_surgery.deriving.small_values import Values, Way, is_per_layer, shrin
 from scale_surgery.errors import UnsupportedFamilyError
 
 LEAST_LAYERS = 3
-# a twin of more layers costs seconds, and need not have all that lie below the first of some kind
+# more layers cost seconds; then a few of each kind are chosen instead of all the first
 MOST_IN_A_ROW = 5
 MOST_PARAMETERS = 16_000_000
 # attributes that number layers or modules
 COUNTS = re.compile(r"(^|_)(idx|id|index|number|seed)$")
-# what torch says of strides that its grouped products do not take
+# part of the error of grouped products for strides that they do not take
 KERNEL = "multiple of"
 PLAIN = (str, bool, int, float, type(None))
 
@@ -177,7 +177,7 @@ def _attempt(real: RealModel, values: Values) -> tuple[PreTrainedConfig | None, 
     try:
         config = type(real.config).from_dict(values)
         return (config, "") if (problem := _problem(real, config)) is None else (None, problem)
-    # a stock config or model says in its own way that its sizes do not fit
+    # stock configs and models raise various errors for sizes that do not fit
     except Exception as error:
         return None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 

@@ -17,7 +17,7 @@ from scale_surgery.deriving.part import features
 from scale_surgery.deriving.watch import first_tensor, is_same
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Sizes
 
-# how a key may be called that holds a width inside an MLP
+# keys that may hold the inner width of an MLP
 INNER_KEYS = re.compile("inner|inter|ffn|ff_|mlp|feed")
 NORM_OVER_HEADS = "its queries and keys are normalised over all heads at once, and new heads by themselves"
 SIZE_FROM_HEADS = "its head size is the hidden size over the query heads, so more heads are smaller heads"
@@ -100,7 +100,7 @@ def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, he
     try:
         with torch.device("meta"):
             model = build_model(type(real.config).from_dict(real.config.to_dict() | changes))
-    # a config that checks itself, or a model that does, says best what it wants
+    # the error of a config or model says best what it requires
     except Exception as error:
         return f"its config does not allow it: {' '.join(str(error).split())[:200]}"
     *_, writer = block.linears

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# what an attention function may be given beside queries, keys and values, with an entry for each head
+# arguments of attention functions with an entry for each head
 EXTRAS = ("s_aux", "sinks", "position_bias", "alibi", "head_mask")
 # names under which stock modules hand on the residual stream
 STREAM_NAMES = ("hidden_states", "x", "inputs", "input", "hidden_state")
@@ -166,7 +166,7 @@ def attention_noted() -> Iterator[list[Attention]]:
     try:
         yield noted
     finally:
-        # what somebody registered under these names comes back
+        # restore functions that others registered under these names
         functions._local_mapping.clear()
         functions._local_mapping.update(before)
 

@@ -227,7 +227,7 @@ def run_model(model: Any, batch: Batch, width: int, new_tokens: int, device: str
     return ModelRun(
         logits=output.logits.cpu(),
         base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width]).cpu(),
-        # of several paths the base's own stream comes first, among features and after the last norm in the batch
+        # of several paths the base's stream comes first: among features, and after the last norm along the batch
         hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
         cached=cached,
         uncached=uncached,
@@ -263,7 +263,7 @@ def _base_logits(model: Any, base: Tensor) -> Tensor:
     if getattr(model, "is_fused", False):
         logits: Tensor = head.base_logits(base.contiguous(), base)
     elif hasattr(head, "capped"):
-        # where a model is streamed, a module has its weights only while it runs
+        # a module of a streamed model has its weights only while it runs
         with model.expansion_disabled():
             logits = head(base.contiguous())
     else:
@@ -287,7 +287,7 @@ def run_alone(
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             link_alone(*only(checkpoint, manifest, name), Path(folder))
-            # without code of the base's own none lies there, and this program's runs
+            # without own code of the base the folder holds none, and this program's code runs
             options = run if has_own_code else replace(run, trust_remote_code=False)
             with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := [problem for problem in problems if problem not in known]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# in place of the name of a text: text that the base writes
+# value of --rehearse for text that the base writes
 ITSELF = "self"
 
 

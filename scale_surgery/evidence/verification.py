@@ -17,7 +17,7 @@ from scale_surgery.surgery.record import tool_versions
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers
 
-# why no model is run beside a base that is not the folder's
+# reason for running no model beside a wrong base
 OTHER_BASE = "the given base is another one"
 
 

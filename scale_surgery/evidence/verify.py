@@ -44,7 +44,7 @@ from scale_surgery.surgery.record import Manifest, check_numbering, read_manifes
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers
 
-# what stands for the variant of several expansions
+# variant of several expansions
 SEVERAL = "composed"
 
 
@@ -148,7 +148,7 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
     try:
         write_json(path / MANIFEST_FILE, replace(manifest, verification=result.to_json()).to_json())
     except OSError:
-        # a model that is read-only can be verified too
+        # a read-only folder can be verified too
         return False
     return True
 

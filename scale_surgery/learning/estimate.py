@@ -24,9 +24,9 @@ from scale_surgery.running.tokenizer import need_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# float32: the number that trains, its gradient, and two moments of AdamW
+# bytes in float32: parameter, gradient, and two moments of AdamW
 TRAINED_BYTES = 16
-# of a pilot, whose gradients do not last: two moments of AdamW
+# bytes of a pilot, which frees gradients at once: two moments of AdamW
 MOMENT_BYTES = 8
 SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
 
@@ -111,7 +111,7 @@ def _disk(work: Work, base_bytes: int, added: int) -> int:
     base = 0 if work.recipe.base_weights == "link" else base_bytes
     copies = folders if work.taking == "copy" else 1
     text_bytes = sum(map(_bytes_of, (*work.recipe.data, *work.recipe.old)))
-    # while it trains, AdamW's moments and the numbers in float32 are on disk too
+    # during training, moments of AdamW and float32 parameters are on disk too
     return round(base * copies + added * (4 * folders + TRAINED_BYTES) + 1.1 * text_bytes)
 
 
@@ -126,13 +126,13 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
         raise DataError(f"{file}: holds no text, expected at least one document.")
     for document in documents:
         if document.chat is not None:
-            tokenize_chat(document.chat, document.source, tokenizer)  # what cannot be read is refused before any work
+            tokenize_chat(document.chat, document.source, tokenizer)  # an unreadable chat is refused before any work
             break
     texts = [document.prompt + document.text for document in documents]
     sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
     characters = sum(map(len, texts)) + len(texts) - 1
-    # where there are more documents than were read, they are as long as these, byte by byte
+    # documents beyond the sample count by their bytes
     is_all = len(texts) < SAMPLED_DOCUMENTS or not _bytes_of(file)
     more = 1.0 if is_all else _bytes_of(file) / sum(len(text.encode()) for text in texts)
     return max(1, round(tokens * characters / len(sample) * max(1.0, more)))

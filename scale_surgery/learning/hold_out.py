@@ -32,10 +32,10 @@ TextSide = Literal["calibrate", "measure"]
 ASIDE: tuple[TextSide, ...] = get_args(TextSide)
 CALIBRATE, MEASURE = ASIDE
 LEARN = "learn"
-# fewer documents are not drawn from: each is a large share of the text, and its end is set aside
+# of fewer documents no whole ones are set aside, but the end of each
 ENOUGH_DOCUMENTS = 20
 LARGEST_SHARE = 0.5
-# characters of a short document: no more of them are set aside than such ones would be
+# characters of a short document, which limits how many documents are set aside
 USUAL_DOCUMENT = 20
 
 

@@ -48,7 +48,7 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
-# what there may be before learn.json is: the lock, and learn.json half written
+# files before learn.json: the lock, and learn.json half written
 BEFORE = (f".{LOCK}.lock", UNFINISHED)
 GO_ON = "Type the same line again to go on."
 
@@ -232,7 +232,7 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
         if stage is job.stages[-1]:
             _write_page(job, stage, result, time.monotonic() - started)
     except (KeyboardInterrupt, SurgeryError) as error:
-        with suppress(OSError, SurgeryError):  # a full disk may be what ended it
+        with suppress(OSError, SurgeryError):  # a full disk may be the reason
             _write_record(job)
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
             raise TrainingError(f"{job.work.folder}: interrupted in the stage {stage.name}. {GO_ON}") from error

@@ -19,7 +19,7 @@ from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
 
 PresetValues = dict[str, Any]
-# of 16 layers, the lowest ones have no W12
+# share of the lowest layers that have no W12
 PRESERVED = 3 / 16
 PAPER_LENGTH, PAPER_BATCH, ROWS = 8192, 512, 8
 STEPS, MOST_PASSES = 100, 12

@@ -148,7 +148,7 @@ def _lines(values: RecipeValues) -> Iterator[str]:
 def _setting(setting: Field, value: Any) -> Iterator[str]:
     yield from _comment(setting.help + _extra(setting))
     plain = list(value) if isinstance(value, tuple) else value
-    # letters stay as they are; YAML would take some control characters for line ends
+    # only printable text is written unescaped: YAML takes some control characters for line ends
     is_plain = "".join(map(str, plain if isinstance(plain, list) else [plain])).isprintable()
     text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=is_plain, width=10**6)
     # after a bare value YAML ends the document

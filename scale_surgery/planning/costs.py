@@ -126,7 +126,7 @@ def _peak_memory(
     for tensor in tensors:
         if tensor.init == "copy" and tensor.block == "w12":
             info = checkpoint.tensors[tensor.source]
-            # in float32 the share of one copy; of several also what keeps them apart
+            # in float32 the share of one copy; of several also the noise that keeps them apart
             matrices = 1 if tensor.elements == info.elements else 5
             working = max(working, info.elements * (DTYPE_BYTES[info.dtype] + 4 * matrices))
     return PROCESS_BYTES + working + 2 * max(shards.values(), default=0)

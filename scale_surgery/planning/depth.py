@@ -187,7 +187,7 @@ def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec
         "layers": architecture.layers,
         "expanded_layers": list(layers),
         "new_layers": list(numbering.new),
-        # which of its modules are attention and which are MLPs, for what trains alone
+        # groups of its modules, for --train-only
         "groups": _groups(architecture),
     }
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scale_surgery.planning.request import Request
 
 DEFAULT_COPIES = 2
-# beyond any model that there is
+# the largest number is beyond any model
 COPIES = Range(least=2, most=1000)
 # halving is exact in these, but for subnormal numbers
 HALVING_DTYPES = ("F32", "BF16")

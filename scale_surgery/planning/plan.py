@@ -30,7 +30,7 @@ from scale_surgery.planning.specs import Collaboration, Spec, Widths, specs_of_l
 from scale_surgery.planning.tensors import Init, NewTensor, TensorPlan
 
 SHARD_BYTES = 512 * 1024 * 1024
-# what names of shards of expansions begin with; the name of the expansion follows
+# start of the names of an expansion's shards; its name follows
 SHARD_STEM = "expansion-"
 
 

@@ -20,7 +20,7 @@ from scale_surgery.planning.plan import Origin, Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
-# among the versions that a proof names
+# key of this package in the versions of a proof
 PACKAGE = "scale-surgery"
 
 

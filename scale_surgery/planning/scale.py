@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
     from scale_surgery.planning.request import Request
 RATIO = Range(above=0, most=4)
-# beyond any model that there is; its costs are still numbers
+# the largest is beyond any model, and its costs are still numbers
 WIDTH = Range(least=0, most=10**7)
 # inner features of an MLP over features of the residual stream
 USUAL_INNER = 4
-# a share that differs from the ratio by more than this part of it is explained
+# shares of widths that differ more from the ratio are explained
 SHARE_TOLERANCE = 0.2
 
 
@@ -89,7 +89,7 @@ class Scale(Method):
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """W12 and the head's up part, which start at zero."""
-        # by name, as the model's classes find them: a record may say anything of their block
+        # by name, as the model's classes find them; the block in a record may be wrong
         heads = {tensor.name for tensor in plan.head_parts}
         return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
 

@@ -14,7 +14,7 @@ from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm, Sizes, Stream
 
 FORMAT = 2
-# blocks that take the place of base tensors, and add nothing beside them
+# blocks that replace base tensors
 REPLACING = ("w11", "bias11")
 Spec = dict[str, Any]
 

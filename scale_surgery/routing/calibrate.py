@@ -42,7 +42,7 @@ from scale_surgery.surgery.routers import is_even, router_of, sides_of, weights_
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
 
-# what is measured on which text
+# measurement by text
 SIDES = {"old": "forgetting", "new": "learning"}
 
 
@@ -293,7 +293,7 @@ def _write(result: Calibration) -> None:
     try:
         with ExitStack() as stack:
             if result.plot is not None:
-                # it gets its name when the setting is written
+                # the file gets its name once the setting is written
                 plot_calibration(result, stack.enter_context(finished_file(result.plot)))
             if result.written:
                 assert result.proposed.routing is not None

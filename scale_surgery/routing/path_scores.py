@@ -229,7 +229,7 @@ class PathLosses:
         return replace(self, nats=nats, scored=scored)
 
 
-# how a batch is routed: its scores with what comes out and the weights of the paths
+# routes a batch: its scores with routed output and weights of the paths
 Weigh = Callable[[PathBatch], TokenScores]
 
 

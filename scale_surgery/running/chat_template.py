@@ -47,7 +47,7 @@ def tokenize_chat(
             is_answer[start:end] = b"\1" * (end - start)
     except DataError:
         raise
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         reason = " ".join(f"{error}".split()) or type(error).__name__
         raise DataError(
             f"{source}: the chat template does not take the conversation ({reason}). Change its messages."
@@ -68,7 +68,7 @@ def _answers(
         prompt = fill(messages[:place], tokenize=False, add_generation_prompt=True)
         closed = fill(messages[: place + 1], tokenize=False)
         if not whole.startswith(closed):
-            # some templates leave the thoughts of all answers but the last one out, such as Qwen3's
+            # some templates, such as Qwen3's, drop the thoughts of all answers but the last
             words = (message.get("content") or "").strip()
             closed = prompt + words + closed.rpartition(words)[2] if words else ""
         if not (whole.startswith(prompt) and closed.startswith(prompt) and whole.startswith(closed)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from scale_surgery.errors import DataError
 
-# texts are cut to this where nobody says so, however long a model's context is
+# default length of a window, if the context is longer
 DEFAULT_LENGTH = 1024
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from scale_surgery.errors import PlanError
 
-# every operation is there: float64 for exact comparisons, eigenvalues, all attention kernels
+# devices with every operation: float64 for exact comparisons, eigenvalues, all attention kernels
 COMPLETE_KINDS = ("cuda",)
-# kinds of devices that a machine has or has not
+# kinds of accelerators
 ACCELERATORS = ("cuda", "mps", "xpu", "npu", "hpu", "mtia")
 # on the CPU a model larger than the given memory is read from its files as it runs
 MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or --memory, where a command has them."
@@ -36,6 +36,6 @@ def choose_device(name: str, *, only_trains: bool = False) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, of the machine or of a device."""
-    # who has not imported torch has not had its errors either
+    # without an import of torch the error cannot be torch's
     torch: Any = sys.modules.get("torch")
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))

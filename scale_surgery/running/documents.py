@@ -30,7 +30,7 @@ from scale_surgery.running.text_files import BLANK, open_text, read_array, read_
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
-# a row is the first of these that it has
+# sets of fields; the first that a row has counts
 FIELDS = (("text",), QUESTION, ("prompt", "completion"), ("messages",), ALPACA)
 TEXTS = frozenset(("input", *chain.from_iterable(FIELDS))) - {"messages"}
 PROMPTS = ("prompt", "question")
@@ -38,7 +38,7 @@ EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
 EXPECTED = (
     'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or {"instruction", "output"}'
 )
-# how rows of Alpaca are usually written out
+# the usual prompts of Alpaca
 TASK = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -49,7 +49,7 @@ TASK_WITH_INPUT = (
     "### Response:\n"
 )
 HALF = "holds half a character (a lone surrogate), expected Unicode text"
-# what a value of JSON is called
+# names of kinds of JSON values, for errors
 KINDS: tuple[tuple[Any, str], ...] = (
     (bool, "true or false"),
     ((int, float), "a number"),
@@ -57,8 +57,8 @@ KINDS: tuple[tuple[Any, str], ...] = (
     (list, "a list"),
     (Mapping, "an object"),
 )
-# a text of more characters is tokenized in pieces, each up to the end of a line: while a text becomes tokens, each
-# character takes a hundred bytes and more
+# longer texts are tokenized in pieces that end at a line, since the tokenizer needs a hundred bytes and more for each
+# character
 LONG_TEXT = 2**20
 PIECE = 2**16
 ROWS_A_REPORT = 1000
@@ -174,7 +174,7 @@ def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]
     if _is_dataset(source):
         if source.path.suffix.lower() in DATA_FILES and not source.path.is_dir():
             with open_text(source.path, advance):
-                pass  # the library says less of what is no file
+                pass  # a better error than the library's for what is no file
         return read_rows(source), f"{source.name}, row"
     if source.path.suffix == ".json" and (entries := read_array(source.path, advance)):
         return entries, f"{source.path}, entry"
@@ -199,7 +199,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
         elif len(problems) < MOST_LINES:
             problems.append(f"{where} {number}: {_row_problem(row, every, expected)}.")
         else:
-            more += 1  # as many as there are rows
+            more += 1  # there may be one for each row
     if problems:
         raise DataError.from_problems([*problems, *([f"... and {more} more."] if more else [])])
 
@@ -227,7 +227,7 @@ def _field_problem(row: Mapping[str, Any], name: str) -> str | None:
 def _text_problem(value: Any, name: str) -> str | None:
     if not isinstance(value, str):
         return f'"{name}" is {_kind(value)}, expected a text'
-    # JSON can name halves of a character, which are no Unicode
+    # JSON can escape lone surrogates, which are no Unicode
     return f'"{name}" {HALF}' if HALF_A_CHARACTER.search(value) else None
 
 

@@ -24,7 +24,7 @@ from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import RunOptions
 
 LOADING_ADVICE = "Check --device, and whether transformers alone loads it."
-# what `translated` is given where a loaded model computes or generates
+# arguments of `translated` for running a loaded model
 RUNNING = (
     "config.json, generation_config.json",
     "the model does not run with them",
@@ -91,7 +91,7 @@ def loaded(
         with quiet_transformers():
             with translated(title, "cannot be loaded", LOADING_ADVICE):
                 auto_class = model_class(checkpoint, run)
-                # our classes then load what does not fit, so that all that is wrong is said
+                # with this our classes load in spite of misfits, so that all problems are listed
                 options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
                 model.eval()

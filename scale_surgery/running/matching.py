@@ -14,7 +14,7 @@ from typing import Any
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.stored_names import TensorPlace
 
-# what wrappers around a model or a module put into names: DDP, torch.compile, FSDP, checkpointing of activations
+# parts of names that wrappers add: DDP, torch.compile, FSDP, checkpointing of activations
 WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 

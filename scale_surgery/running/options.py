@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from scale_surgery.fields import Count, Range
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-# windows in one forward pass, where an operation has no reason for another number
+# default windows in one forward pass
 WINDOWS = 8
-# report holds the hidden states of all layers for them
+# report holds hidden states of all layers
 REPORT_WINDOWS = 1
 
 

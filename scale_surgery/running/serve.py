@@ -25,7 +25,7 @@ from scale_surgery.running.loading import LOADING_ADVICE, model_class, translate
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 
-# what transformers' server imports beside transformers
+# packages that transformers' server needs
 NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")
 
 

@@ -18,7 +18,7 @@ from transformers.cli.serving.utils import GenerateManager, InferenceThread
 from scale_surgery.errors import DataError
 from scale_surgery.running.context import check_room, context_of
 
-# what transformers' server reads of a request, by endpoint; it takes more fields, and does nothing with them
+# fields that transformers' server reads, by endpoint; it accepts others and ignores them
 EVERYWHERE = frozenset({"generation_config", "model", "seed", "stream", "temperature", "top_p"})
 COMPLETIONS = EVERYWHERE | {"frequency_penalty", "max_tokens", "prompt", "stop", "suffix"}
 CHAT = EVERYWHERE | {"chat_template_kwargs", "frequency_penalty", "logit_bias", "max_completion_tokens", "max_tokens"}
@@ -143,7 +143,7 @@ class Server(Serve):
         """The name that a request gives, model and processor, with what computes by that name's path."""
         served = self._model_manager.force_model
         name = served if body.get("model") is None else body["model"]
-        # JSON may hold what cannot be looked up
+        # JSON may hold unhashable values
         if name not in tuple(self.paths):
             raise Refusal(
                 f"The model {name!r} is not served here, expected {' or '.join(self.paths)}.",
@@ -159,7 +159,7 @@ class Server(Serve):
                 "no_chat_template",
             )
         body["model"] = name
-        # where the server looks for what computes for a model
+        # the server looks up the manager of a model here
         self._generation_state._generate_managers[name] = OnePath(self.thread, model, self.paths[name])
         return name, model, processor
 

@@ -16,10 +16,10 @@ from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.errors import DataError
 
-# what to do where old text is asked for
+# advice where old text is missing
 NO_OLD_TEXT = "Where there is none, the base writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
-# a name that ends so was meant as a file
+# suffixes of names that are no ids of datasets
 FILE_SUFFIXES = (
     ".txt",
     ".text",

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import DataError
 from scale_surgery.progress import Progress
 
-# what a blank line of JSONL is read as
+# value of a blank line of JSONL
 BLANK = {"text": ""}
 
 
@@ -43,14 +43,14 @@ def open_text(
         advance(now - done)
         done = now
 
-    # a byte order mark is no text
+    # without a byte order mark
     with readable(path), open_regular(path) as stream, TextIOWrapper(stream, "utf-8-sig", newline=newline) as text:
         yield text, report
 
 
 def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
     """The values of a file of JSON lines: BLANK for an empty line, a ValueError for one that is no JSON."""
-    # texts in JSON may hold other line ends, which end no line here
+    # other line ends may stand inside JSON texts
     with open_text(path, advance, newline="\n") as (text, report):
         for line in text:
             try:

@@ -165,6 +165,6 @@ def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def pad(rows: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
     """Join the ids or the labels of sequences, as they stand, into one right-padded tensor."""
-    # which id stands in the padding does not matter: nothing attends to it, nothing is scored
+    # any id can pad: it is masked and not scored
     value = IGNORED if name == "labels" else 0
     return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)

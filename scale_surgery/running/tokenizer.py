@@ -23,7 +23,7 @@ from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# what else decides token ids, or what images are turned into
+# more files that decide token ids, or the input of images
 VOCABULARY_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
@@ -34,14 +34,14 @@ VOCABULARY_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-# what decides how a model is asked and continued, whatever it computes
+# files of prompting and generation
 ASKING_FILES = ("chat_template.jinja", "chat_template.json", GENERATION_FILE)
 # keys of a tokenizer that its calls change
 CHANGED_BY_CALLS = ("truncation", "padding")
 # files that a tokenizer written in Python may read, and those among them that belong to the model
 CODE_SUFFIXES = (".json", ".model", ".txt", ".py")
 MODEL_FILES = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# the name that transformers 4 and 5 both know for a tokenizer that is all in tokenizer.json
+# the class name of a tokenizer in tokenizer.json alone that transformers 4 and 5 both know
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
@@ -57,7 +57,7 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
-    except Exception:  # of tokenizers too, which raise it bare
+    except Exception:  # tokenizers raise it bare
         return None
 
 

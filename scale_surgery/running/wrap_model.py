@@ -32,7 +32,7 @@ QUANTISED_MARKS = (
     *("hf_quantizer", "is_loaded_in_8bit", "is_loaded_in_4bit"),
     *("is_8bit_serializable", "is_4bit_serializable", "is_quantized", "quantization_method"),
 )
-# what accelerate puts into a module
+# attributes that accelerate sets
 HOOKED = ("forward", "_old_forward", "_hf_hook")
 
 
@@ -124,7 +124,7 @@ def check_class(model: Any, architecture: Architecture) -> None:
     """Refuse a model of another class than the stock ones of an architecture, and those that expand them."""
     classes = [made for name, made in modeling.model_classes(architecture).items() if name != "AutoConfig"]
     stock = {made.__bases__[1] for made in classes}
-    # the code in a model's folder makes a class of the same name
+    # code in a model's folder defines a class of the same name
     if type(model) in stock or (is_expanded(model) and type(model).__name__ in {made.__name__ for made in classes}):
         return
     names = " or ".join(sorted(made.__name__ for made in stock))
@@ -198,7 +198,7 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
     stock, stock_config = type(expanded), type(expanded.config)
     classes = modeling.expanded_classes({"AutoModel": stock}, stock_config)
     expanded.__class__, expanded.config.__class__ = classes["AutoModel"], classes["AutoConfig"]
-    # the class says it; a config that was read from a file may say it too
+    # the class has it; an instance that was read from a file may have the old one
     vars(expanded.config).pop("model_type", None)
     expanded.config.scale_surgery = {"base": config[CONFIG_KEY][BASE_KEY], "expansions": []}
     expanded.let_paths_through()

@@ -47,7 +47,7 @@ class Output:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
         self.messages = VisibleConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-        # of several processes that a launcher started, the first one speaks
+        # of several processes only the first prints
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = quiet or not self.is_first
         # without markup: a name may hold brackets
@@ -61,7 +61,7 @@ class Output:
             # JSON escapes all that is not ASCII, and of ASCII all control characters but one
             sys.stdout.write(json.dumps(to_json(result), indent=2).replace("\x7f", "\\u007f") + "\n")
         else:
-            # a path that fits no line is not cut off
+            # long paths are not cut
             self.results.print(rendered, crop=False)
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:

@@ -166,6 +166,6 @@ def _write_numbers(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:
 
     for group in groups:
         numbers = textwrap.fill(", ".join(str(point.number) for point in group), LINE_WIDTH)
-        # what is below stays visible around the letters
+        # a thin white outline keeps the curves below visible
         outline = withStroke(linewidth=2.5, foreground="white")
         axes.annotate(numbers, group[0].place, (7, 6), path_effects=[outline], **NUMBERS)

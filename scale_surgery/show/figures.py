@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DOTS_PER_INCH = 160
 PANEL_SIZE = (7.0, 2.1)
-# shapes tell the same as colours
+# shapes repeat what colours say
 MARKERS = {BLUE: "o", VERMILION: "s"}
 # a curve of more points has no markers
 MOST_MARKERS = 40
@@ -96,7 +96,7 @@ def _write(figure: Figure, file: Any, form: str, **options: Any) -> None:
 
     for text in figure.findobj(Text):
         text.set_text(visible_text(text.get_text()))
-    # what would differ from one time to the next: the time itself, and names of parts
+    # no time and no random ids, so that equal figures give equal bytes
     unsaid: dict[str, Any] = {"svg": {"Date": None}, "png": {"Software": None}}[form]
     with rc_context({"svg.hashsalt": "scale-surgery", "svg.fonttype": "none"}):
         figure.savefig(file, format=form, dpi=DOTS_PER_INCH, metadata=unsaid, **options)

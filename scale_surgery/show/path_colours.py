@@ -17,7 +17,7 @@ from scale_surgery.show.palette import FEW_COLOURS, LIGHT, OTHERS_COLOUR, PATH_C
 from scale_surgery.show.visible import visible_line, visible_text
 
 OPENING, CLOSING = "⟦", "⟧"
-# share of the weight from which on a token is said to come from a path
+# least weight of the path to which a token is attributed
 MOST_OF_IT = 0.5
 # how the paths of tokens are shown
 Marking = Literal["colours", "brackets", "nothing"]

@@ -21,7 +21,7 @@ from scale_surgery.surgery.routers import describe_router
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams
 
-# what a value that there is none of looks like
+# a missing value
 NONE = "–"
 GROUPS = {"attn": "attention", "ffn": "FFN"}
 NORM_COLUMNS = ("norm", "change", "relative", "of W")

@@ -60,7 +60,7 @@ def verdict(promise: Promise, is_required: bool) -> Text:
 
 
 def _problems(result: Verification) -> list[str]:
-    # what concerns the base comes first: the rest may follow from it
+    # problems with the base come first, as others may follow from them
     broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
     problems = [*(line for promise in broken for line in promise.problems), *result.problems]
     return shorten(list(dict.fromkeys(problems)), ending="; -o FILE.json writes all")

@@ -52,7 +52,7 @@ def _bytes_of(piece: str) -> str | None:
         return byte[1]
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # of a byte-level vocabulary, GPT-2's and its heirs'
+    # pieces of a byte-level vocabulary, such as GPT-2's
     characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
     bytes_of = {character: byte for byte, character in characters.items()}
     is_bytes = piece != "" and all(character in bytes_of for character in piece)

@@ -28,7 +28,7 @@ LARGEST = 2**30
 LARGEST_BEFORE = 2**25
 # of control groups of version 2 and 1, as a container sees its own
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-# who sets one of these has chosen already
+# variables by which a user configures malloc
 CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
 

@@ -86,7 +86,7 @@ def make_arguments(
     from transformers import TrainingArguments
 
     tenth = math.ceil(steps / PARTS_OF_A_RUN)
-    # transformers 5 renamed it on the way
+    # a release of transformers 5 renamed it
     names = {field.name for field in fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     options: dict[str, Any] = {checkpointing: settings.gradient_checkpointing}
@@ -108,7 +108,7 @@ def make_arguments(
         eval_steps=(settings.eval_every or tenth) if is_measured else None,
         eval_on_start=is_measured,
         logging_steps=settings.log_every or min(MOST_STEPS_BETWEEN_LOGS, tenth),
-        # a loss that is not a number must be seen
+        # a loss of NaN must show
         logging_nan_inf_filter=False,
         use_cpu=is_cpu(run),
         dataloader_pin_memory=not is_cpu(run),

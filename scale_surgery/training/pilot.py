@@ -101,7 +101,7 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
     model.train()
     model.config.use_cache = False
     if settings.gradient_checkpointing:
-        # transformers 5 renamed it on the way
+        # a release of transformers 5 renamed it
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     order = torch.Generator().manual_seed(settings.seed)

@@ -11,7 +11,7 @@ from scale_surgery.fields import Count, Range, Seed, SequenceLength
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
-# optimizer steps of a pilot, below which a ranking says that they are few
+# fewer optimizer steps of a pilot give a warning
 ENOUGH_STEPS = 50
 
 

@@ -26,7 +26,7 @@ from scale_surgery.running.sequences import Sequences
 from scale_surgery.running.texts import collate
 from scale_surgery.training.settings import TrainingSettings
 
-# numbers in float32 that are held at once beside the logits
+# most float32 numbers held at once beside the logits
 CHUNK = 2**24
 
 
@@ -58,7 +58,7 @@ class Rehearsal:
         return int(_order(len(self.sequences), self.seed + number)[place])
 
 
-# a batch reads from one pass or from two
+# a batch may span two passes
 @lru_cache(maxsize=2)
 def _order(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -68,7 +68,7 @@ def reporting(
         return
     latest = training.whole_checkpoints()[-1:]
     begin = training.step_of(latest[0]) + 1 if latest else 0
-    # what is measured after the last step opens it again
+    # the callback opens it again for the measurement after the last step
     board.logging_dir = board.logging_dir or str(training.target / REPORTS_FOLDER)
     # the callback knows which of two packages is there
     board.tb_writer = board._SummaryWriter(log_dir=board.logging_dir, purge_step=begin if resume else None)

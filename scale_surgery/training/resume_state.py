@@ -36,7 +36,7 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, DistError):
-            raise  # the files may be as good as ever
+            raise  # the files may be fine
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise TrainingError(
             f"{checkpoint}: cannot be resumed from, its files are not those that a run wrote ({reason}). Restore them, "
@@ -47,5 +47,5 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
 def check_state(checkpoint: Path) -> None:
     """Check the trainer's state of a checkpoint before it is read."""
     with reading_state(checkpoint):
-        list_files(checkpoint)  # a pipe would be waited for
+        list_files(checkpoint)  # refuses a pipe, which would block
         read_record(read_json(checkpoint / STATE_FILE), TrainerFile, STATE_FILE)

@@ -20,8 +20,7 @@ GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
-# the side of texts that are rehearsed; that of some of the texts to learn, measured beside "old" and "new"; samples of
-# a run
+# names of text sides beside "old" and "new": rehearsed texts, a sample of the texts to learn; the file of samples
 REHEARSAL, SAMPLE, SAMPLES_FILE = "rehearsal", "text", "rehearsal.jsonl"
 
 

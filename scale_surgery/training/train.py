@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from scale_surgery.training.trainer import ExpansionTrainer
 
 
-# before and after a run one in ten of the sequences that it reads is measured: at least as many as one step reads, and
-# so many at most
+# without new text one in ten sequences is measured before and after a run: at least those of one step, and at most
+# so many
 SAMPLED_SHARE, MOST_SAMPLED = 10, 64
 
 

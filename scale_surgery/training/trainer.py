@@ -48,7 +48,7 @@ class ExpansionTrainer(Trainer):
     def __init__(
         self, *, sides: Mapping[str, Sequences], eval_batch: int, rehearsal: Rehearsal | None = None, **options: Any
     ) -> None:
-        # the Trainer wants a data set where it is to evaluate; what is measured stands in `sides`
+        # the Trainer needs a data set to evaluate; `evaluate` measures `sides`
         super().__init__(**options, eval_dataset=dict(sides) or None)
         self.remove_callback(PrinterCallback)
         self.sides, self.eval_batch = sides, eval_batch
@@ -158,7 +158,7 @@ class ExpansionTrainer(Trainer):
             with expansion_disabled(self.accelerator.unwrap_model(self.model)):
                 self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides if side != SAMPLE}
         is_end = self.state.global_step in (0, self.args.max_steps)
-        # the sample tells of the whole run: it is measured before and after
+        # the sample is measured before and after the run
         scores = {side: self.measure_side(side) for side in self.sides if side != SAMPLE or is_end}
         metrics = {f"{side}_nats_per_token": score.nats_per_token for side, score in scores.items()}
         metrics |= {f"{side}_accuracy": score.accuracy for side, score in scores.items() if score.accuracy is not None}
@@ -175,7 +175,7 @@ class ExpansionTrainer(Trainer):
         """Measure on one of the texts, each process on its share; a model with a router routes."""
         share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
         inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        # the base that forgetting is measured against stays the base
+        # only the model routes; the base is measured without its expansion
         routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
         with inside.routing_enabled() if routes else nullcontext():
             part = measure(self.model, share, self.eval_batch)
@@ -198,7 +198,7 @@ def whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        # after a measurement some units are whole still, and hold other tensors than the optimizer
+        # after a measurement some units are still unsharded, with other tensors than those of the optimizer
         if isinstance(module, FSDPModule):
             module.reshard()
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -64,7 +64,7 @@ def chart_figure(
             axes.set_yscale("log", nonpositive="mask")
         else:
             axes.ticklabel_format(useOffset=False)
-        # where a line ends before the others, that is seen
+        # the axes span all points, so that a shorter line shows as such
         height = axes.dataLim.y0 if is_log or reaches is None else reaches
         axes.update_datalim([(min(places), height), (max(places), height)])
         axes.autoscale_view()
@@ -86,7 +86,7 @@ def collaboration_charts(report: Report) -> Iterator[Chart]:
     """W12 over layers; none of a model that was not trained."""
     if report.state != "trained":
         return
-    # what started as zeros has the norm of its change
+    # a block that started as zeros has the norm of its change
     norm, share = ("Norm", "Norm over that of W"), ("Change", "Change over the norm of W")
     titles = norm if METHODS[report.method].starts_at_zero else share
     labels = (titles[0].lower(), "share of W's norm")
