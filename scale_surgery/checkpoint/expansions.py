@@ -1,4 +1,4 @@
-"""Named expansions in files: names of their tensors, and what config.json says of each.
+"""Named expansions in files: names of their tensors, and their specifications in config.json.
 
     model.layers.3.mlp.up_proj.weight                     the base's
     model.layers.3.mlp.up_proj.expansions.medicine.w21    beside it, a block of the expansion `medicine`

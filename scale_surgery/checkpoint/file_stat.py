@@ -25,7 +25,7 @@ class Stamp:
     names: int
 
     def is_still(self, now: Stamp) -> bool:
-        """Whether a file is as it was."""
+        """Whether a file is unchanged."""
         if (self.bytes, self.written) != (now.bytes, now.written):
             return False
         # hard links come and go with outputs that share a shard, and are no change

@@ -26,7 +26,7 @@ PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
 
 
 def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
-    """The command that makes an expanded folder of what a trainer saved."""
+    """The command that adopts the output of a trainer."""
     key = config.get(CONFIG_KEY)
     specs = next(iter(specs_of_expansions(key)), None) if isinstance(key, dict) else None
     origin = specs.get(ORIGIN_KEY) if isinstance(specs, dict) else None

@@ -55,7 +55,7 @@ def form_of(path: Path) -> Form:
 
 
 def refuse_form(path: str | Path, form: Form, wanted: Form) -> NoReturn:
-    """Refuse a folder of another form than what is asked for needs, with the command that mends it."""
+    """Refuse a folder of the wrong form, with the command that helps."""
     adopt = adopt_line(path, _config(Path(path))) if form == "saved" else ""
     expected = EXPECTED[form, wanted].format(path=path, adopt=adopt)
     raise CheckpointError(f"{path}: {FOUND[form]}, expected {expected}")
@@ -68,7 +68,7 @@ def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Parsed config.json; empty where there is none that can be read, as who opens the folder will say."""
+    """Parsed config.json; empty where it cannot be read."""
     try:
         config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
     except (OSError, ValueError):

@@ -63,7 +63,7 @@ def unfit(path: Path, name: str) -> str | None:
 
 
 def leads_out(path: Path, name: str) -> bool:
-    """Whether a file of a folder lies outside of it; the Hub's cache alone is made of links, into its own blobs."""
+    """Whether a file of a folder lies outside of it; links of the Hub's cache to its blobs do not count."""
     inside = PurePosixPath(name)
     steps = (inside, *inside.parents[:-1])
     # without a link on the way a file lies where its name says

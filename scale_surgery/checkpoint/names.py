@@ -61,5 +61,5 @@ def is_inside(name: object) -> bool:
 
 
 def is_unicode(name: str) -> bool:
-    """Whether a name can be written as UTF-8; Python's form of a file name that is none holds half characters."""
+    """Whether a name can be written as UTF-8; otherwise Python's form of it holds lone surrogates."""
     return HALF_A_CHARACTER.search(name) is None

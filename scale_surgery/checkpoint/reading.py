@@ -1,4 +1,4 @@
-"""Files that others made: only regular ones are opened, and what is read whole has a bound.
+"""Read files that others made: regular ones only, and whole ones up to a bound.
 
 A pipe in place of config.json would wait for a writer for ever, and /dev/zero has no end. JSON that is read can be
 written again: its depth is bounded, and it holds no half characters.
@@ -68,7 +68,7 @@ def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; of a key that stands twice the last counts, as for transformers."""
+    """Parse JSON; of repeated keys the last counts, as for transformers."""
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark, which transformers does not read either")
     try:

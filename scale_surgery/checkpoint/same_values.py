@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def difference(tensor: Tensor, wanted: Tensor) -> str | None:
-    """Say how the numbers of two tensors of one shape differ; None where they are the same, the bits of each.
+    """How the numbers of two tensors of one shape differ; None where all bits are the same.
 
     Both are widened to the narrowest dtype that holds either exactly, so that nothing is rounded before it is compared.
     """

@@ -23,7 +23,7 @@ SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model lies and what to call it; the path of a folder is never recorded, only its name."""
+    """Path and name of a model; only the name is ever recorded."""
 
     path: Path
     name: str

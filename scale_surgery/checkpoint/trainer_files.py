@@ -1,4 +1,4 @@
-"""What a trainer leaves beside a model that it saves: numbers out of JSON, and the names of what is not read.
+"""Files that a trainer leaves beside a model: numbers from JSON, and names of files that are not read.
 
 trainer_state.json     steps, epochs, and a log of losses (transformers, TRL)
 training_args.json     settings, where somebody wrote them as JSON
@@ -28,7 +28,7 @@ STEP = "global_step"
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """What a trainer left.
+    """Numbers of a trainer, and its files.
 
     Attributes:
         state: Numbers of its state, such as global_step and epoch.
@@ -68,7 +68,7 @@ def read_left_behind(path: Path) -> LeftBehind:
 
 
 def chat_template(checkpoint: Checkpoint) -> Any:
-    """The template by which a tokenizer writes a conversation, as it lies there; None where it has none."""
+    """The chat template of a tokenizer; None where it has none."""
     if TEMPLATE_FILE in checkpoint.side_files:
         return read_text(checkpoint, TEMPLATE_FILE)
     return (_read(checkpoint.path / TOKENIZER_FILE) or {}).get("chat_template")

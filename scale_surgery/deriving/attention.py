@@ -32,7 +32,7 @@ class HeadCounts:
 
     @property
     def named(self) -> dict[str, int]:
-        """What attention may read from itself or its config."""
+        """Numbers that attention may read from its attributes or config."""
         return {
             "query_heads": self.query,
             "query_features": self.query * self.size,
@@ -146,7 +146,7 @@ def _check_roles(readers: tuple[Linear, ...]) -> None:
 
 
 def _inner_norm(leaf: ModuleCall, attention: Attention, heads: HeadCounts) -> InnerNorm:
-    """A norm on queries, keys or what the heads give."""
+    """A norm on queries, keys or outputs of heads."""
     assert leaf.before is not None and leaf.gave is not None
     shape = tuple(leaf.before.shape)
     style = norm_style(leaf.module, shape[-1]) if is_norm(leaf.module) else None
@@ -209,7 +209,7 @@ def _size_named(name: str, value: object, heads: HeadCounts) -> str | None:
 
 
 def _source(module: nn.Module) -> str:
-    """Source of what a module's forward runs of its own class."""
+    """Source of a module's forward and of the methods of its class that it calls."""
     return "".join(_functions(type(module), "forward", set()))
 
 

@@ -1,4 +1,4 @@
-"""A base model with the facts about its architecture, derived from the config that lies with it."""
+"""A base model with the facts about its architecture, derived from its config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADVICE = "Check config.json, and whether transformers alone loads the model."
 
 
 def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
-    """Read what planning has to know of a base model; no weight is read."""
+    """Read config and headers of a base model, and derive the facts for planning."""
     derived = derive_config(
         checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code_folder(checkpoint, run)
     )

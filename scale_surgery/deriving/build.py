@@ -74,7 +74,7 @@ def build_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def usual_torch() -> Iterator[None]:
-    """Torch as it is where nobody set anything: facts are the same inside a caller's `no_grad` or default dtype."""
+    """Default settings of torch, so that facts do not depend on a caller's `no_grad` or default dtype."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     plain = torch.autocast("cpu", enabled=False)
@@ -125,7 +125,7 @@ def _is_layer_list(module: nn.Module) -> bool:
 
 
 def read(config: Any, key: str) -> Any:
-    """A value of a config; None where it has none, or another one for each layer."""
+    """A value of a config; None where it has none, or one for each layer."""
     try:
         return getattr(config, key, None)
     # configs with a value for each layer may raise here, each in its own way

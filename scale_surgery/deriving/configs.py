@@ -72,14 +72,14 @@ def own_code_of(config: Any, classes: Mapping[str, type]) -> dict[str, str]:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """What config.json says of the auto classes that load language models."""
+    """The classes that config.json names for auto classes of language models."""
     stated = config.get("auto_map")
     known = stated if isinstance(stated, Mapping) else {}
     return {auto: str(known[auto]) for auto in AUTO_CLASSES if auto in known}
 
 
 def _name_problems(names: Mapping[str, str], folder: Path) -> list[str]:
-    """Names that are none of a class in a file of the folder, a line each; a Python file is made of them."""
+    """Names that are no class of a Python file in the folder, a line each."""
     problems = []
     if GENERATES not in names:
         problems.append(f"config.json: auto_map has no {GENERATES}, expected the class of a language model.")

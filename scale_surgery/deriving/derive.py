@@ -41,7 +41,7 @@ _one_at_a_time = Lock()
 
 @dataclass(frozen=True)
 class Derived:
-    """What was derived from a config.
+    """Facts derived from a config.
 
     Attributes:
         architecture: Facts about the architecture.

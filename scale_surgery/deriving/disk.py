@@ -1,4 +1,4 @@
-"""What modules are called in the files of a checkpoint, where transformers renames them while it loads.
+"""Names of modules in the files of a checkpoint, where transformers renames them while it loads.
 
 The names are those of this checkpoint: transformers may read several for one module, and write yet another.
 """

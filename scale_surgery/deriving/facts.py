@@ -1,4 +1,4 @@
-"""From two twins to facts: what holds in both of them, with the numbers of the real model."""
+"""From two twins to facts: those that hold in both, with the sizes of the real model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CommonFacts:
 
 
 def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> WatchedTwin:
-    """Build a twin, run it, and derive what it is made of."""
+    """Build a twin, run it, and derive its layers and what surrounds them."""
     model = build_twin(config)
     place = find_place(model)
     assert place is not None
@@ -172,7 +172,7 @@ def _agree_outside(first: Outside, second: Outside) -> Outside:
 
 
 def _agreed_kinds(first: WatchedTwin, second: WatchedTwin) -> dict[int, Kind]:
-    """The kinds of the first twin, where the second gives the same but for the numbers."""
+    """The kinds of layers of the first twin on which the second agrees but for sizes."""
     heads = read(text_config(second.model), "num_attention_heads") or 1
     mutes = zero_output_names(first.model, first.place.path, first.layers)
     kinds = {}

@@ -85,14 +85,14 @@ def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor, cal
 
 
 def _direct(contents: _Contents) -> tuple[str, ...]:
-    """Linears that read the residual stream as it is, in a layer in which others read what a norm gives."""
+    """Linears that read the residual stream itself, in a layer where others read the output of a norm."""
     if not contents.pre_norms:
         return ()
     return tuple(reader.name for part in contents.parts for reader in part.readers if not _norm_before(part, contents))
 
 
 def _norm_before(part: LayerPart, contents: _Contents) -> str:
-    """The norm whose output a part reads; empty where it reads the residual stream as it is."""
+    """The norm whose output a part reads; empty where it reads the residual stream itself."""
     same = {name: output for name, output in contents.norm_outputs.items() if output.numel() == part.entry.numel()}
     return next((name for name, output in same.items() if is_combination(part.entry, [output]) is not None), "")
 
@@ -121,7 +121,7 @@ def _part_of(trace: Trace, path: str, call: ModuleCall, inside: list[ModuleCall]
 
 
 def _close_loose(contents: _Contents, layer: nn.Module, stream: Tensor) -> None:
-    """Linears that lie in the layer itself are a part once one of them writes to the residual stream."""
+    """Make a part of linears in the layer itself, once one of them writes to the residual stream."""
     calls, contents.loose = contents.loose, []
     entry = next(call for call in calls if is_linear(call.module)).before
     assert entry is not None
@@ -129,7 +129,7 @@ def _close_loose(contents: _Contents, layer: nn.Module, stream: Tensor) -> None:
 
 
 def _add_part(contents: _Contents, part: LayerPart, stream: Tensor) -> None:
-    """A part adds what it gives, or what its writer gives where it adds the residual stream itself."""
+    """Add a part: it contributes its output, or that of its writer where it adds the residual stream itself."""
     written = None if part.writer is None else part.writer.after
     gave = written if part.call is None else part.call.after
     if gave is None:
@@ -151,7 +151,7 @@ def _add_part(contents: _Contents, part: LayerPart, stream: Tensor) -> None:
 
 
 def _add_norm(contents: _Contents, call: ModuleCall) -> None:
-    """A norm is a post norm where it reads what parts gave, and a pre norm where it reads the residual stream."""
+    """Add a norm: a post norm where it reads outputs of parts, a pre norm where it reads the residual stream."""
     assert call.before is not None and call.after is not None
     style = norm_style(call.module, call.before.shape[-1])
     if style is None:
@@ -214,7 +214,7 @@ def derive_block(part: LayerPart, *, adds_itself: bool = False) -> Block:
 
 
 def _why_block(part: LayerPart, adds_itself: bool) -> str | None:
-    """Why all of a part has to stay as it is; None where its linears can be expanded."""
+    """Why no linear of a part can be expanded; None where they can."""
     names = [call.name for call in part.linears]
     if any(re.search("expert", name) for name, _ in part.module.named_modules()) and part.name:
         return "a mixture of experts"

@@ -88,7 +88,7 @@ def _check_alike(part: LayerPart, linears: tuple[Linear, ...]) -> None:
 
 
 def _check_nothing_between(part: LayerPart) -> None:
-    """Linears that lie in the layer itself cannot be run alone: what the activation gives is what the writer reads."""
+    """Check that the writer reads the activation's output; linears in the layer itself cannot be run alone."""
     (activation,), writer = part.leaves, part.writer
     assert writer is not None
     if len(part.readers) != 1 or not is_same(activation.after, writer.before):

@@ -42,7 +42,7 @@ class Outside:
 
 
 def derive_outside(trace: Trace, model: PreTrainedModel, place: LayersPlace) -> Outside:
-    """Derive what happens around the layers of a twin."""
+    """Derive the modules around the layers of a twin."""
     layers = [call for call in trace.calls if call.name.rpartition(".")[0] == place.path]
     start = trace.calls.index(next(call for call in trace.calls if call.name.startswith(f"{place.path}.")))
     before, after = trace.calls[:start], trace.calls[trace.calls.index(layers[-1]) + 1 :]

@@ -92,7 +92,7 @@ class LayerPart:
         return [name for name, parameter in self.module.named_parameters() if id(parameter) not in called]
 
     def mixes_tokens(self) -> bool:
-        """Whether what it gives for the last token depends on what it read of the others."""
+        """Whether its output for the last token depends on other tokens."""
         if self.call is None or self.entry.dim() != 3 or self.call.after is None or self.call.after.dim() != 3:
             return False
         entry = self.entry.clone()
@@ -178,6 +178,6 @@ def _gives_product(module: nn.Linear) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Features that a linear reads and gives."""
+    """Input and output features of a linear."""
     rows, columns = module.get_parameter("weight").shape
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))

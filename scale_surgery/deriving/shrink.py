@@ -138,7 +138,7 @@ def _sort(value: Any) -> Any:
 
 
 def _is_numbered(name: str) -> bool:
-    """Whether a module is one of many of its kind: the number of experts is none of a layer's."""
+    """Whether a module is one of several of its kind, such as experts, beyond the first."""
     return any(part.isdigit() and part != "0" for part in name.split("."))
 
 

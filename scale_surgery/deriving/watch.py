@@ -65,7 +65,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened in one forward, in the order in which calls ended."""
+    """The calls of one forward, in the order in which they ended."""
 
     calls: tuple[ModuleCall, ...]
     attentions: tuple[Attention, ...]
@@ -94,7 +94,7 @@ def _read_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
 
 
 def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
-    """Run a model once, and note what every module reads and gives."""
+    """Run a model once, and record inputs and outputs of every module; tensors keep their graph."""
     calls: list[ModuleCall] = []
     names = _names(model)
     with ExitStack() as stack:
@@ -108,7 +108,7 @@ def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
 
 
 def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Names of each module; one that all layers share has many."""
+    """Names of each module; a module that layers share has several."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -141,7 +141,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def attention_noted() -> Iterator[list[Attention]]:
-    """Note what stock modules hand to attention by its interface; it is computed as ever."""
+    """Record queries, keys and values of stock modules; attention itself is unchanged."""
     noted: list[Attention] = []
     functions: Any = ALL_ATTENTION_FUNCTIONS
 
@@ -172,7 +172,7 @@ def attention_noted() -> Iterator[list[Attention]]:
 
 
 def _attention_of(module: nn.Module, name: str) -> Any:
-    """The function that computes attention; each file of transformers has an eager one of its own."""
+    """The function that computes attention; each file of transformers has its own eager one."""
     eager = vars(import_module(type(module).__module__)).get("eager_attention_forward")
     return sdpa_attention_forward if name == "sdpa" or eager is None else eager
 

@@ -1,4 +1,4 @@
-"""Forgetting and learning side by side: what several models score on old and on new text.
+"""Forgetting and learning: scores of several models on old and new text.
 
 Which rows a model has is what `evaluate_models` says. Every model reads with its own tokenizer, and long texts are read
 in overlapping windows.

@@ -31,7 +31,7 @@ MeterKind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
 
 @dataclass(frozen=True)
 class Score:
-    """What one model scored, a row of the table.
+    """The score of one model, a row of the table.
 
     Attributes:
         name: What it is called.
@@ -96,7 +96,7 @@ class Meter:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[MeasuredRow]:
-        """Measure a model; of an expanded one also what each of its parts is alone, and last its base."""
+        """Measure a model; of an expanded one also each part alone, and last its base."""
         with loaded_whole(subject.path, subject.name, self.run) as model:
             if not subject.is_expanded:
                 score = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
@@ -117,7 +117,7 @@ class Meter:
 def _parts(
     subject: Subject, model: Any, disabled: str
 ) -> Iterator[tuple[str, MeterKind, str | None, AbstractContextManager[Any]]]:
-    """What of an expanded model runs alone: what it is called, what that is, its base, and how it is chosen."""
+    """The parts of an expanded model that run alone: name, kind, base, and the context that chooses it."""
     for name in subject.expansions:
         yield f"{subject.name}, {name} alone", "path", subject.base or disabled, model.use_expansion(name)
     if subject.is_routed and not subject.expansions:

@@ -40,7 +40,7 @@ from scale_surgery.surgery.routers import read_router
 
 @dataclass(frozen=True)
 class ExpansionSummary:
-    """What an expansion added.
+    """Summary of an expansion.
 
     Attributes:
         method: "scale", "grow" or "depth".
@@ -81,7 +81,7 @@ class ExpansionSummary:
 
 @dataclass(frozen=True)
 class FolderSummary:
-    """What an expanded folder says of itself.
+    """Summary of an expanded folder.
 
     Attributes:
         base_name: Hub id or folder name of the base model; None where it is not known.
@@ -105,7 +105,7 @@ class FolderSummary:
 
     @property
     def is_current(self) -> bool:
-        """Whether it was verified as it stands, and passed."""
+        """Whether its present state was verified, and passed."""
         return bool(self.passed) and not self.changed_since
 
 

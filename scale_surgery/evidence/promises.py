@@ -202,7 +202,7 @@ def _paths_as_alone(
 
 
 def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
-    """Claimed without switching; with it, what a text can lose grows with its length."""
+    """Claimed without switching; with it, the possible loss grows with the length of a text."""
     name, routing, count = "bounded_forgetting", manifest.routing, len(manifest.expansions)
     if routing is None or routing.bound is None:
         reason = "this model does not route" if routing is None else f"the {routing.router} router promises no bound"

@@ -179,7 +179,7 @@ class Report:
 
     @property
     def measured(self) -> dict[str, float]:
-        """What the last training run measured last; empty where it measured nothing."""
+        """The last measurement of the last training run; empty where there is none."""
         return dict(self.runs[-1].get("measured") or {}) if self.runs else {}
 
     def to_json(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def add_norms(parts: Iterable[Norms]) -> Norms:
 
 
 def by_layer(tensors: Iterable[TensorChange]) -> tuple[BlockChange, ...]:
-    """Take all tensors of a layer, a group and a block as one; what lies outside the layers is left out."""
+    """Take all tensors of a layer, group and block as one; tensors outside layers are left out."""
     norms: dict[tuple[int, str, str], list[Norms]] = {}
     for tensor in tensors:
         if tensor.layer is not None:

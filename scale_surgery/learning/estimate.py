@@ -1,4 +1,4 @@
-"""What a job takes, said before it starts: its stages, tokens, memory and disk. Time is shown by progress bars alone.
+"""Estimate stages, tokens, memory and disk of a job before it starts; only progress bars show time.
 
 Numbers that nobody can know before a pilot has chosen layers are taken as if its budget were spent.
 """

@@ -73,7 +73,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Which documents are set aside, by their hashes; of others, how much of the end."""
+    """The documents to set aside, by their hashes; or the share of each document's end."""
 
     parts: Mapping[bytes, str]
     ends: float

@@ -1,4 +1,4 @@
-"""The whole job: check everything, say what it will take, do one stage after the other, write one page.
+"""The whole job: check everything, estimate it, run one stage after the other, write one page.
 
     OUT/learn.json      recipe, files that were read, what each stage that is done has kept
     OUT/recipe.yaml     the recipe, to read and to share
@@ -55,7 +55,7 @@ GO_ON = "Type the same line again to go on."
 
 @dataclass(frozen=True)
 class JobEvents:
-    """Who is told how a job goes on.
+    """Functions that are called as a job goes on.
 
     Attributes:
         estimate: Called once, with what the job takes.
@@ -80,7 +80,7 @@ class Job:
 
 
 def default_output(recipe: Recipe) -> Path:
-    """Where a job goes when nothing is said: `<name>-learn` in the current folder."""
+    """The default folder of a job: `<name>-learn` in the current folder."""
     return Path(f"{Path(recipe.model).name}-learn")
 
 
@@ -173,7 +173,7 @@ def learn(
 
 
 def run(job: Job, *, events: JobEvents = JobEvents(), track: Track = no_track) -> Learned:
-    """Do what `prepare` checked; see `learn`."""
+    """Run a prepared job; see `learn`."""
     try:
         return _run(job, events, track)
     except KeyboardInterrupt as error:

@@ -85,7 +85,7 @@ class Learned:
 
 
 def rows_of(evaluation: Mapping[str, Any], *, routed: bool, name: str | None = None) -> tuple[Row, ...]:
-    """The rows of an evaluation that matter here, from what `evaluate` prints as JSON; of one expansion of several."""
+    """The rows of base, learned and routed model, from the JSON of `evaluate`; `name` is an expansion among several."""
     names = NAMES[routed or name is not None]
     called = {score["name"]: names.get(score["kind"]) for score in evaluation["scores"]}
     called |= {model: "learned" for model in called if model.endswith(f", {name} alone")}

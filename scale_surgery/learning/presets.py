@@ -29,7 +29,7 @@ LENGTHS = {"training.steps", "training.epochs", "training.batch_size"}
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What presets depend on: layers and context length of the base model, and tokens of the text to learn, about."""
+    """Layers and context of the base model, and about how many tokens there are to learn."""
 
     layers: int
     context: int

@@ -1,4 +1,4 @@
-"""A recipe: everything that `learn` does, said in full; and the ways to say it, as one flat mapping.
+"""A recipe: every setting of `learn`, also as one flat mapping.
 
 preset  <  recipe file  <  options      {"training.steps": 200, "expansion.layers": "last:4", ...}
 """

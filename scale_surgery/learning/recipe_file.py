@@ -1,4 +1,4 @@
-"""Recipes as YAML files: read with the lines of what is wrong, written with comments and defaults."""
+"""Recipes as YAML files: read with line numbers in errors, written with comments and defaults."""
 
 from __future__ import annotations
 

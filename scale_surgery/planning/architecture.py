@@ -48,7 +48,7 @@ STREAMS: Mapping[Role, tuple[Stream, Stream]] = {
 
 
 def numberless(name: str) -> str:
-    """A name inside a layer with a star for each number: one for all experts."""
+    """A name inside a layer with stars for numbers, so that all experts share it."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
@@ -83,7 +83,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over all of a stream; `style` is the formula that gives what it gives."""
+    """A norm over all of a stream; `style` is its formula."""
 
     name: str
     style: NormStyle = "rms"
@@ -199,7 +199,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known about the architecture of one model.
+    """Facts about the architecture of one model.
 
     Attributes:
         model_type: `model_type` of the base model's config.json.

@@ -23,7 +23,7 @@ from scale_surgery.planning.stored import expected_shapes, find_prefix, module_p
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """What planning knows of a base model beside its config and headers; with the request, a plan follows from them.
+    """Facts about a base model beside its config and headers; with the request, a plan follows from them.
 
     Attributes:
         architecture: Facts of its architecture, as they were derived, names on disk included.
@@ -57,7 +57,7 @@ class Base:
 
     @cached_property
     def prefix(self) -> str:
-        """What stands before its names on disk."""
+        """Prefix of its names on disk."""
         return find_prefix(self.architecture, self.checkpoint.tensors)
 
     @property

@@ -1,4 +1,4 @@
-"""What an expansion costs: parameters, bytes, forward cost, training depth, and an estimate of memory."""
+"""Costs of an expansion: parameters, bytes, forward cost, training depth, and an estimate of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROCESS_BYTES = 500_000_000
 
 @dataclass(frozen=True)
 class Costs:
-    """What an expansion adds, and what it takes.
+    """Costs of an expansion.
 
     Attributes:
         parameters_before: Parameters of the base model as stored.
@@ -49,7 +49,7 @@ class Costs:
 
 
 def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:
-    """Add up what a plan costs."""
+    """Costs of a plan."""
     checkpoint = base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
     beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
@@ -77,7 +77,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
 
 
 def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> Costs:
-    """Add up what duplicated layers cost.
+    """Costs of duplicated layers.
 
     Training reaches down to the lowest copy, which stands after the first of the chosen layers.
     """

@@ -126,7 +126,7 @@ class Depth(Method):
         return estimate_depth(base, specs, tensors)
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
-        """What keeps a copy from adding anything."""
+        """Tensors whose zeros keep a copy from adding anything."""
         return tuple(tensor for tensor in plan.tensors if tensor.init in ("zero", "mute"))
 
     def start(self, changed: int) -> str:
@@ -160,7 +160,7 @@ class Depth(Method):
         )
 
     def beginning(self, request: Request) -> str:
-        """What is zero, and what is copied."""
+        """Which tensors start as zeros, and which as copies."""
         return "what is added to the hidden state zero, everything else as in the layer below"
 
     def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
@@ -177,7 +177,7 @@ class Depth(Method):
 
 
 def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec:
-    """What config.json says of duplicated layers, under the key `scale_surgery`, which stock code does not read."""
+    """Specifications of duplicated layers, for the key `scale_surgery` of config.json, which stock code ignores."""
     numbering = Numbering(architecture.base_model, architecture.layers, tuple(layers))
     return {
         "format": FORMAT,

@@ -61,11 +61,11 @@ class Grow(Method):
         return [f"--copies is {request.copies}, expected {COPIES}: the original is one of them, and 1 adds nothing."]
 
     def complete(self, request: Request) -> Request:
-        """Two copies where nothing is said."""
+        """Two copies by default."""
         return replace(super().complete(request), copies=request.copies or DEFAULT_COPIES)
 
     def resolve(self, base: Base, request: Request) -> Resolved:
-        """What a grown layer adds is written by W12 of its down projection, and by nothing else."""
+        """The copies of each layer; W12 of the down projection writes their output."""
         assert request.copies is not None
         layers = select_layers(request.layers, base.sizes.layers)
         inner = copied_inner(base.architecture, layers)
@@ -102,7 +102,7 @@ class Grow(Method):
         return "1 copy is not the base's" if changed == 1 else f"{changed} copies are not the base's"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """How many MLPs there are, and what each counts."""
+        """The number of MLPs and the share of each."""
         return [("MLPs in each", f"{plan.request.copies}, of which each counts 1/{plan.request.copies}")]
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:

@@ -80,18 +80,18 @@ class Method(ABC):
 
     @abstractmethod
     def resolve(self, base: Base, request: Request) -> Resolved:
-        """Resolve a request, said in full, against a base model."""
+        """Resolve a complete request against a base model."""
 
     @abstractmethod
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """The key `scale_surgery` of the new config.json, as plain JSON values."""
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
-        """List every tensor that its specifications add; by default what stands beside modules."""
+        """Every tensor that the specifications add; by default the tensors beside modules."""
         return new_tensors(base.architecture, base.sizes, specs, base.prefix, base.head, base.checkpoint.tensors)
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
-        """Add up what a plan costs."""
+        """Costs of a plan."""
         return count_costs(base, specs, tensors, request.svd)
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Method(ABC):
         """Rows of a plan's table that only this method has."""
 
     def stock_form(self, plan: Plan) -> str | None:
-        """What the stock form is, where nothing has to be merged for it; otherwise None."""
+        """The stock form in words, where the folder itself is one; otherwise None."""
         return None
 
     def refusal(self, operation: str) -> str | None:
@@ -128,7 +128,7 @@ class Method(ABC):
         """How the new tensors began, for a card."""
 
     def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """What was planned, as rows of a card's table."""
+        """The plan as rows of a card's table."""
         layers, groups = plan.collaboration.layers, " and ".join(plan.collaboration.groups)
         widths, costs = plan.widths, plan.costs
         return [

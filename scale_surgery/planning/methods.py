@@ -1,4 +1,4 @@
-"""Ways to grow a model, a row each; a new one is a module with a class of its own, and one more row here.
+"""The table of methods; a new one is a module with a class, and a row here.
 
 scale  new blocks beside the base's, in attention and MLP, with an up stream (SCALE, arXiv 2511.03270)
 grow   copies of the MLP that together give what the one gave (Grow, Don't Overwrite, arXiv 2603.08647)
@@ -18,7 +18,7 @@ DEFAULT_METHOD = Scale.name
 
 
 def variants() -> tuple[str, ...]:
-    """What may train, of all methods."""
+    """Variants of all methods."""
     return tuple(variant for method in METHODS.values() for variant in method.variants)
 
 

@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def head_parts(self) -> tuple[TensorPlan, ...]:
-        """Up parts of the head: what stands neither in a layer nor in a module of the base model."""
+        """Up parts of the head: tensors neither in a layer nor in a module of the base model."""
         around = map(self.architecture.on_disk, self.specs.get("model", ()))
         inside = tuple(f"{self.prefix}{part}." for part in (self.architecture.layers, *around))
         return tuple(tensor for tensor in self.tensors if not tensor.name.startswith(inside))

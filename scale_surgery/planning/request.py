@@ -1,4 +1,4 @@
-"""What the user asks for: layers, method, widths, and how new tensors start."""
+"""The request of a user: layers, method, widths, and how new tensors start."""
 
 from __future__ import annotations
 

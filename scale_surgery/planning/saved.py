@@ -26,7 +26,7 @@ PACKAGE = "scale-surgery"
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What a plan in a file holds; see `Plan`."""
+    """The content of a plan file; see `Plan`."""
 
     base_name: str
     base_revision: str | None
@@ -36,7 +36,7 @@ class SavedPlan:
 
 
 def save_plan(plan: Plan, file: Path) -> None:
-    """Write what was decided as JSON."""
+    """Write a plan as JSON."""
     decided = SavedPlan(plan.base_name, plan.base_revision, plan.base_fingerprint, plan.facts, plan.request)
     write_json(file, asdict(decided))
 

@@ -94,7 +94,7 @@ class Scale(Method):
         return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
 
     def start(self, changed: int) -> str:
-        """Whether what writes into the base stream and into the logits is still zero."""
+        """Whether W12 and the head's up part are still zero."""
         if not changed:
             return "W12 and head up part are zero"
         return f"{counted(changed, 'tensor')} of W12 and the head's up part left zero"
@@ -138,7 +138,7 @@ class Scale(Method):
 
 
 def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
-    """New tensors that get no gradient, whatever trains: what they read is zero in every step.
+    """New tensors that never get a gradient, as they read zeros in every step.
 
     Where the embedding is not widened, zeros enter the lowest expanded layer as its up stream. W12 and W22 of the
     linears that read them, such as q, k and v, stay as they are, and so does the norm before them. A norm with a bias
@@ -186,7 +186,7 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
 
 
 def _shares(plan: Plan) -> str:
-    """What is added as shares of the base's widths, and why they are not the ratio that was asked for."""
+    """Added widths as shares of the base's, and why they differ from the ratio."""
     sizes, widths, request = plan.sizes, plan.widths, plan.request
     pairs = {
         "residual stream": (widths.up_width, sizes.hidden, request.up_width),

@@ -1,4 +1,4 @@
-"""Which layers: turn what a user types, such as `20-31,-1`, into layer numbers."""
+"""Turn a selection of layers, such as `20-31,-1`, into layer numbers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Widths:
-    """What is added: features of the residual stream, key/value heads, and features inside the MLP."""
+    """Added widths: features of the residual stream, key/value heads, and features inside the MLP."""
 
     up_width: int = 0
     up_kv_heads: int = 0
@@ -54,7 +54,7 @@ class Collaboration:
 
 @dataclass(frozen=True)
 class LinearWidths:
-    """Base and up width of what a linear reads, and of what it writes for each role."""
+    """Base and up width of a linear's input, and of its output for each role."""
 
     inputs: list[int]
     outputs: list[list[int]]

@@ -8,7 +8,7 @@ from scale_surgery.planning.architecture import Architecture, Block, Sizes
 
 
 def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
-    """Find what stands before the base model's names on disk."""
+    """The prefix of the base model's names on disk."""
     embedding, first = architecture.embedding_weight, f"{architecture.layers}.0."
     for name in sorted(names, key=len):
         prefix = name.removesuffix(embedding)
@@ -19,7 +19,7 @@ def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
 
 
 def layer_path(architecture: Architecture, prefix: str, layer: int) -> str:
-    """What names of tensors of a layer begin with."""
+    """Start of the names of a layer's tensors."""
     return f"{prefix}{architecture.layers}.{layer}."
 
 

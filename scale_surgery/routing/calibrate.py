@@ -216,7 +216,7 @@ def _say_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> str:
 
 
 def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
-    """How a model routes, as its config.json says, and names of what the router weighs."""
+    """The router in a model's config.json, and the names of its paths."""
     specs = open_checkpoint(folder).config.get("scale_surgery")
     if specs is None:
         raise CheckpointError(
@@ -230,7 +230,7 @@ def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
 
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
-    """Refuse before any work what could not be written after it."""
+    """Check before any work that the outputs can be written."""
     problems = output_file_problems([plot], [folder, *texts])
     if write:
         read_manifest(folder)

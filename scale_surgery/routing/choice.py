@@ -1,4 +1,4 @@
-"""Which setting of a router is the best: learning, within limits on what may be lost, for a gain that matters.
+"""Choose the best setting of a router: most learning, within limits of forgetting, for a gain that matters.
 
 every setting --bound, short prompts--> allowed --forgetting--> learns most --gain--> proposed, or the present one
 """
@@ -54,7 +54,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the best setting may lose, in nats, and what it must gain.
+    """Limits of the best setting in nats, and its needed gain.
 
     Attributes:
         forgetting: Most per token of old text.
@@ -90,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RouterChoice:
-    """What was chosen.
+    """The chosen settings.
 
     Attributes:
         proposed: The setting to be: the best, or the present one where that gains too little.
@@ -139,7 +139,7 @@ def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Route
 
 
 def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
-    """The one that learns most among those that forget little enough, or else the one that forgets least."""
+    """The outcome that learns most within the limit of forgetting, or else forgets least."""
     within = [outcome for outcome in outcomes if outcome.forgetting <= most_forgetting]
     if within:
         return max(within, key=lambda outcome: (outcome.learning, -outcome.forgetting))

@@ -27,7 +27,7 @@ class MeanWithError:
 
     @property
     def noise(self) -> float:
-        """What may be chance, nats per token."""
+        """The difference that may be chance, nats per token."""
         return ERRORS * self.error
 
 

@@ -20,7 +20,7 @@ DIGITS = 6
 
 
 def rounded(number: float) -> float:
-    """A number of a token as it is written."""
+    """A number of a token, rounded for writing."""
     return float(f"{number:.{DIGITS}g}")
 
 
@@ -160,7 +160,7 @@ class RouteReport:
 
 
 def token_of(place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float]) -> TokenRoute:
-    """What is known of a token."""
+    """The record of a token."""
     if not place:
         return TokenRoute(place, *names, is_counted)
     base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))

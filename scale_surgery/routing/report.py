@@ -101,7 +101,7 @@ def write_tokens(report: RouteReport, file: Path) -> None:
 
 
 def _read_routing(model: str | Path, revision: str | None) -> tuple[Router, tuple[str, ...]]:
-    """How a model's config.json says that it routes, and names of what the router weighs."""
+    """The router in a model's config.json, and the names of its paths."""
     _, checkpoint = open_model(model, revision)
     specs = checkpoint.config.get("scale_surgery")
     if specs is None:

@@ -37,7 +37,7 @@ SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a model scores.
+    """Scores of a model.
 
     Attributes:
         base: What its base model scores.
@@ -52,7 +52,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTexts:
-    """What a model reads.
+    """The texts that a model reads.
 
     Attributes:
         old: Windows of old texts.
@@ -113,7 +113,7 @@ def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: P
 
 @dataclass(frozen=True)
 class Measured:
-    """What texts score with one setting: old and new text, and the beginnings of old texts."""
+    """Losses with one setting on old and new text, and on the beginnings of old texts."""
 
     old: PathLosses
     new: PathLosses

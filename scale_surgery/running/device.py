@@ -1,4 +1,4 @@
-"""Where work runs: what "auto" stands for on this machine."""
+"""Devices: which one "auto" is on this machine."""
 
 from __future__ import annotations
 

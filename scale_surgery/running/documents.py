@@ -248,7 +248,7 @@ def _chat_problem(messages: Any, name: str) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in words."""
+    """The kind of a JSON value, in words."""
     if value is None:
         return "empty"
     return next((name for kind, name in KINDS if isinstance(value, kind)), type(value).__name__)

@@ -1,4 +1,4 @@
-"""Drift: how far the logits of one model are from those of another, such as of the model that it was made from.
+"""Drift: the distance of one model's logits from another's, such as those of the model that it was made from.
 
 The same products summed in another order round another way. What rounding can do is stated for each dtype, as a share
 of the largest logit; a rewritten model that is further away has not been rewritten correctly.
@@ -53,7 +53,7 @@ class LogitDrift:
 
 @dataclass(frozen=True)
 class Drift(LogitDrift):
-    """How far a rewritten model is from the one that it was made from.
+    """The distance of a rewritten model from the one that it was made from.
 
     Attributes:
         tolerance: Largest drift that passes for rounding, as a share of the largest logit.

@@ -52,7 +52,7 @@ class InMemory:
     def tensors(
         self, get: Callable[[str], Tensor] | None = None, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor as it is stored, by its name on disk; those that are joined in memory one after the other."""
+        """Tensors in their stored form, by name on disk; those that are joined in memory are split one at a time."""
         get = get or self.model.state_dict().__getitem__
         chosen = self.places if only is None else {name: self.places[name] for name in only if name in self.places}
         for name, place in chosen.items():

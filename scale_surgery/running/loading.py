@@ -1,4 +1,4 @@
-"""Load a model as a user would, and say what did not fit; free it afterwards."""
+"""Load a model as a user would, report tensors that do not fit, and free it afterwards."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def link_flat(checkpoint: Checkpoint, folder: Path) -> Path:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the progress bars and messages of transformers and those around it; what matters is reported by us."""
+    """Silence progress bars and messages of transformers, accelerate and bitsandbytes."""
     from transformers.utils import logging as transformers_logging
 
     transformers: Any = transformers_logging
@@ -175,7 +175,7 @@ def needs_own_code(config: Mapping[str, Any]) -> bool:
 
 
 def auto_class_of(config: Mapping[str, Any]) -> Any:
-    """The auto class for a language model, or for one that sees images where transformers knows it as nothing else."""
+    """AutoModelForCausalLM, or AutoModelForImageTextToText where transformers knows the type only so."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
@@ -189,7 +189,7 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
 
 
 def _is_expanded(checkpoint: Checkpoint) -> bool:
-    """Whether a model has modules of ours; one with duplicated layers is a stock one."""
+    """Whether a model has expanded modules; one with duplicated layers has stock ones."""
     return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
 
 

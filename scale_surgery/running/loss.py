@@ -21,7 +21,7 @@ LOGITS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a model scored; measurements on shares of the same text add up.
+    """Score of a model; measurements on parts of a text add up.
 
     Attributes:
         nats: Sum of -log p over the scored tokens.

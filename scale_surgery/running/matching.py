@@ -20,7 +20,7 @@ WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """One of the tensors that loading joins: name in memory of what it goes into, of several the first, and on disk."""
+    """A tensor that loading joins: name in memory of the joined tensor, of several the first, and its own on disk."""
 
     joined: str
     name: str
@@ -37,7 +37,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Match:
-    """What was found.
+    """Saved names matched with wanted ones.
 
     Attributes:
         pairs: Saved tensors with what they are; a tied one may be there more than once.

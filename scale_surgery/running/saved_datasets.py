@@ -32,7 +32,7 @@ LONGEST = 300
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Silence the progress bars and messages of `datasets`; what matters is reported by us."""
+    """Silence progress bars and messages of `datasets`."""
     import datasets
 
     verbosity, was_shown = datasets.logging.get_verbosity(), datasets.is_progress_bar_enabled()
@@ -148,6 +148,6 @@ def _advice(source: TextSource) -> str:
 
 
 def library_error(error: BaseException) -> str:
-    """What an error of a library says, in one line."""
+    """The message of a library's error, in one line."""
     # pyarrow names every field of every row where two files differ
     return textwrap.shorten(f"{error}", LONGEST, placeholder=" ...") or type(error).__name__

@@ -109,7 +109,7 @@ class Digest:
             digest.update(flat.numpy().data)
 
     def hexdigest(self) -> str:
-        """What all of them say."""
+        """The sha256 of all parts."""
         return hashlib.sha256(b"".join(digest.digest() for digest in self.digests)).hexdigest()
 
 

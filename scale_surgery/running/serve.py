@@ -43,7 +43,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """What clients are given as base URL."""
+        """Base URL for clients."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}/v1"
 
 
@@ -143,7 +143,7 @@ def _need_free(address: Address) -> None:
 
 
 def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:
-    """Refuse an expansion that is not there, and a model that is called as one of its paths."""
+    """Refuse an unknown expansion, and a model with the name of one of its paths."""
     problems = list(expansion_problems(expansion, paths, folder))
     if model in paths:
         problems.append(

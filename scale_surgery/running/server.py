@@ -1,4 +1,4 @@
-"""transformers' server for one model, of whose paths each has a name that requests give as their model.
+"""transformers' server for one model, whose paths have names that requests give as their model.
 
 All names share one thread. A path is chosen there around each computation, so that requests at the same time do not
 mix.
@@ -76,7 +76,7 @@ def _check_length(model: Any, inputs: Any) -> None:
 
 
 class OnePath(GenerateManager):
-    """Computes by one path of a composed model, on the thread that is given; the path None is all of them."""
+    """Generates by one path of a composed model on a given thread; None is all paths."""
 
     def __init__(self, thread: InferenceThread, model: Any, path: str | None) -> None:
         self._thread, self.model, self.path = thread, model, path
@@ -90,7 +90,7 @@ class OnePath(GenerateManager):
         return super().async_submit(self._by_path(fn), *args, **kwargs)
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Begin a stream; for a prompt that is too long none is begun."""
+        """Begin a stream, unless the prompt is too long."""
         _check_length(model, inputs)
         return super().generate_streaming(model, processor, inputs, *args, **kwargs)
 
@@ -135,12 +135,12 @@ class Server(Serve):
             self.server.run()
 
     def _listed(self) -> list[dict[str, Any]]:
-        """What /v1/models says."""
+        """The answer of /v1/models."""
         facts = {"object": "model", "created": int(time()), "owned_by": "scale-surgery"}
         return [{"id": name, **facts} for name in self.paths]
 
     def _resolve(self, stock: Callable[..., Any], handler: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        """The name that a request gives, model and processor, with what computes by that name's path."""
+        """Name, model and processor of a request; registers the generator of the named path."""
         served = self._model_manager.force_model
         name = served if body.get("model") is None else body["model"]
         # JSON may hold unhashable values

@@ -1,4 +1,4 @@
-"""Where transformers puts the tensors of files, by their names: it renames modules, and makes one tensor of several.
+"""Where transformers puts the tensors of files: it renames modules, and joins tensors.
 
     on disk      model.layers.3.block_sparse_moe.experts.0.w1.weight      modules are renamed
                  model.layers.3.mlp.experts.0.w1.weight                   tensors are put together

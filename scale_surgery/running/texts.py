@@ -164,7 +164,7 @@ def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def pad(rows: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
-    """Join the ids or the labels of sequences, as they stand, into one right-padded tensor."""
+    """Join ids or labels of sequences into one right-padded tensor."""
     # any id can pad: it is masked and not scored
     value = IGNORED if name == "labels" else 0
     return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)

@@ -155,7 +155,7 @@ def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
 
 
 def is_hooked(model: Any) -> bool:
-    """Whether hooks of accelerate carry what a loaded model computes from device to device."""
+    """Whether hooks of accelerate move a model's activations between devices."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 

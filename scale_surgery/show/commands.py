@@ -71,7 +71,7 @@ def verify_command(path: Path) -> str:
 
 
 def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
-    """The command that makes what was planned."""
+    """The expand command of a plan."""
     trust = trusting(made.architecture)
     if plan is None:
         return command("expand", model, *request_options(made.request, revision), *trust)
@@ -87,7 +87,7 @@ def request_options(request: Request, revision: str | None) -> Iterator[str]:
 
 
 def after_verification(result: Verification) -> str:
-    """What to do with a model that keeps its promises, and with one that does not."""
+    """The next command after verify."""
     if not result.passed:
         return running_command("verify", result.path, "-o", "certificate.json")
     if result.state == "trained" or result.routing is not None:
@@ -96,7 +96,7 @@ def after_verification(result: Verification) -> str:
 
 
 def after_evaluation(result: Evaluation, model: str) -> str:
-    """What to do with a model that was measured: expand it, train it, see what training did, see how it routes."""
+    """The next command after evaluate: inspect, train, report or route-report."""
     kinds = {score.kind for score in result.scores}
     if kinds & {"adapt", "path"}:
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
@@ -112,7 +112,7 @@ def after_evaluation(result: Evaluation, model: str) -> str:
 
 
 def after_report(report: Report, path: Path) -> str:
-    """What to do with a model whose tensors were looked at."""
+    """The next command after report."""
     if not any(tensor.is_trained for tensor in report.tensors):
         return running_command("train", path, "--data", "FILE")
     if report.routing is not None:

@@ -1,4 +1,4 @@
-"""Results for people and for machines: the only module that prints. What tables look like stands in `tables`."""
+"""Print results for people and for machines; no other module prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scale_surgery.show.visible import visible_line, visible_text
 
 
 class VisibleConsole(Console):
-    """A console that shows control characters by signs, whoever prints them; only rich itself moves the cursor."""
+    """A console that shows control characters by signs; only rich itself moves the cursor."""
 
     def __init__(self, *, warns: bool = True, **options: Any) -> None:
         super().__init__(**options)

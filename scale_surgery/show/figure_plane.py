@@ -61,7 +61,7 @@ class Point:
 
     @property
     def place(self) -> tuple[float, float]:
-        """Where it stands."""
+        """Its coordinates."""
         return self.old, self.new
 
 
@@ -108,7 +108,7 @@ def _points(evaluation: Evaluation) -> list[Point]:
 
 
 def _set_limits(axes: Axes, places: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Show all places with room for labels around; gives width and height of what is shown."""
+    """Set limits with room for labels; gives width and height."""
     (left, right), (bottom, top) = (_limits(values) for values in zip(*places, strict=True))
     axes.set_xlim(left, right)
     axes.set_ylim(bottom, top)

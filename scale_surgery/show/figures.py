@@ -84,7 +84,7 @@ def save_figure(figure: Figure, file: Path) -> None:
 
 
 def image_of(figure: Figure) -> str:
-    """A figure as the address of an image that a page holds itself: SVG, of which the background is the page's."""
+    """A figure as a data URL of an SVG with a transparent background."""
     written = io.BytesIO()
     _write(figure, written, "svg", transparent=True)
     return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"
@@ -162,7 +162,7 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 
 def tidy(axes: Axes) -> None:
-    """Leave of the frame and the grid what helps to read values."""
+    """Lighten frame and grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(color=GREY, labelsize=9)

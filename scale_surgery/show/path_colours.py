@@ -41,7 +41,7 @@ class Colouring:
         return len(PATH_COLOURS)
 
     def named_places(self) -> Iterator[tuple[int, str]]:
-        """Each place that is taken, and who has it."""
+        """Each used place with the name of its path."""
         yield from ((place, name) for place, name in zip(self.places, self.names, strict=True) if place != self.others)
         shared = [name for name, place in zip(self.names, self.places, strict=True) if place == self.others]
         if shared:
@@ -54,7 +54,7 @@ class Colouring:
 
 
 def leading(weights: Sequence[float] | None) -> int | None:
-    """The path that has at least half of the weight; None where there is none, or nothing is known of them."""
+    """The path with at least half of the weight; None where none has it, or weights are unknown."""
     if weights is None:
         return None
     path = max(range(len(weights)), key=weights.__getitem__)
@@ -142,6 +142,6 @@ class PathMarks:
         return token + self.end() + Text(line_end) if line_end else token
 
     def end(self) -> Text:
-        """What closes a bracket that is open, where no token follows."""
+        """The closing bracket, if one is open."""
         was, self.path = self.path, 0
         return Text(CLOSING if was else "")

@@ -1,4 +1,4 @@
-"""What results look like: functions named `render_*` turn a result into something that rich can show."""
+"""Tables of results: functions named `render_*` turn a result into something that rich can show."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def render_inspection(inspection: Inspection, model: str | None = None) -> Rende
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
-    """What an expanded folder says of itself: of one expansion all, of several a line each."""
+    """Rows of an expanded folder: all of one expansion, or a line for each of several."""
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
     router = ("router", "none" if added.routing is None else describe_router(added.routing, list(added.expansions)))
@@ -213,7 +213,7 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
 
 
 def render_warnings(warnings: tuple[str, ...]) -> list[Text]:
-    """What a user should know, a line each."""
+    """Warnings, a line each."""
     return [Warned(warning) for warning in warnings]
 
 

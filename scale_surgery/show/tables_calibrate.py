@@ -1,4 +1,4 @@
-"""What the calibration of a router looks like; see `tables`."""
+"""Tables of the calibration of a router."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIFFERENT = 0.1
 
 
 def render_calibration(result: Calibration, *, details: bool = False) -> RenderableType:
-    """What a sweep found: base, adapt path, present and best setting, those to choose from, and short prompts."""
+    """A sweep: base, adapt path, present and best setting, those to choose from, and short prompts."""
     shown = list(result.outcomes) if details else choose_shown(result)
     some = f"{len(shown)} of {counted(len(result.outcomes), 'setting')}"
     return Group(
@@ -145,7 +145,7 @@ def _share(value: float | None) -> str:
 
 
 def _render_short(result: Calibration) -> RenderableType:
-    """Weight of the adapt path and what is lost after each number of tokens, with each setting that has a name."""
+    """Weight of the adapt path and forgetting after each number of tokens, for each named setting."""
     shown = {"present": result.present, "best": result.proposed, "loosest": result.loosest}
     if result.ask is None:
         del shown["loosest"]

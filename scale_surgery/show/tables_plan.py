@@ -1,4 +1,4 @@
-"""What a plan looks like in a terminal."""
+"""Tables of a plan."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _added_by_layer(plan: Plan) -> dict[int, int]:
 
 
 def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
-    """What is added to embedding, final norm and head: of a small model it can be most of all."""
+    """Parameters added to embedding, final norm and head, in a small model most of all."""
     added = {tensor.name: tensor.elements for tensor in plan.tensors if tensor.layer is None}
     if not added:
         return []

@@ -1,4 +1,4 @@
-"""What leaves for others looks like, pushed or served; see `tables`."""
+"""Tables of a pushed or served model."""
 
 from __future__ import annotations
 

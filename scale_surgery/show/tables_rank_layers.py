@@ -1,4 +1,4 @@
-"""What a ranking of layers looks like in a terminal; see `tables`."""
+"""Tables of a ranking of layers."""
 
 from __future__ import annotations
 

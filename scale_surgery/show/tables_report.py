@@ -1,4 +1,4 @@
-"""What a report looks like in a terminal; see `tables`."""
+"""Tables of a report."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _layers(report: Report) -> RenderableType:
 
 
 def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
-    """Says what a row of a layer is where copies of layers were made."""
+    """Explains rows of layers where layers were duplicated."""
     if about := METHODS[report.method].about_rows:
         yield sentence(f"{about}{f'; {more}' if more else ''}.", "dim")
 

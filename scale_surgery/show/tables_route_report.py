@@ -1,4 +1,4 @@
-"""What a route report looks like in a terminal: tokens coloured by path, and a table of files; see `tables`."""
+"""A route report in a terminal: tokens coloured by path, and a table of files."""
 
 from __future__ import annotations
 

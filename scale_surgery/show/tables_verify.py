@@ -1,4 +1,4 @@
-"""What `verify` found, in a terminal: promises, numbers, problems; see `tables`."""
+"""Tables of a verification: promises, numbers, problems."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def render_verification(result: Verification) -> RenderableType:
 
 
 def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> RenderableType:
-    """What was found of each promise."""
+    """The result of each promise."""
     table = PlainTable("promises")
     table.add_column("promise", no_wrap=True)
     table.add_column("result", no_wrap=True)
@@ -49,7 +49,7 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
 
 
 def verdict(promise: Promise, is_required: bool) -> Text:
-    """What was found of a promise, in a word or two."""
+    """The result of a promise, in a word or two."""
     if promise.holds is None and not (is_required or promise.claimed):
         return Text("not claimed", style="dim")
     if promise.holds is None:

@@ -23,12 +23,12 @@ def visible_text(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """Show a text as `visible_text` does, in one line: what a file holds begins no line of its own."""
+    """As `visible_text`, with a sign for line breaks too."""
     return visible_text(text).replace("\n", SIGNS["\n"])
 
 
 def visible(text: str, piece: str) -> str:
-    """Show what a token reads as, blanks too; where that is nothing, how the vocabulary spells it."""
+    """Show the text of a token, blanks too; of a token without text its spelling in the vocabulary."""
     if not text:
         return f"⟨{_bytes_of(piece) or piece or '?'}⟩"
     if text.isspace():

@@ -34,7 +34,7 @@ CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TO
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, for the rest of this process; numbers stay what they are."""
+    """Let malloc keep freed memory for the rest of this process; False without glibc, or where the user set it."""
     if not is_glibc() or any(name in os.environ for name in CHOSEN_BY_USER):
         return False
     mallopt, size = ctypes.CDLL(None).mallopt, largest_kept()

@@ -25,7 +25,7 @@ MOST_STEPS_BETWEEN_LOGS = 10
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """What a run will do, known before its first step.
+    """The schedule of a run, known before its first step.
 
     Attributes:
         steps: Optimizer steps.

@@ -1,4 +1,4 @@
-"""Load a model to be trained, and refuse what could not learn."""
+"""Load a model to be trained, and refuse one that could not learn."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ REPORTED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Pilot:
-    """What a pilot did: losses of its first and last steps, parameters that trained, and the change of each layer."""
+    """The result of a pilot: losses of its first and last steps, trained parameters, and the change of each layer."""
 
     first_loss: float
     last_loss: float

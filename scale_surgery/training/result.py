@@ -1,4 +1,4 @@
-"""What a training run did."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Training:
 def describe_run(
     trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, seconds: float
 ) -> Training:
-    """Say what a run did, when it is over."""
+    """The result of a finished run."""
     log = trainer.state.log_history
     change = compare_losses(log, trainer.sides)
     losses = [entry["loss"] for entry in log if "loss" in entry]

@@ -139,7 +139,7 @@ class TrainingRun:
                 shutil.rmtree(folder)
 
     def write(self, log: Log, trained: Mapping[str, str] | None = None) -> None:
-        """Write the log, and what was trained into surgery.json."""
+        """Write the log, and the run into surgery.json."""
         self.write_log(log)
         earlier = read_manifest(self.target).expansions[self.name].training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}

@@ -76,7 +76,7 @@ SAMPLED_SHARE, MOST_SAMPLED = 10, 64
 
 
 def default_output(expanded: Path) -> Path:
-    """Where a trained model goes when nothing is said: `<name>-trained` in the current folder."""
+    """The default folder of a trained model: `<name>-trained` in the current folder."""
     return Path(f"{expanded.resolve().name}-trained")
 
 
@@ -251,7 +251,7 @@ def _decisive(
 
 
 def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any]) -> dict[str, Any]:
-    """What surgery.json keeps of a run, beside what the log says."""
+    """The record of a run in surgery.json, beside its log."""
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "trained_parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),

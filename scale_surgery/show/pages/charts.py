@@ -25,7 +25,7 @@ COLOURS = {"attn": BLUE, "ffn": VERMILION}
 
 @dataclass(frozen=True)
 class Chart:
-    """An image of the page: what it shows, what it is for who cannot see it, and its address."""
+    """An image of the page: title, text for screen readers, and data URL."""
 
     title: str
     label: str
@@ -76,7 +76,7 @@ def chart_figure(
 
 
 def run_charts(report: Report) -> Iterator[Chart]:
-    """What the last training run logged."""
+    """Curves of the last training run."""
     titles = ("Training loss", "Forgetting and learning", "Questions answered")
     for title, (label, lines) in zip(titles, PANELS, strict=True):
         yield from render_chart(title, training_curves(report.log, lines), "step", label)

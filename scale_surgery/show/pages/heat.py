@@ -18,7 +18,7 @@ BLOCK = re.compile(r"w\d+")
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a matrix, as it is written, and how strongly it is coloured, in per cent; None where it is none."""
+    """A number of a matrix as text, and its shade in per cent; None without a number."""
 
     text: str
     shade: int | None

@@ -71,7 +71,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above the sections, and sections that come before those of a report."""
+    """The top of a page, and sections before those of a report."""
 
     title: str
     model: str
@@ -169,7 +169,7 @@ def _stream_section(streams: Streams) -> Section:
 
 
 def _row(tensor: TensorChange) -> tuple[str, ...]:
-    """What the table of all tensors says of one, in the order of COLUMNS."""
+    """A tensor's row in the table of all tensors, in the order of COLUMNS."""
     norms, is_matrix = tensor.norms, len(tensor.shape) > 1
     return (
         "" if tensor.layer is None else str(tensor.layer),
