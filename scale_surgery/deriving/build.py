@@ -23,13 +23,7 @@ TOKENS = (2, 13)
 
 @dataclass(frozen=True)
 class LayersPlace:
-    """Where the parts of a language model are.
-
-    Attributes:
-        base: Path of the innermost module that holds the embedding and the layers; empty for the model itself.
-        layers: Path of the list of layers, inside the base model.
-        count: Number of layers.
-    """
+    """The innermost module with embedding and layers (empty for the model), the list of layers in it, their number."""
 
     base: str
     layers: str

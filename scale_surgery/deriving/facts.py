@@ -38,14 +38,7 @@ HEAD_SIZE = re.compile(r"^(attention_)?head_?(dim|size)$|^d_head$|^kv_channels$|
 
 @dataclass(frozen=True)
 class WatchedTwin:
-    """A tiny model that was run once and watched.
-
-    Attributes:
-        model: The model.
-        place: Where its layers are.
-        layers: One layer of each kind, by its number.
-        outside: What it does around its layers.
-    """
+    """A tiny model that ran once, with one layer of each kind by its number, and the modules around the layers."""
 
     model: PreTrainedModel
     place: LayersPlace
@@ -55,13 +48,7 @@ class WatchedTwin:
 
 @dataclass(frozen=True)
 class CommonFacts:
-    """Facts that hold in two twins, all of whose sizes differ.
-
-    Attributes:
-        outside: What they do around their layers.
-        kinds: Kinds of layers, in the numbers of the first twin, by the number of a layer of that kind.
-        softcap: Key of the config that caps the logits, and its value, where there is one.
-    """
+    """Facts that hold in two twins, in the sizes of the first; kinds are by the number of a layer of that kind."""
 
     outside: Outside
     kinds: dict[int, Kind]

@@ -22,16 +22,7 @@ SMALL_CAP = 1e-3
 
 @dataclass(frozen=True)
 class Outside:
-    """Facts about a model around its layers; names lie inside the base model, but the head's.
-
-    Attributes:
-        embedding: Token embedding.
-        padded: What is added to it.
-        first_norms: Norms of the embeddings.
-        is_plain: Whether nothing else happens before the first layer.
-        final_norm: Norm after the last layer.
-        head: The head.
-    """
+    """Facts around the layers; names but the head's lie inside the base model. `is_plain`: nothing else is there."""
 
     embedding: str
     padded: tuple[str, ...]

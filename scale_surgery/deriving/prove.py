@@ -59,15 +59,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Twin:
-    """A stock model to prove facts on.
-
-    Attributes:
-        stock: The model, in float32.
-        architecture: The facts with its numbers.
-        sizes: Its sizes.
-        kinds: For each layer the number of the first of its kind.
-        given: Its logits and tokens, by dtype.
-    """
+    """A stock model in float32 with the facts in its sizes, its kinds (see `RealModel`), and its outputs by dtype."""
 
     stock: PreTrainedModel
     architecture: Architecture

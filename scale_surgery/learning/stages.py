@@ -52,14 +52,7 @@ CHOSEN = "(chosen by the pilot)"
 
 @dataclass(frozen=True)
 class Work:
-    """A job and its folder.
-
-    Attributes:
-        recipe: What is done.
-        folder: Where everything goes.
-        routes: Whether the model gets a router: the recipe may want none, and not every expansion has two paths.
-        is_one_of_several: Whether the model has other expansions already, which stay as they are.
-    """
+    """A job and its folder; `routes` is False without a router, as a recipe or a method may have it."""
 
     recipe: Recipe
     folder: Path

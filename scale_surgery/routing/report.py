@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """A file as the model reads it.
-
-    Attributes:
-        file: Its name.
-        documents: Its documents.
-        sequences: Their tokens, a sequence each; labels are negative where totals do not count.
-        windows: The same in overlapping windows; labels are negative where a token was in the window before.
-    """
+    """A file: its documents, each as one sequence, and the windows in which they are read."""
 
     file: str
     documents: Sequence[Document]

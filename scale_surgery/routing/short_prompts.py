@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from scale_surgery.routing.noise import mean_with_error
-from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts
+from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts, mean_with_error
 from scale_surgery.routing.path_scores import PathBatch, Weigh, weight_of
 from scale_surgery.running.sequences import Sequences
 

@@ -16,8 +16,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.progress import Progress, Track, no_progress
-from scale_surgery.routing.noise import mean_with_error
-from scale_surgery.routing.outcome import Outcome
+from scale_surgery.routing.outcome import Outcome, mean_with_error
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.routers import describe_router, is_even
@@ -37,13 +36,7 @@ SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8
 
 @dataclass(frozen=True)
 class Sweep:
-    """Scores of a model.
-
-    Attributes:
-        base: What its base model scores.
-        adapt: What its adapt path alone scores; of many paths the best one of each window.
-        outcomes: What it scores with each setting, in the order in which they were given.
-    """
+    """Scores of the base, of the adapt path (of many paths the best of each window), and of each setting, in order."""
 
     base: Outcome
     adapt: Outcome
@@ -52,14 +45,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTexts:
-    """The texts that a model reads.
-
-    Attributes:
-        old: Windows of old texts.
-        new: Windows of new texts.
-        short: The beginnings of old texts.
-        numbers: For each window of the new texts the number of its text, from 0.
-    """
+    """Windows of old and new texts, beginnings of old texts, and for each new window the number of its text, from 0."""
 
     old: Sequences
     new: Sequences
@@ -122,14 +108,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class PathTexts:
-    """Scores of all paths on old text, new text and beginnings of old texts.
-
-    Attributes:
-        old: Windows of old texts.
-        new: Windows of new texts.
-        short: The beginnings of old texts.
-        numbers: For each window of the new texts the number of its text, from 0, in reading order.
-    """
+    """Scores of all paths on `SweepTexts`; numbers are in reading order."""
 
     old: Sequence[PathBatch]
     new: Sequence[PathBatch]

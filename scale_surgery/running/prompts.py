@@ -46,13 +46,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Probe prompts as a model reads them.
-
-    Attributes:
-        prompts: The prompts.
-        tokenizer: The model's tokenizer; None where none loads, and random ids stand in for text.
-        batch: Their token ids.
-    """
+    """Probe prompts as token ids; without a tokenizer that loads, random ids stand for them."""
 
     prompts: tuple[str, ...]
     tokenizer: Any | None

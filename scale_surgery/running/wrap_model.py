@@ -38,14 +38,7 @@ HOOKED = ("forward", "_old_forward", "_hf_hook")
 
 @dataclass(frozen=True)
 class StoredExpansion:
-    """An expansion in files.
-
-    Attributes:
-        title: What its folder is called.
-        path: The folder.
-        tensors: Where each of its tensors lies in it.
-        config: What config.json says of a model with this expansion alone.
-    """
+    """An expansion in files: title and path of its folder, its tensors, and config.json of a model with it alone."""
 
     title: str
     path: Path

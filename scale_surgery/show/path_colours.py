@@ -25,12 +25,7 @@ Marking = Literal["colours", "brackets", "nothing"]
 
 @dataclass(frozen=True)
 class Colouring:
-    """Which path has which colour.
-
-    Attributes:
-        names: Of all paths, the base's first.
-        places: Of each path its place among PATH_COLOURS, or that after the last one for those that share it.
-    """
+    """Names of all paths, the base's first, and their places in PATH_COLOURS; many may share the place after them."""
 
     names: tuple[str, ...]
     places: tuple[int, ...]

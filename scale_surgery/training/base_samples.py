@@ -39,14 +39,7 @@ GIVE_BEGINNINGS = "Give beginnings with --set rehearsal_prompts=FILE, or texts w
 
 @dataclass(frozen=True)
 class Sampling:
-    """How samples are drawn.
-
-    Attributes:
-        count: How many.
-        length: Tokens of each, the first one included.
-        temperature: Temperature of sampling.
-        seed: Seed of the samples.
-    """
+    """How samples are drawn; `length` is in tokens, the first one included."""
 
     count: int
     length: int

@@ -32,14 +32,7 @@ CHUNK = 2**24
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Rehearsal text in batches.
-
-    Attributes:
-        sequences: The text.
-        rows: Sequences in one batch.
-        weight: Weight of the divergence in the loss.
-        seed: Seed of their order.
-    """
+    """Rehearsal text in batches of `rows` sequences; `weight` is that of the divergence in the loss."""
 
     sequences: Sequences
     rows: int

@@ -42,8 +42,7 @@ from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import Limits, choose, given_options, propose, read_limits
-from scale_surgery.routing.noise import MeanWithError, mean_with_error
-from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
+from scale_surgery.routing.outcome import MeanWithError, Outcome, ShortPrompt, ShortPrompts, mean_with_error
 from scale_surgery.routing.path_scores import (
     PathLosses,
     adapt_alone,
