@@ -74,11 +74,11 @@ def expand_command(model: str, made: Plan, revision: str | None = None, plan: Pa
     """The expand command of a plan."""
     trust = trusting(made.architecture)
     if plan is None:
-        return command("expand", model, *request_options(made.request, revision), *trust)
+        return command("expand", model, *expand_options(made.request, revision), *trust)
     return command("expand", model, *(["--revision", revision] if revision else []), "--plan", plan, *trust)
 
 
-def request_options(request: Request, revision: str | None) -> Iterator[str]:
+def expand_options(request: Request, revision: str | None) -> Iterator[str]:
     """The options of expand that ask for what a request does."""
     yield from ["--revision", revision] if revision else []
     yield from ("--layers", request.layers)

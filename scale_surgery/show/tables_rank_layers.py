@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import counted
-from scale_surgery.show.commands import command, request_options
+from scale_surgery.show.commands import command, expand_options
 from scale_surgery.show.layout import NEXT, Facts, PlainTable
 from scale_surgery.show.tables import render_warnings
 
@@ -66,4 +66,4 @@ def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
 def next_command(result: Ranking) -> str:
     """The command that makes the proposed expansion."""
     request = replace(result.request, layers=result.argument)
-    return command("expand", result.model, *request_options(request, result.revision))
+    return command("expand", result.model, *expand_options(request, result.revision))
