@@ -53,7 +53,7 @@ class Checkpoint:
         side_files: Names of all other files that belong to it, relative, in order.
         left_out: Files that are not taken along: weights in another form (pickles, shards that no index names), and
             links that lead out of the folder.
-        stamps: What the system said of its files before the first of them was read.
+        stamps: Stamps of its files before the first of them was read.
     """
 
     path: Path

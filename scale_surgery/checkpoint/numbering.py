@@ -32,7 +32,7 @@ class Numbering:
     """Positions of a base's layers among copies.
 
     Attributes:
-        base_model: What may stand before the layers in a name, such as `model`.
+        base_model: Possible prefix of the layers in a name, such as `model`.
         layers: Module list of the layers, such as `layers`.
         copied: Base layers that have a copy after them, ascending.
     """

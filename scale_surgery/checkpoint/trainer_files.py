@@ -33,7 +33,7 @@ class LeftBehind:
     Attributes:
         state: Numbers of its state, such as global_step and epoch.
         settings: Numbers of its arguments.
-        log: What it logged, numbers alone, in order.
+        log: Numbers of its log, in order.
         read: Files that were read.
         not_read: Files that were not.
     """

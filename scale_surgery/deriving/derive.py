@@ -47,7 +47,7 @@ class Derived:
         architecture: Facts about the architecture.
         sizes: Sizes of the model.
         twins: Configs of the two twins.
-        proof: What was proved, on what, and with what, as plain JSON values.
+        proof: Checks, sizes of the twins and versions, as plain JSON values.
         reading: How transformers reads its files.
         seconds: How long it took.
     """

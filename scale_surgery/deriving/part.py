@@ -27,7 +27,7 @@ class LayerPart:
         module: The module, or the layer.
         call: Its call; None where it is the layer itself.
         inside: Calls inside it, with names inside the layer.
-        entry: What it reads.
+        entry: Its input.
         attentions: Calls of attention inside it.
     """
 

@@ -27,8 +27,8 @@ class ModuleCall:
     Attributes:
         name: Name of the module.
         module: The module.
-        args: What it was called with.
-        kwargs: The same, by name.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         read: First tensor that it was called with, still part of the graph.
         gave: First tensor that it gave, the same.
         before: A copy of the values that it read.

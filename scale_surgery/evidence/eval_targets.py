@@ -32,7 +32,7 @@ class Subject:
 
     Attributes:
         path: Its folder.
-        name: What it is called.
+        name: Its name in tables.
         is_expanded: Whether it has an expansion, which can be disabled.
         is_fused: Whether its blocks are joined with its base, so that neither can be measured by itself.
         is_routed: Whether it has a router, which can be disabled.

@@ -39,8 +39,8 @@ class Evaluation:
         new: Files of new text.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: What weights were cast to, or None where they stayed as stored.
-        notes: What a reader of the numbers must know.
+        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        notes: Notes on the numbers.
     """
 
     scores: tuple[Score, ...]

@@ -34,13 +34,13 @@ class Score:
     """The score of one model, a row of the table.
 
     Attributes:
-        name: What it is called.
+        name: Name of the model.
         kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
             "path", a composed model with one expansion alone; "disabled", an expanded model with its expansion
             disabled; or "other", a model without expansion.
         base: Name of the row that it is compared with, or None.
-        old: What it scored on old text, or None where none was given.
-        new: The same on new text.
+        old: Its score on old text; None without text.
+        new: Its score on new text; None without text.
         forgetting: Its nats per token on old text minus those of the base, or None.
         learning: The base's nats per token on new text minus its own, or None.
     """

@@ -46,9 +46,9 @@ class ExpansionSummary:
         method: "scale", "grow" or "depth".
         variant: What trains, such as "preserve" or "adapt".
         layers: Expanded layers, by their numbers in the base.
-        new_layers: Where copies of them stand, of a model with duplicated layers; otherwise none.
+        new_layers: Positions of the copies, of a model with duplicated layers; otherwise none.
         collaborative_layers: Layers with W12.
-        collaborative_groups: Where W12 stands in them, "attn" and "ffn".
+        collaborative_groups: Groups with W12 in them, "attn" and "ffn".
         up_width: Features added to the residual stream.
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
@@ -86,11 +86,11 @@ class FolderSummary:
     Attributes:
         base_name: Hub id or folder name of the base model; None where it is not known.
         base_revision: Commit of the Hub repository, where known.
-        expansions: What each expansion added, by its name, in the order of the paths.
-        routing: How the paths are mixed, or None.
+        expansions: Each expansion, by its name, in the order of the paths.
+        routing: The router, or None.
         verified: Date of the last verification with its result, or None.
         passed: Whether that passed; None without one.
-        changed_since: What is known to have changed since then, tensors, the router or its numbers; None where nothing.
+        changed_since: What changed since then, by the records: tensors, the router or its numbers; None where nothing.
         adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
     """
 
@@ -125,7 +125,7 @@ class Inspection:
         parameters_unique: The same without a head that is stored although it is tied to the embedding.
         bytes: Bytes of all tensors.
         left_out: Files with weights in other formats, and links that lead out of the folder.
-        expanded: What was added, for an expanded model.
+        expanded: The expansions, for an expanded model.
         quantisation: Why a base cannot be expanded as it is stored, or None.
     """
 

@@ -57,7 +57,7 @@ class PathNumbers:
         name: "base", or that of the expansion.
         is_bit_equal: Whether its logits are those of that model, bit for bit, chosen by name and beside all others.
         drift: Largest absolute difference of logits, chosen by name.
-        drift_beside: The same of the path beside all others.
+        drift_beside: Largest absolute difference of logits, beside all others.
         generation_equal: Whether greedy continuation with KV cache gives that model's tokens; None if not run.
         uncached_equal: The same without KV cache.
     """
@@ -85,11 +85,11 @@ class MixtureLoss:
     """Loss of a router's mixture on texts: prompts, texts that each path writes greedily, and joined halves of these.
 
     Attributes:
-        texts: How many.
+        texts: Number of texts.
         longest: Tokens of the longest.
         excess: Loss of the mixture above that of the base, of several expansions above that of the best path for a
             text, where it is largest, in nats.
-        worst: Which text that is.
+        worst: Name of that text.
         rounding: Loss that rounding of the logits can explain, in nats.
     """
 
@@ -116,7 +116,7 @@ class Numbers(LogitDrift):
         uncached_equal: The same without KV cache.
         new_tokens: Tokens generated for each prompt.
         paths: The base's path, and that of each expansion; empty where the model has one path.
-        mixture: What its router loses; None where it has none.
+        mixture: Loss of its router's mixture; None without a router.
         load_problems: Tensors that were missing, unexpected or re-initialised on load.
         token_problems: Prompts whose token ids differ between the two tokenizers.
     """

@@ -75,8 +75,8 @@ class TensorChange:
         shape: Its shape, or that of the rows.
         norms: Its norms.
         rank: Its effective rank; None of a vector, and of zeros.
-        start_rank: The same at its start.
-        change_rank: The same of its change.
+        start_rank: Effective rank at its start.
+        change_rank: Effective rank of its change.
         spectrum: Its singular values, of a W21.
         is_trained: Whether its bytes differ from those that the expansion wrote.
         separation: Of copies in a grown model, norm of their difference from what they are copies of, which may have
@@ -120,10 +120,10 @@ class Streams:
 
     Attributes:
         layers: Drift and cosine after each layer, the last one after the final norm; layer -1 is the embedding.
-        source: What was read.
+        source: The texts.
         tokens: Tokens in it.
         dtype: Dtype of the hidden states.
-        path: What was compared with the base model: the model, or the adapt path of a routed one.
+        path: Compared with the base model: the model, or the adapt path of a routed one.
     """
 
     layers: tuple[Layer, ...]
@@ -144,18 +144,18 @@ class Report:
 
     Attributes:
         path: The expanded checkpoint.
-        base_name: What its base model is called.
+        base_name: Name of its base model.
         method: How it was grown: scale, grow or depth.
         variant: Its variant.
-        routing: How it routes, or None.
+        routing: Its router, or None.
         state: "initial", or "trained" where an expansion tensor changed since the expansion.
         parameters: Parameters of the expansion.
         tensors: Every expansion tensor, in the order of the plan.
         layers: The same by layer, group and block.
         streams: The base stream, or None where no model was run.
         runs: What surgery.json records of each training run.
-        log: What the last run logged, if its log is there; see `train`.
-        notes: What a reader of the numbers must know.
+        log: The log of the last run, if it is there; see `train`.
+        notes: Notes on the numbers.
     """
 
     path: Path

@@ -27,17 +27,17 @@ class Verification:
 
     Attributes:
         path: The expanded folder.
-        base_name: What its base model is called.
+        base_name: Name of its base model.
         variant: Its variant; of several expansions "composed".
-        routing: How it routes, or None.
+        routing: Its router, or None.
         state: "initial", or "trained" where expansion tensors changed since the expansion.
-        trained_tensors: How many did.
+        trained_tensors: Number of changed tensors.
         promises: Every promise.
         required: Promises that decide `passed`.
         problems: Problems that no promise covers: code, structure, tokenizer, recorded facts, loading, token ids.
         warnings: What a user should know before running the folder's own code or asking the model; does not decide
             `passed`.
-        numbers: What the probe prompts showed; None where they were not run.
+        numbers: Results of the probe prompts; None where no model was run.
         passed: Whether all is as required.
         fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
         date: When, in UTC.

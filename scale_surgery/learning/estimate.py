@@ -48,8 +48,8 @@ class Estimate:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
-        disk_bytes: What its folder will hold, but for base shards that reflinks or links share with MODEL.
-        free_bytes: What is free there.
+        disk_bytes: Bytes of its folder, without base shards that reflinks or links share with MODEL.
+        free_bytes: Free bytes there.
         notes: Stages that it leaves out, with the reason.
     """
 

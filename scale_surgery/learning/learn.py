@@ -153,7 +153,7 @@ def learn(
     """Do the whole job: set text aside, choose layers, expand, train, route, measure, verify, write one page.
 
     Args:
-        recipe: What is done; see `make_recipe`.
+        recipe: All settings; see `make_recipe`.
         output: Folder of the job. One that an earlier run of the same recipe began is continued.
         overwrite: Whether a folder of another job is replaced.
         events: Functions that are called as it goes on.

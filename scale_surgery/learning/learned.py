@@ -59,14 +59,14 @@ class Learned:
         result: The model that the job ends with: routed, or trained where it has no router.
         layers: Layers that were expanded.
         parameters_added: Parameters that were added.
-        router: How the result routes, or None.
-        rows: What the base, the learned and the routed model score.
+        router: The router of the result in words, or None.
+        rows: Scores of the base, the learned and the routed model.
         verified: Whether every promise of the result holds.
         promises: Result and evidence of each promise, by its name.
-        stages: What was done, in order.
+        stages: The stages, in order.
         seconds: Wall time of all runs of this job, with what is before and between its stages.
         page: The page with all of it.
-        warnings: What may be better.
+        warnings: Warnings of the job and its stages.
     """
 
     path: Path

@@ -118,7 +118,7 @@ def write_recipe(recipe: Recipe, file: str | Path) -> None:
     """Write a recipe with all its settings, whole or not at all; an existing file is replaced.
 
     Args:
-        recipe: What is to be written.
+        recipe: The recipe.
         file: YAML file to be.
 
     Raises:

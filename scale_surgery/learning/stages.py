@@ -138,7 +138,7 @@ class Stage:
     """A stage of a job.
 
     Attributes:
-        name: What it is called.
+        name: Name of the stage.
         line: Its command, which may depend on results of earlier stages.
         outputs: Folders and files that it makes.
         run: Runs it; gives the result to show, and the values to keep.

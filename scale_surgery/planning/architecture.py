@@ -58,7 +58,7 @@ class Linear:
 
     Attributes:
         name: Module name inside the layer.
-        roles: What it computes; several roles are one fused projection.
+        roles: Its roles; several are one fused projection.
         inputs: Features that it reads.
         outputs: Features that it writes, for each role.
         fused_by: Rows of fused roles: all of q, then all of k, ... (`section`), or head by head: the queries that share
@@ -95,7 +95,7 @@ class InnerNorm:
 
     Attributes:
         name: Module name inside the layer.
-        stream: What it normalises.
+        stream: The stream that it normalises.
         head_axis: Axis of the heads, None for a norm over the whole projection.
         style: Its formula.
     """
@@ -121,13 +121,13 @@ class Block:
         linears: The linears that are expanded; none for "block".
         activations: Activation modules between them, of a split MLP.
         inner_norms: Norms on queries or keys, of split attention.
-        query_heads: Of split attention, otherwise 0.
-        key_value_heads: Of split attention, otherwise 0.
+        query_heads: Query heads of split attention, otherwise 0.
+        key_value_heads: Key/value heads of split attention, otherwise 0.
         head_size: Features of a head of split attention, otherwise 0.
         inner: Features inside a split MLP, otherwise 0.
         attributes: Attributes that split attention reads from itself, each to query_heads, key_value_heads or
             query_features.
-        config: The same of what it reads from its config.
+        config: Keys of the config that it reads, likewise.
         mute: Names of tensors in memory, inside the layer and `numberless`: if they are zero, the block adds nothing.
         norm: Norm of the layer whose output it reads; empty where it reads the residual stream as it is.
     """

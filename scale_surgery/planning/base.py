@@ -28,8 +28,8 @@ class BaseFacts:
     Attributes:
         architecture: Facts of its architecture, as they were derived, names on disk included.
         sizes: Its sizes, by its config.
-        proof: What was proved of the facts on a tiny twin: checks, sizes of twins, versions.
-        in_memory: What transformers calls tensors when it has loaded them, where that is not their name on disk.
+        proof: The proof of the facts on a tiny twin: checks, sizes of twins, versions.
+        in_memory: Names of loaded tensors, where they differ from those on disk.
     """
 
     architecture: Architecture

@@ -32,7 +32,7 @@ class Costs:
         up_stream_from: Lowest layer through which training backpropagates the up stream.
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
         peak_memory_bytes: Estimated peak memory of the expansion.
-        stock: What the stock form would cost, a plain checkpoint of the base's architecture; None where there is none.
+        stock: Cost of the stock form, a plain checkpoint of the base's architecture; None where there is none.
         stock_problems: Why there is none.
     """
 

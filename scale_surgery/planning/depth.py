@@ -35,7 +35,7 @@ class Binding:
 
     Attributes:
         key: The key.
-        reason: What it means for the layers.
+        reason: How it binds layers.
         harmless: Values by which nothing is bound; a key that is missing, null, false, 0 or empty never binds.
         switch: Key that turns it off where it is false, or None.
     """

@@ -31,22 +31,22 @@ class Method(ABC):
     """A way to grow a model.
 
     Attributes:
-        name: What it is called in requests.
-        variants: What may train; the first is the default.
+        name: Its name in requests.
+        variants: Its variants; the first is the default.
         options: Fields of a request that have a meaning for it alone, or for it and some other.
-        verb: What it does to a layer, as a participle.
+        verb: A participle for its layers, such as "expanded".
         preserving: Variants whose base stream stays the base model's, bit for bit, however they are trained.
         adds_layers: Whether the result is a stock checkpoint of more layers, which needs no code of ours.
         starts_at_zero: Whether W12 starts at zero, so that its norm is that of its change.
-        refused: What cannot be done to its models, by the name of the operation, each with the reason.
-        about_rows: What a row of a table of tensors is, where that has to be said.
-        about_w12: What the change of W12 is; empty where it has none.
-        opening: How a model card begins, by the form of what is pushed; what is missing is said as for scale.
+        refused: Operations that its models do not allow, each with the reason.
+        about_rows: Explanation of a row in tables of tensors, if needed.
+        about_w12: Explanation of the change of W12; empty where it has none.
+        opening: First sentence of a model card, by the form of the folder; the default is that of scale.
         title: Heading of the part of a card that tells what was done.
         source: Whose idea it is.
         citation: BibTeX of the paper.
         cites: Methods whose papers a card cites.
-        about_loading: What a card adds on loading.
+        about_loading: Text of a card on loading.
     """
 
     name: ClassVar[str]

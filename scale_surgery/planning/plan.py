@@ -41,7 +41,7 @@ class Origin:
     Attributes:
         base_name: Hub id, or name of the base model's folder.
         base_revision: Commit of the Hub repository, where known.
-        request: What was asked for.
+        request: The request.
     """
 
     base_name: str
@@ -58,12 +58,12 @@ class Plan:
         base_revision: Commit of the Hub repository, where known.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
         family: `model_type` of the base model.
-        facts: What is known of it: its architecture, sizes, and what was proved.
-        request: What was asked for.
-        widths: What is added.
+        facts: Facts about it: architecture, sizes, and their proof.
+        request: The request.
+        widths: Added widths.
         layers: Expanded layers.
-        collaboration: Where W12 exists.
-        prefix: What stands before the base model's names on disk.
+        collaboration: Layers and groups with W12.
+        prefix: Prefix of the base model's names on disk.
         specs: Module specifications, the key `scale_surgery` of the new config.json.
         tensors: Every new tensor.
         shards: Names of the new shards.

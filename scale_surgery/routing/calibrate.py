@@ -52,15 +52,15 @@ class Calibration:
 
     Attributes:
         path: The model.
-        name: What it is called.
+        name: Name of the model.
         paths: Names of the paths that the router weighs, the base's first.
-        base: What its base model scores.
-        adapt: What its adapt path alone scores; of a composed model the best path of each window.
-        present: What it scores as it was found.
-        proposed: What it scores with the setting that is to be: see `route_calibrate`.
-        best: The same with the best of the settings that are allowed; the present one may stay all the same.
-        loosest: The same with the best of all settings, whatever texts and short prompts may lose.
-        limits: What the best setting may lose, and what it must gain.
+        base: Scores of its base model.
+        adapt: Scores of its adapt path alone; of a composed model those of the best path of each window.
+        present: Scores with the setting that it had.
+        proposed: Scores with the proposed setting: see `route_calibrate`.
+        best: Scores with the best allowed setting, even where the present one stays.
+        loosest: Scores with the best of all settings, without limits on texts and short prompts.
+        limits: Limits of the best setting, and its needed gain.
         needed_gain: Nats per token that the best must learn more than the present one, to replace it.
         is_within: Whether the proposed setting forgets at most `most_forgetting`.
         outcomes: Every setting in the order of its numbers, those named above among them.
@@ -69,8 +69,8 @@ class Calibration:
         new: Files of new text.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: What weights were cast to, or None where they stayed as stored.
-        plot: Where it was drawn, or None.
+        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        plot: File of the figure, or None.
         written: Whether the proposed setting was written into the model; not where it was there already.
     """
 

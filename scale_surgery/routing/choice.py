@@ -96,7 +96,7 @@ class RouterChoice:
         proposed: The setting to be: the best, or the present one where that gains too little.
         best: Of the settings that are allowed, the one that learns most among those that forget little enough; where
             there is none, the one that forgets least.
-        loosest: The same of all settings, whatever texts and short prompts may lose.
+        loosest: The best of all settings, without limits on texts and short prompts.
         needed: Nats per token that the best must learn more than the present setting, to replace it.
     """
 

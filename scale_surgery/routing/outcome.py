@@ -57,7 +57,7 @@ class ShortPrompt:
         tokens: Tokens that were read, a start token among them.
         texts: Old texts that are longer.
         weight: Mean weight of the adapt path in what is said next.
-        forgetting: How much higher than the base's the loss on the next token is, nats.
+        forgetting: Loss on the next token minus that of the base, nats.
     """
 
     tokens: int
@@ -87,15 +87,15 @@ class Outcome:
 
     Attributes:
         routing: The setting; None for the base model and for the adapt path alone.
-        old: What it scores on old text.
-        new: The same on new text.
+        old: Score on old text.
+        new: Score on new text.
         forgetting: Its nats per token on old text minus those of the base.
         learning: The base's nats per token on new text minus its own.
         kept: Learning as a share of what the adapt path alone learns; None where that learns nothing.
         routed_old: Routed share of old text: the mean weight of the adapt path over the scored tokens.
-        routed_new: The same of new text.
+        routed_new: Routed share of new text.
         gain: Learning minus that of the present setting, and the error of it over texts.
-        short: What becomes of short prompts.
+        short: Scores on short prompts.
     """
 
     routing: Router | None

@@ -30,8 +30,8 @@ class TokenRoute:
 
     Attributes:
         position: Its place in the document, from 0.
-        text: What it reads as; a character that is split over several tokens stands at one of them.
-        piece: How the tokenizer's vocabulary spells it.
+        text: Its text; a character that is split over several tokens stands at one of them.
+        piece: Its spelling in the tokenizer's vocabulary.
         id: Its id.
         is_counted: Whether totals count it; they leave out prompts, start tokens and the first token, which nothing
             predicts.
@@ -101,15 +101,15 @@ class RouteReport:
     """The result of `route_report`.
 
     Attributes:
-        model: What the model is called.
-        base: What its base model is called.
-        routing: How it routes.
+        model: Name of the model.
+        base: Name of its base model.
+        routing: Its router.
         paths: Names of the paths that the router weighs: the base, or `preserve side` where an up stream goes with it,
             and the expansions. Numbers of paths are in this order.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: What weights were cast to, or None where they stayed as stored.
-        files: What happened on each file.
+        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        files: Totals and tokens of each file.
     """
 
     model: str

@@ -23,7 +23,7 @@ class Beginnings:
 
     Attributes:
         is_read: Where there is a next token.
-        lost: How much higher than the base's the loss on it is, nats, float64.
+        lost: Loss on it minus that of the base, nats, float64.
         weight: Weight of all paths but the base's there, float64.
     """
 

@@ -31,7 +31,7 @@ class LogitDrift:
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
         tokens: Tokens in them.
-        device: Where both models ran; on another the last bits may be others.
+        device: Where both models ran; the last bits may differ between devices.
         dtype: Dtype of the logits.
         is_bit_equal: Whether they are equal, bit for bit.
         drift: Largest absolute difference.

@@ -25,9 +25,9 @@ class Measurement:
 
     Attributes:
         nats: Sum of -log p over the scored tokens.
-        scored: How many tokens were scored.
+        scored: Number of scored tokens.
         questions: Answers whose first token was predicted from a prompt.
-        answered: Those of them whose first token had the largest logit.
+        answered: Answers whose first token had the largest logit.
     """
 
     nats: float

@@ -29,7 +29,7 @@ class Sequences:
     Attributes:
         ids: Token ids of all sequences, int32, (tokens,).
         labels: The same, IGNORED or PROMPT where a token is read and not scored, int32, (tokens,).
-        starts: Where each sequence begins, and where the last one ends; (sequences + 1,).
+        starts: Start of each sequence, and end of the last; (sequences + 1,).
     """
 
     ids: Tensor
@@ -73,7 +73,7 @@ class StoredSequences:
     Attributes:
         rows: A `datasets.Dataset` with the columns "input_ids" and "labels", as tensors.
         scored: Tokens that are scored.
-        digest: What `Sequences.fingerprint` says of them.
+        digest: Their `Sequences.fingerprint`.
     """
 
     rows: Any

@@ -52,10 +52,10 @@ class Served:
     """A model that is loaded and about to be served.
 
     Attributes:
-        model: What requests name as their model.
+        model: Name by which requests choose it.
         url: Base URL for clients.
         has_chat_template: Whether the tokenizer can write a conversation, as /v1/chat/completions needs.
-        paths: What they may name instead: base and expansions of a composed folder, each of which then answers alone.
+        paths: Names of single paths that may answer instead: base and expansions of a composed folder.
     """
 
     model: str

@@ -21,7 +21,7 @@ class TensorPlace:
 
     Attributes:
         name: Name in memory of the tensor that it becomes, or becomes a part of; of several the first.
-        part: Which part, by the pattern of its name; None where it becomes that tensor as it is.
+        part: Pattern of the part that it is; None where it is the whole tensor.
         renamed: Its name once modules are renamed, before anything is put together.
     """
 
@@ -35,8 +35,8 @@ class Reading:
     """How transformers reads the files of a model.
 
     Attributes:
-        conversions: What it renames and converts, in its own form.
-        prefix: What it takes off from names, or puts before them, where whole models and parts of them are exchanged.
+        conversions: Its rules of renaming and converting.
+        prefix: The prefix that it adds or removes between models with and without a head.
         tensors: Names of tensors in memory.
     """
 

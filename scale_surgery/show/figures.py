@@ -46,7 +46,7 @@ class Curve:
     """A line of a figure.
 
     Attributes:
-        name: What it shows.
+        name: Name in the legend.
         points: Its points; the line breaks at a value that is not finite, and joins nothing across it.
         colour: Its colour, as #rrggbb.
         style: Solid or dashed, as matplotlib spells it.

@@ -29,10 +29,10 @@ class TrainingSchedule:
 
     Attributes:
         steps: Optimizer steps.
-        warmup_steps: Those in which the learning rate rises.
+        warmup_steps: Steps of the warm-up.
         sequences: Sequences to learn.
         tokens: Tokens in them that are learned.
-        passes: How often they are read.
+        passes: Passes over them.
         rehearses: On what it stays what its base is; nothing where it is not asked to.
     """
 

@@ -62,10 +62,10 @@ class Ranking:
         revision: Branch, tag or commit that was given.
         family: Its `model_type`.
         request: The expansion to be, as it was asked for; its layers are those that were ranked.
-        settings: How the pilot trained.
+        settings: Settings of the pilot.
         steps: Its optimizer steps.
         tokens: Tokens of the text.
-        passes: How often each was read.
+        passes: Passes over them.
         trained_parameters: Number of parameters that trained.
         first_loss: Loss of its first steps, nats per token.
         last_loss: Loss of its last steps, nats per token.
@@ -73,8 +73,8 @@ class Ranking:
         parameters: Parameters of the base as stored.
         budget: Parameters that the expansion may add.
         proposed: The layers that the budget pays for, ascending.
-        argument: The same as --layers takes them.
-        parameters_added: What an expansion of them adds.
+        argument: The proposed layers as --layers takes them.
+        parameters_added: Parameters that an expansion of them adds.
         tied: Layers among which the changes do not decide, ascending: those within a tenth of the least changed one
             that the budget pays for. Empty where all of them are proposed.
     """

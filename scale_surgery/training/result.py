@@ -25,8 +25,8 @@ class LossChange:
     """The loss before the first step and after the last one: the same tokens, measured by the same code.
 
     Attributes:
-        text: What was measured: "new" for the new text of --eval-data, "text" for some of the sequences to learn.
-        sequences: How many sequences were measured.
+        text: The measured text: "new" for the new text of --eval-data, "text" for some of the sequences to learn.
+        sequences: Number of measured sequences.
         before: Nats per token before the first step; None where the log does not say.
         after: Nats per token after the last step.
     """
@@ -48,7 +48,7 @@ class Training:
         trained_parameters: Number of parameters that trained.
         loss: Last loss of the log, nats per token.
         change: The loss before and after, on the same tokens.
-        schedule: What the run was to do.
+        schedule: Its schedule.
         warnings: Why it taught little.
         measured: Last measurement on old and new text; empty where nothing was measured.
         log: Log of the run, JSON lines.

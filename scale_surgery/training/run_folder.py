@@ -84,7 +84,7 @@ class TrainingRun:
         target: The folder.
         checkpoint: The expanded checkpoint that is trained.
         name: Name of the expansion.
-        decisive: What decides the result; a resumed run must have the same.
+        decisive: All that decides the result; a resumed run must have the same.
         record: What surgery.json records of the run, beside its log.
         stored: The model that is trained, as the checkpoint that it was loaded from.
     """

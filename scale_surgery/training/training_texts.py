@@ -52,7 +52,7 @@ class Reader:
 
     Attributes:
         tokenizer: The model's tokenizer.
-        tokenizer_digest: What tells it from others.
+        tokenizer_digest: See `digest_tokenizer`.
         length: Tokens of a sequence.
         packing: Whether documents are joined and cut; otherwise each is a sequence.
         learn_prompts: Whether prompts are scored.
