@@ -79,7 +79,7 @@ def evaluate(
 
     Args:
         models: A folder or Hub id, or several.
-        old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
+        old: A file or saved dataset that tells what the base knows, or several, as for `documents.read_documents`.
         new: The same with what was to be learned; of the two one must be given.
         sequence_length: Most tokens that are read at once; by default the shortest context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.

@@ -44,8 +44,8 @@ def report(
 
     Args:
         expanded: Folder of the expanded checkpoint.
-        texts: Probe text for the base stream: a file or saved dataset, or several, as for `data.read_documents`; by
-            default the built-in prompts of `verify`.
+        texts: Probe text for the base stream: a file or saved dataset, or several, as for
+            `documents.read_documents`; by default the built-in prompts of `verify`.
         name: Which expansion, where there are several.
         files_only: Read tensors, run no model; then nothing is said of the base stream.
         sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.

@@ -1,6 +1,6 @@
 """Try the numbers of a router on old and on new text, and set the best: forgetting against learning.
 
-old and new text --one pass--> path_scores --every setting--> routing_sweep --the rule--> proposed --> config.json
+old and new text --one pass--> path_scores --every setting--> sweep --the rule--> proposed --> config.json
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def route_calibrate(
 
     Args:
         routed: Folder of a routed checkpoint, or a composed folder.
-        old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
+        old: A file or saved dataset that tells what the base knows, or several, as for `documents.read_documents`.
         new: The same with what was to be learned.
         settings: What may be lost, and what is written.
         sequence_length: Most tokens that are read at once; by default the context, at most 1024.

@@ -56,7 +56,7 @@ def route_report(
 
     Args:
         model: A routed model, a folder or Hub id.
-        texts: A file or saved dataset, or several, as for `data.read_documents`.
+        texts: A file or saved dataset, or several, as for `documents.read_documents`.
         sequence_length: Most tokens that are read at once; by default the model's context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
         run: How the model runs: device, dtype, trust_remote_code, batch_size.

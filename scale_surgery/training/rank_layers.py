@@ -61,7 +61,7 @@ def rank_layers(
 
     Args:
         model: A base model, a folder or a Hub id; nothing is written to it.
-        data: Files to learn from; see `data.read_documents`.
+        data: Files to learn from; see `documents.read_documents`.
         request: The expansion to be, by which layers cost what they cost; its layers are those to choose among.
         settings: What it may cost, and how the pilot trains.
         run: How the pilot runs: device, and trust_remote_code.
