@@ -59,7 +59,7 @@ def _begin(
 ) -> tuple[tuple[str, ...], tuple[Norm, ...], bool]:
     """What is added to the embeddings, their norms, and whether nothing else happens before the first layer."""
     assert first.before is not None
-    stream, padded, norms = list[Tensor](), list[str](), list[Norm]()
+    stream, padded, norms, hidden = list[Tensor](), list[str](), list[Norm](), first.before.shape[-1]
     for call in calls:
         value = _as(call.after, first.before)
         if call.name == embedding and value is not None:
@@ -69,10 +69,15 @@ def _begin(
         elif is_norm(call.module) and _is_sum(call.before, stream):
             norms.append(Norm(_inside(call.name, place), norm_style(call.module, value.shape[-1]) or "rms"))
             stream = [value]
-        elif _adds_positions(call, first.before.shape[-1]):
+        # an embedding of something else than tokens, such as positions, does not read the stream
+        elif "embed" in f"{type(call.module).__name__} {call.name}".lower() and not _reads_stream(call, hidden):
             padded.append(_inside(call.name, place))
             stream.append(value)
-    read_by_others = any(_reads_stream(call, first.before.shape[-1]) for call in calls if not is_norm(call.module))
+    # others read the embeddings too where single layers have inputs of their own
+    modules = (call for call in calls if not is_norm(call.module) and not list(call.module.children()))
+    read_by_others = any(
+        _reads_stream(call, hidden) and any(True for _ in call.module.parameters()) for call in modules
+    )
     is_plain = bool(stream) and _is_sum(first.before, stream) and not read_by_others
     return (tuple(padded), tuple(norms), True) if is_plain else ((), (), False)
 
@@ -94,15 +99,7 @@ def _is_sum(target: Tensor | None, parts: list[Tensor]) -> bool:
 
 
 def _reads_stream(call: ModuleCall, hidden: int) -> bool:
-    """Whether a module with parameters reads the embeddings beside the layers, as for inputs of single layers."""
-    reads = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
-    return reads and not list(call.module.children()) and any(True for _ in call.module.parameters())
-
-
-def _adds_positions(call: ModuleCall, hidden: int) -> bool:
-    """Whether a module embeds something else than tokens; such a one does not read the stream."""
-    reads_stream = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
-    return "embed" in f"{type(call.module).__name__} {call.name}".lower() and not reads_stream
+    return call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
 
 
 def _final_norm(calls: tuple[ModuleCall, ...], last: ModuleCall, place: LayersPlace) -> ModuleCall:

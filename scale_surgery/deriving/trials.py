@@ -98,8 +98,7 @@ def _problem(real: PreTrainedModel, architecture: Architecture, block: Block, he
     }
     changes = {architecture.keys.get(name, CONFIG_KEYS[name]): value for name, value in wanted.items()}
     try:
-        with torch.device("meta"):
-            model = build_model(type(real.config).from_dict(real.config.to_dict() | changes))
+        model = _changed_model(real.config, changes)
     # the error of a config or model says best what it requires
     except Exception as error:
         return f"its config does not allow it: {' '.join(str(error).split())[:200]}"
@@ -127,8 +126,7 @@ def inner_key(config: PreTrainedConfig, architecture: Architecture) -> str | Non
 def _sets_inner(config: PreTrainedConfig, architecture: Architecture, block: Block, key: str) -> bool:
     wider = block.inner + 8
     try:
-        with torch.device("meta"):
-            model = build_model(type(config).from_dict(config.to_dict() | {key: wider}))
+        model = _changed_model(config, {key: wider})
     except Exception:
         return False
     return features(_first_layer(model, architecture).get_submodule(block.linears[-1].name))[0] == wider
@@ -136,3 +134,8 @@ def _sets_inner(config: PreTrainedConfig, architecture: Architecture, block: Blo
 
 def _first_layer(model: PreTrainedModel, architecture: Architecture) -> nn.Module:
     return model.get_submodule(f"{architecture.layers_path}.0")
+
+
+def _changed_model(config: PreTrainedConfig, changes: dict[str, int]) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build_model(type(config).from_dict(config.to_dict() | changes))

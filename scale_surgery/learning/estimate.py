@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.errors import CheckpointError, DataError
-from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.chat_template import tokenize_chat
 from scale_surgery.running.documents import read_documents
+from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _disk(work: Work, base_bytes: int, added: int) -> int:
     folders = 3 if work.routes else 2
     base = 0 if work.recipe.base_weights == "link" else base_bytes
     copies = folders if work.taking == "copy" else 1
-    text_bytes = sum(map(_bytes_of, (*work.recipe.data, *work.recipe.old)))
+    text_bytes = sum(parse_source(name).bytes for name in (*work.recipe.data, *work.recipe.old))
     # during training, moments of AdamW and float32 parameters are on disk too
     return round(base * copies + added * (4 * folders + TRAINED_BYTES) + 1.1 * text_bytes)
 
@@ -133,11 +133,7 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
     characters = sum(map(len, texts)) + len(texts) - 1
     # documents beyond the sample count by their bytes
-    is_all = len(texts) < SAMPLED_DOCUMENTS or not _bytes_of(file)
-    more = 1.0 if is_all else _bytes_of(file) / sum(len(text.encode()) for text in texts)
+    size = parse_source(file).bytes
+    is_all = len(texts) < SAMPLED_DOCUMENTS or not size
+    more = 1.0 if is_all else size / sum(len(text.encode()) for text in texts)
     return max(1, round(tokens * characters / len(sample) * max(1.0, more)))
-
-
-def _bytes_of(file: str) -> int:
-    """Bytes of a file, or of all files in a folder; 0 for what is not here, such as a dataset of the Hub."""
-    return sum(path.stat().st_size for path in text_files([file]))

@@ -131,8 +131,7 @@ def _part_problems(settings: HoldOutSettings) -> list[str]:
 
 def text_files(given: Sequence[str]) -> list[Path]:
     """The given files and those in folders; none for datasets of the Hub."""
-    paths = [parse_source(name).path for name in given]
-    return [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
+    return [file for name in given for file in parse_source(name).files]
 
 
 def _draw(files: Sequence[str], settings: HoldOutSettings, advance: Progress) -> Drawn:

@@ -60,6 +60,17 @@ class TextSource:
         return Path(self.name)
 
     @property
+    def files(self) -> list[Path]:
+        """The file, or all files of the folder; none for a dataset of the Hub."""
+        paths = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
+        return [path for path in paths if path.is_file()]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
     def is_on_hub(self) -> bool:
         """Whether it is a dataset of the Hub: no path of this name exists."""
         return not os.path.exists(self.name) and could_be_on_hub(self.name)  # noqa: PTH110, which no name breaks

@@ -52,6 +52,11 @@ def format_seconds(seconds: float) -> str:
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
+def format_nats(value: float) -> str:
+    """Write a change of the loss: with a sign, and without digits where it is zero to the last bit."""
+    return "0" if value == 0 else f"{value:+z.{4 if abs(value) < 10 else 3}f}"
+
+
 def render_inspection(inspection: Inspection, model: str | None = None) -> RenderableType:
     """An inspection as a table; with the name under which the model was given, the command to type next."""
     sizes = inspection.sizes
@@ -248,7 +253,6 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     table = NamedRows(["loss", "perplexity", *(["accuracy"] if first.questions else []), change])
     for name, measured, value in rows:
         accuracy = [] if measured.accuracy is None else [f"{measured.accuracy:.1%}"]
-        # equal to the last bit is more than equal to four digits
-        gained = "" if value is None else "0" if value == 0 else f"{value:+z.4f}"
+        gained = "" if value is None else format_nats(value)
         table.add_row(name, f"{measured.nats_per_token:.4f}", f"{measured.perplexity:.4g}", *accuracy, gained)
     return Group(heading(title, f"{counts}; losses in nats per token"), table)

@@ -14,6 +14,7 @@ from scale_surgery.errors import counted
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, PlainTable
+from scale_surgery.show.tables import format_nats
 from scale_surgery.surgery.routers import is_default, is_even, weights_of
 
 if TYPE_CHECKING:
@@ -127,17 +128,12 @@ def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> li
     accuracies: list[Measurement] = [getattr(outcome, side) for side in sides]
     return [
         *(values.get(name, "") for name in numbers),
-        _nats(outcome.forgetting),
-        _nats(outcome.learning),
+        format_nats(outcome.forgetting),
+        format_nats(outcome.learning),
         _share(outcome.kept),
         *map(_share, (outcome.routed_old, outcome.routed_new)),
         *(_share(measured.accuracy) for measured in accuracies),
     ]
-
-
-def _nats(value: float) -> str:
-    # equal to the last bit is more than equal to four digits
-    return "0" if value == 0 else f"{value:+z.{4 if abs(value) < 10 else 3}f}"
 
 
 def _share(value: float | None) -> str:
@@ -157,9 +153,9 @@ def _render_short(result: Calibration) -> RenderableType:
         table.add_column(f"{name}\n{'expanded' if result.has_several else 'adapted'}", justify="right", no_wrap=True)
         table.add_column("\nforgets", justify="right", no_wrap=True)
     for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
-        cells = [cell for length in row for cell in (_share(length.weight), _nats(length.forgetting))]
+        cells = [cell for length in row for cell in (_share(length.weight), format_nats(length.forgetting))]
         table.add_row(str(row[0].tokens), *cells)
-    table.add_row("all", *(cell for outcome in shown.values() for cell in ("", _nats(outcome.short.forgetting))))
+    table.add_row("all", *(cell for outcome in shown.values() for cell in ("", format_nats(outcome.short.forgetting))))
     title = Text("short prompts: the first tokens of old texts, and what is lost on the next one", style="bold")
     return Group(title, table)
 
@@ -170,12 +166,12 @@ def _render_choice(result: Calibration) -> RenderableType:
     kept = "" if best.kept is None else f", {_share(best.kept)} of what the {path} path learns"
     rows = [
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
-        ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
+        ("best", f"{best.numbers}: forgets {format_nats(best.forgetting)}, learns {format_nats(best.learning)}{kept}"),
     ]
     rows += [("written", "nothing: the model routes so already")] if best == present else []
     rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
     rows += [*_gain_rows(result), *_bound_rows(result)]
-    lost = _change(_nats, result, lambda outcome: outcome.short.forgetting)
+    lost = _change(format_nats, result, lambda outcome: outcome.short.forgetting)
     rows.append(("short", f"lost on the first tokens of old texts: {lost} per token"))
     rows += _loosest_rows(result)
     rows += [("written", f"it was {present.numbers}")] if result.written else []
@@ -195,7 +191,7 @@ def _gain_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     best = result.best
     if best == result.present:
         return
-    gain = f"{_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
+    gain = f"{format_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
     if best == result.proposed:
         yield "gain", gain
         return
@@ -228,8 +224,8 @@ def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     bound = "" if looser.bound is None else f"a text may lose {_bound(looser.bound)} nats, and "
     yield (
         "looser",
-        f"{looser.numbers} would learn {_nats(more)} more{share}, but {bound}short prompts lose "
-        f"{_nats(looser.short.forgetting)} per token. Ask for it: {result.ask}",
+        f"{looser.numbers} would learn {format_nats(more)} more{share}, but {bound}short prompts lose "
+        f"{format_nats(looser.short.forgetting)} per token. Ask for it: {result.ask}",
     )
 
 

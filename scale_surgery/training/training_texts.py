@@ -157,8 +157,8 @@ def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes:
 
     def make() -> str:
         sources = [parse_source(path) for path in paths]
-        total = sum(map(_bytes_of, sources))
-        stamps = take_stamps(file for source in sources for file in _files_of(source))
+        total = sum(source.bytes for source in sources)
+        stamps = take_stamps(file for source in sources for file in source.files)
         with track("texts", total) as advance:
             texts = [_digest(source, advance) for source in sources]
         key = hashlib.sha256(repr([reader.made_of, texts]).encode()).hexdigest()[:40]
@@ -201,17 +201,7 @@ def _unless_changed(parts: Iterator[Sequences], stamps: Stamps) -> Iterator[Sequ
 
 def _is_large(paths: Sequence[str]) -> bool:
     sources = [parse_source(path) for path in paths]
-    return any(source.is_on_hub for source in sources) or sum(map(_bytes_of, sources)) >= LARGE
-
-
-def _files_of(source: TextSource) -> list[Path]:
-    if source.path.is_dir():
-        return sorted(file for file in source.path.rglob("*") if file.is_file())
-    return [source.path] if source.path.is_file() else []
-
-
-def _bytes_of(source: TextSource) -> int:
-    return sum(file.stat().st_size for file in _files_of(source))
+    return any(source.is_on_hub for source in sources) or sum(source.bytes for source in sources) >= LARGE
 
 
 def _digest(source: TextSource, advance: Progress) -> str:
@@ -220,7 +210,7 @@ def _digest(source: TextSource, advance: Progress) -> str:
     if source.is_on_hub:
         return f"dataset {settings} {digest_of(source)}"
     if source.path.is_dir():
-        files = [(str(file.relative_to(source.path)), hash_file(file, advance)) for file in _files_of(source)]
+        files = [(str(file.relative_to(source.path)), hash_file(file, advance)) for file in source.files]
         return f"folder {settings} {files}"
     kind = source.path.suffix if source.path.suffix in (".jsonl", ".json") else "text"
     with readable(source.path), open_regular(source.path):
