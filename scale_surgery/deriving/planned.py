@@ -37,7 +37,7 @@ def plan(
 
     Args:
         model: A folder or a Hub id.
-        request: What is asked for.
+        request: The expansion to plan.
         revision: Branch, tag or commit of a Hub repository.
         run: Whether the model's own code may run, where transformers does not have its type: trust_remote_code.
         track: Makes progress bars.
@@ -134,7 +134,7 @@ def load_plan(
         The plan.
 
     Raises:
-        PlanError: If the file is no plan, or another would be made of this base model here; what differs is named.
+        PlanError: If the file is no plan, or planning again gives another plan; the differences are named.
         CheckpointError: If the model cannot be read.
     """
     saved = read_plan(file)

@@ -79,8 +79,8 @@ def evaluate(
 
     Args:
         models: A folder or Hub id, or several.
-        old: A file or saved dataset that tells what the base knows, or several, as for `documents.read_documents`.
-        new: The same with what was to be learned; of the two one must be given.
+        old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
+        new: New text, which was to be learned, likewise; one of the two must be given.
         sequence_length: Most tokens that are read at once; by default the shortest context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
         run: How the models run: device, dtype, trust_remote_code, batch_size.

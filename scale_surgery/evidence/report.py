@@ -40,14 +40,14 @@ def report(
     """Show what training did to an expansion.
 
     Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
-    Vetterli 2007). A block is compared with what `expand` made it, which is made again from the base inside.
+    Vetterli 2007). Each block is compared with its initial values, computed again from the base inside.
 
     Args:
         expanded: Folder of the expanded checkpoint.
         texts: Probe text for the base stream: a file or saved dataset, or several, as for
             `documents.read_documents`; by default the built-in prompts of `verify`.
         name: Which expansion, where there are several.
-        files_only: Read tensors, run no model; then nothing is said of the base stream.
+        files_only: Read tensors and run no model; the report then lacks the base stream.
         sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.
         run: How the model runs: device, trust_remote_code, batch_size. Hidden states of all layers are held for a
             batch, so it is one window by default.

@@ -80,7 +80,7 @@ def verify(
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
-        PlanError: If a promise is asked for that there is none of.
+        PlanError: If a required promise is unknown.
     """
     _check_promises(required)
     path = Path(expanded)

@@ -160,7 +160,7 @@ def learn(
         track: Makes progress bars.
 
     Returns:
-        What the base, the learned and the routed model score, and what was done.
+        Scores of the base, the learned and the routed model, and the stages that ran.
 
     Raises:
         PlanError: If the recipe does not fit the model.

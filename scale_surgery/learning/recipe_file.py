@@ -37,11 +37,10 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
         file: A YAML file: settings at the top, others in sections, such as `training:` with `steps: 200` below it.
 
     Returns:
-        What it says, by the name of the setting: "training.steps"; and "preset", where it names one.
+        Its values by the name of the setting, such as "training.steps"; and "preset", where it names one.
 
     Raises:
-        PlanError: If it is no YAML, names settings that there are none, or values that cannot be; every problem is
-            named with its line.
+        PlanError: If it is no YAML, or holds unknown settings or invalid values; every problem is named with its line.
     """
     path = Path(file)
     values: dict[str, Any] = {}

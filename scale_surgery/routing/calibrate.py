@@ -138,15 +138,15 @@ def route_calibrate(
     """Sweep the threshold of a cosine router, or prior and switch rate of a posterior one, and propose the best.
 
     The best setting is the one that learns most among those that forget at most `most_forgetting`; where there is
-    none, the one that forgets least. Settings are left out with which any text, or a short prompt, may lose more than
-    now, unless that is asked for, and the present one is only changed for a gain that matters: see
-    `CalibrationSettings`. Of equal ones the present wins, then the default. Nothing is written unless all went well.
+    none, the one that forgets least. Settings with which a text or a short prompt may lose more than now are left out
+    unless they are allowed, and the present one is only replaced for a gain that matters: see `CalibrationSettings`. Of
+    equal ones the present wins, then the default. Nothing is written unless all went well.
 
     Args:
         routed: Folder of a routed checkpoint, or a composed folder.
-        old: A file or saved dataset that tells what the base knows, or several, as for `documents.read_documents`.
-        new: The same with what was to be learned.
-        settings: What may be lost, and what is written.
+        old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
+        new: New text, which was to be learned, likewise.
+        settings: Limits, and what is written.
         sequence_length: Most tokens that are read at once; by default the context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
         run: How the model runs: device, dtype, trust_remote_code, batch_size.

@@ -52,7 +52,7 @@ def route_report(
     revision: str | None = None,
     track: Track = no_track,
 ) -> RouteReport:
-    """Show for each token of texts what each path of a routed model makes of it, and which it came from.
+    """Show each token of texts with its log-probability on each path of a routed model, and the weights of the paths.
 
     Args:
         model: A routed model, a folder or Hub id.

@@ -99,7 +99,7 @@ def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def expansion_disabled(model: Any) -> Iterator[None]:
-    """Run the base alone inside a `with` block; copies of layers pass on what they are given.
+    """Run the base alone inside a `with` block; duplicated layers pass their input on.
 
     Args:
         model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to

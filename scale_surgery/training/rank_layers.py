@@ -62,8 +62,8 @@ def rank_layers(
     Args:
         model: A base model, a folder or a Hub id; nothing is written to it.
         data: Files to learn from; see `documents.read_documents`.
-        request: The expansion to be, by which layers cost what they cost; its layers are those to choose among.
-        settings: What it may cost, and how the pilot trains.
+        request: The planned expansion, which sets the cost of layers; its `layers` are the candidates.
+        settings: The budget, and how the pilot trains.
         run: How the pilot runs: device, and trust_remote_code.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.

@@ -106,7 +106,7 @@ def train(
         track: Makes progress bars.
 
     Returns:
-        What was done.
+        The result of the run.
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, its base has changed, or the output cannot be written.
