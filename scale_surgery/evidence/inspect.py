@@ -34,7 +34,6 @@ from scale_surgery.running.freeze import group_of
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import StoredManifest, read_stored
-from scale_surgery.surgery.record_schema import Certificate
 from scale_surgery.surgery.routers import read_router
 
 
@@ -218,15 +217,21 @@ def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
     with reading(checkpoint.path / CONFIG_FILE):
         plain = specs_of_expansions(key)
         specs = [read_record(entry, _Specs, place_of_specs(key, number)) for number, entry in enumerate(plain)]
-        base, verification = stored or specs[0].origin, stored and stored.verification
+        base = stored or specs[0].origin
+        verified, passed, changed = None, None, None
+        if stored and (verification := stored.verification):
+            passed = verification["passed"]
+            verified = f"{'passed' if passed else 'FAILED'} {verification['date']}"
+            runs = [run for expansion in stored.expansions.values() for run in expansion.training]
+            changed = changed_since(verification, runs, stored.routing)
         return FolderSummary(
             base_name=None if base is None else base.base_name,
             base_revision=None if base is None else base.base_revision,
             expansions={spec.name: _read_expansion(checkpoint, spec, stored) for spec in specs},
             routing=read_router(key.get(ROUTER_KEY), len(specs), f"{CONFIG_KEY}.{ROUTER_KEY}"),
-            verified=_verified(verification) if verification else None,
-            passed=verification["passed"] if verification else None,
-            changed_since=_changed_since(stored, verification) if stored and verification else None,
+            verified=verified,
+            passed=passed,
+            changed_since=changed,
             adopt=None if stored else adopt_line(title, checkpoint.config),
         )
 
@@ -276,12 +281,3 @@ def _count_copies(checkpoint: Checkpoint, groups: Mapping[str, str]) -> dict[str
         if is_copy:
             counts[group_of(inside, groups)] += info.elements
     return {group: count for group, count in counts.items() if count}
-
-
-def _verified(verification: Certificate) -> str:
-    return f"{'passed' if verification['passed'] else 'FAILED'} {verification['date']}"
-
-
-def _changed_since(stored: StoredManifest, verification: Certificate) -> str | None:
-    runs = [run for expansion in stored.expansions.values() for run in expansion.training]
-    return changed_since(verification, runs, stored.routing)

@@ -225,13 +225,8 @@ def _rank(values: Tensor | None) -> float | None:
 
 
 def _spectrum(start: Tensor, now: Tensor) -> Spectrum:
-    ranks = _some_ranks(len(now))
-    places = [rank - 1 for rank in ranks]
-    return Spectrum(tuple(ranks), tuple(start[places].tolist()), tuple(now[places].tolist()))
-
-
-def _some_ranks(count: int) -> Sequence[int]:
-    """At most SPECTRUM_POINTS ranks from 1 to `count`, evenly spaced, both ends among them."""
-    if count <= SPECTRUM_POINTS:
-        return range(1, count + 1)
-    return [1 + round(point * (count - 1) / (SPECTRUM_POINTS - 1)) for point in range(SPECTRUM_POINTS)]
+    """Singular values at no more than SPECTRUM_POINTS ranks, evenly spaced, the first and the last among them."""
+    count, points = len(now), min(len(now), SPECTRUM_POINTS)
+    places = [round(point * (count - 1) / max(1, points - 1)) for point in range(points)]
+    ranks = tuple(place + 1 for place in places)
+    return Spectrum(ranks, tuple(start[places].tolist()), tuple(now[places].tolist()))
