@@ -43,7 +43,7 @@ CODE_FILES = (
     "expanded_streams.py",
 )
 
-# one more where the classes of the base lie in its folder: it imports them
+# one more where the classes of the base are its own and not of transformers: it names them
 OWN_CODE_FILE = "base_scale.py"
 
 # of a file in a folder

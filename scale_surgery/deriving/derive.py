@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from scale_surgery.deriving.bound import alters_logits, is_numbered, keeps_batch
 from scale_surgery.deriving.build import (
     build_model,
     build_twin,
@@ -27,7 +28,7 @@ from scale_surgery.deriving.build import (
 from scale_surgery.deriving.facts import CommonFacts, agree_twins, derive_architecture, derive_sizes, watch_twin
 from scale_surgery.deriving.prove import Twin, checks_of, given_by, prove, refuse_without_states
 from scale_surgery.deriving.shrink import RealModel, describe_real, shrink, with_few_layers
-from scale_surgery.deriving.trials import alters_logits, inner_key, is_numbered, keeps_batch, stock_heads
+from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.running.loading import quiet_transformers

@@ -228,7 +228,7 @@ class Architecture:
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
         alters_logits: Whether logits are changed after the head, other than by a cap.
         is_numbered: Whether layers compute with their number.
-        keeps_batch: Whether the batch size after the last norm has to be that of the input.
+        keeps_batch: Whether what leaves the last norm has to be as many texts as were given.
         own_code: Auto class to module and class in the base's own files, such as `modeling_own.OwnForCausalLM`, where
             transformers does not have its model type; otherwise empty.
     """

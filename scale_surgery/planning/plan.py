@@ -63,7 +63,7 @@ class Plan:
         widths: Added widths.
         layers: Expanded layers.
         collaboration: Layers and groups with W12.
-        prefix: Prefix of the base model's names on disk.
+        prefix: What stands before the base model's names on disk.
         specs: Module specifications, the key `scale_surgery` of the new config.json.
         tensors: Every new tensor.
         shards: Names of the new shards.

@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.names import CODE_FILES, EXTRACT_FILE, OWN_CODE_FI
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 
-# surgery.json is missing here: a folder with one counts as an expanded model
+# surgery.json is no side file of a base: whoever has one is taken for an expanded model
 FILES = {EXTRACT_FILE, STORED_INDEX, *CODE_FILES, OWN_CODE_FILE}
 FOLDERS = (TRAINING_FOLDER,)
 SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")

@@ -130,10 +130,10 @@ def measure_drift(
                 runs.append(_run(model, batch, probes.new_tokens, run.device))
             advance(1)
     (logits, new), (other_logits, other_new) = runs
-    compared = compare_logits(logits, other_logits, batch, run.device)
+    found = compare_logits(logits, other_logits, batch, run.device)
     return Drift(
-        **vars(compared),
-        tolerance=TOLERANCES[compared.dtype],
+        **vars(found),
+        tolerance=TOLERANCES[found.dtype],
         generation_agreement=None if new is None or other_new is None else float(new.eq(other_new).double().mean()),
     )
 

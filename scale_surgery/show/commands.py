@@ -61,7 +61,7 @@ def trusting(architecture: Architecture) -> list[str]:
 
 
 def running_command(name: str, path: Path, *options: object) -> str:
-    """A command that runs the model in a folder, with --trust-remote-code where classes of its base lie there."""
+    """A command that runs the model in a folder, with what it needs where classes of the base's own are in it."""
     return command(name, path, *options, *["--trust-remote-code"] * (path / OWN_CODE_FILE).is_file())
 
 

@@ -1,73 +1,22 @@
-"""Facts that are found by a change: of the output of a module of a twin, or of a number of the real config."""
+"""Whether a stock class has a form with more heads, all else equal: a config that says so is made, and its model."""
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Sequence
 from itertools import count, islice
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from scale_surgery.deriving.build import build_model, find_place, token_ids
+from scale_surgery.deriving.build import build_model
 from scale_surgery.deriving.part import features
-from scale_surgery.deriving.watch import first_tensor, is_same
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Sizes
 
 # keys that may hold the inner width of an MLP
 INNER_KEYS = re.compile("inner|inter|ffn|ff_|mlp|feed")
 NORM_OVER_HEADS = "its queries and keys are normalised over all heads at once, and new heads by themselves"
 SIZE_FROM_HEADS = "its head size is the hidden size over the query heads, so more heads are smaller heads"
-
-
-@torch.no_grad()
-def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | None) -> bool:
-    """Find whether the model changes the logits of its head in another way than by a cap."""
-    given: list[Tensor] = []
-    twin: Any = copy.deepcopy(model)
-    if softcap is not None:
-        setattr(twin.config.get_text_config(decoder=True), softcap[0], None)
-    head = twin.get_output_embeddings()
-    head.register_forward_hook(lambda module, inputs, output: given.append(output))
-    logits = twin(input_ids=token_ids(twin.config), use_cache=False).logits
-    return not torch.equal(given[-1], logits)
-
-
-@torch.no_grad()
-def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
-    """Find whether layers use their number: two of one kind with equal weights differ on the same input."""
-    twin: Any = copy.deepcopy(model)
-    place = find_place(twin)
-    assert place is not None
-    layers = twin.get_submodule(place.path)
-    numbers = range(place.count)
-    pairs = ((a, b) for b in numbers for a in range(b) if kinds[a] == kinds[b])
-    pair = next(pairs, None)
-    if pair is None:
-        return False
-    first, second = (layers.get_submodule(str(number)) for number in pair)
-    second.load_state_dict(first.state_dict())
-    seen: list[tuple[Any, Any, Any]] = []
-    first.register_forward_hook(lambda module, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
-    twin(input_ids=token_ids(twin.config), use_cache=False)
-    args, kwargs, output = seen[0]
-    return not is_same(first_tensor(second(*args, **kwargs)), first_tensor(output))
-
-
-@torch.no_grad()
-def keeps_batch(model: PreTrainedModel, final_norm: str) -> bool:
-    """Find whether the last norm must give as many texts as the model read; two paths give twice as many."""
-    twin: Any = copy.deepcopy(model)
-    twin.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: torch.cat((output, output)))
-    ids = token_ids(twin.config)
-    try:
-        return len(twin(input_ids=ids, use_cache=False).logits) != 2 * len(ids)
-    # a view of another shape, in most models
-    except RuntimeError:
-        return True
 
 
 def stock_heads(real: PreTrainedModel, architecture: Architecture, sizes: Sizes) -> tuple[str, bool]:
