@@ -1,4 +1,4 @@
-"""What the JSON files of a model may name that is code, and that nobody would expect there.
+"""Code that the JSON files of a model may name where nobody would expect it.
 
 Kernels: in place of an implementation, `attn_implementation`, `experts_implementation` and their relatives may name a
 repository, as `org/kernel@revision:function`, also one for each part of a model. transformers fetches and runs it.
@@ -26,7 +26,7 @@ AUTO_MAP = "auto_map"
 
 
 def kernel_problems(config: Any) -> Iterator[str]:
-    """Places of a parsed config that name kernels, or by which another key could, a line each."""
+    """Keys of a parsed config that name kernels, or let other keys name them, a line each."""
     for place, key, value in _entries(config):
         if key == ALIASES:
             yield (

@@ -1,4 +1,4 @@
-"""Named expansions in files: names of their tensors, and what config.json says of each.
+"""Named expansions in files: names of their tensors, and their specifications in config.json.
 
     model.layers.3.mlp.up_proj.weight                     the base's
     model.layers.3.mlp.up_proj.expansions.medicine.w21    beside it, a block of the expansion `medicine`
@@ -13,11 +13,11 @@ from typing import Any
 
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 
-# what an expansion is called where nobody gives it a name
+# name of an expansion without a given name
 DEFAULT_NAME = "default"
-# what its base is called among paths
+# name of the base among paths
 BASE_NAME = "base"
-# what a path without W12 is called, whose up stream reads the base stream; no expansion can be called so
+# name of a path without W12 whose up stream reads the base stream; no expansion can have it
 PRESERVE_NAME = "preserve side"
 INFIX = ".expansions."
 # under the key scale_surgery of config.json
@@ -38,33 +38,29 @@ def expansion_of(tensor: str) -> str | None:
 
 
 def renamed(tensor: str, expansion: str) -> str:
-    """Name of the same block of an expansion that is called otherwise."""
+    """Name of a tensor if its expansion had another name."""
     module, _, rest = tensor.partition(INFIX)
     return tensor_name(module, expansion, rest.partition(".")[2])
 
 
 def nameless(tensor: str) -> str:
-    """What a block is called whatever its expansion is: `model.layers.3.mlp.up_proj.w21`."""
+    """Name of a block without that of its expansion: `model.layers.3.mlp.up_proj.w21`."""
     module, infix, rest = tensor.partition(INFIX)
     return f"{module}.{rest.partition('.')[2]}" if infix else tensor
 
 
 def specs_of_expansions(specs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What the key `scale_surgery` of config.json says of each expansion; one with duplicated layers has but one."""
-    found = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY)
-    return [own for own in found if isinstance(own, Mapping)] if isinstance(found, list) else []
+    """The specifications of each expansion under the key `scale_surgery`; of duplicated layers there is one."""
+    entries = [specs] if "method" in specs else specs.get(EXPANSIONS_KEY)
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
 
 
 def path_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names by which paths of a model are asked for, the base's first; none where its only expansion was given none.
-
-    Args:
-        specs: What the key `scale_surgery` of config.json says.
-    """
-    names = tuple(str(own.get("name", DEFAULT_NAME)) for own in specs_of_expansions(specs))
+    """Names of the paths of a model, the base's first; none where its only expansion has no name."""
+    names = tuple(str(entry.get("name", DEFAULT_NAME)) for entry in specs_of_expansions(specs))
     return (BASE_NAME, *names) if names not in ((), (DEFAULT_NAME,)) else ()
 
 
 def place_of_specs(specs: Mapping[str, Any], number: int = 0) -> str:
-    """Where config.json has what it says of an expansion, by its place among them, for messages."""
+    """Key of config.json that holds the specifications of an expansion, for messages."""
     return CONFIG_KEY if "method" in specs else f"{CONFIG_KEY}.{EXPANSIONS_KEY}[{number}]"

@@ -1,6 +1,6 @@
-"""Whether a file that is read stays as it is until everything that was made of it is written.
+"""Check that input files stay the same until the output is written.
 
-A run that reads for minutes would otherwise write one half of the model that was there, and one of what it became.
+A run that reads for minutes could otherwise mix two versions of a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scale_surgery.errors import CheckpointError, shorten
 
 @dataclass(frozen=True)
 class Stamp:
-    """What the system says of a file without reading it: its bytes, when it was written and changed, its names.
+    """Size, times and number of hard links of a file.
 
     `changed` moves also when somebody sets the time of writing back, or makes or removes a hard link.
     """
@@ -25,7 +25,7 @@ class Stamp:
     names: int
 
     def is_still(self, now: Stamp) -> bool:
-        """Whether a file is as it was."""
+        """Whether a file is unchanged."""
         if (self.bytes, self.written) != (now.bytes, now.written):
             return False
         # hard links come and go with outputs that share a shard, and are no change
@@ -36,11 +36,7 @@ Stamps = Mapping[Path, Stamp]
 
 
 def take_stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
-    """Look at files before they are read.
-
-    Raises:
-        CheckpointError: If one is gone.
-    """
+    """Stamps of files before they are read."""
     try:
         return {file: _stamp(file) for file in files}
     except OSError as error:
@@ -48,11 +44,7 @@ def take_stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
 
 
 def check_unchanged(stamps: Stamps) -> None:
-    """Check that files are what they were when they were first read.
-
-    Raises:
-        CheckpointError: If some are not; the first are named.
-    """
+    """Refuse files that changed since their stamps were taken."""
     changed = [str(file) for file, before in stamps.items() if not _is_still(file, before)]
     if changed:
         raise CheckpointError.from_problems(
@@ -61,8 +53,8 @@ def check_unchanged(stamps: Stamps) -> None:
 
 
 def _stamp(file: Path) -> Stamp:
-    found = file.stat()
-    return Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
+    status = file.stat()
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
 
 
 def _is_still(file: Path, before: Stamp) -> bool:

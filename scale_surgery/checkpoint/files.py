@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BaseWeights = Literal["auto", "copy", "link"]
-# how the folders begin in which files are written before they get their names; no part of what they lie in
+# prefix of the folders in which files are written before they get their names
 UNFINISHED = ".scale-surgery-unfinished-"
-# a disk is full, or a quota or a limit is reached, or nothing may be written
+# errors of a disk that is full, over quota, read-only or broken
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 COPIED_AT_ONCE = 1 << 23
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
@@ -43,14 +43,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(file: Path) -> Iterator[Path]:
-    """Give a temporary file to write; when the block ends well it becomes `file`, on disk, readable as usual.
-
-    Raises:
-        OSError: If it cannot be written; it is called as `file` is.
-    """
+    """Give a temporary file to write; when the block ends well it becomes `file`, on disk, readable as usual."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # nobody else has this name, or can put a link into the folder; safetensors' writer puts a file of its own there
+        # a private folder: nobody else can put a link there; safetensors' writer makes a second file beside its own
         folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=file.parent)
         try:
             temporary = Path(folder, file.name)
@@ -61,7 +57,7 @@ def finished_file(file: Path) -> Iterator[Path]:
             sync(temporary)
             temporary.rename(file)
         finally:
-            # a disk that fails once may let go of it the second time
+            # removal may fail once on a disk with errors
             for _ in range(2):
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
@@ -71,7 +67,7 @@ def finished_file(file: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a kill in the middle of a file left in a folder, and in those inside it."""
+    """Remove unfinished files that a killed run left in a folder, at any depth."""
     for left in list(folder.rglob(f"{UNFINISHED}*")):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -94,7 +90,7 @@ def as_json(content: Mapping[str, Any]) -> str:
 
 
 def plain_json(content: Any) -> Any:
-    """Plain JSON values, with texts in place of paths, and of NaN and infinity, which JSON does not have."""
+    """Plain JSON values, with texts in place of paths, NaN and infinity."""
     return json.loads(json.dumps(content, default=str), parse_constant=str)
 
 
@@ -117,26 +113,22 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _system_error(error: Exception) -> int | None:
-    """Number of an error of the system, such as a full disk; safetensors tells of it in its text only."""
+    """Errno of an error, such as a full disk; safetensors gives it only in its text."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"os error (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
-    return int(found[1]) if found else None
+    match = re.search(r"os error (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(match[1]) if match else None
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for files that are read again at once; it is taken away afterwards.
-
-    Raises:
-        CheckpointError: If the system does not let a file be written there, such as where the disk is full.
-    """
+    """A temporary folder; a disk on which it cannot be written is a CheckpointError."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
     except Exception as error:
         number = _system_error(error)
-        # without a folder that can be written to there is no name of one
+        # tempdir is None where no folder can be written to
         if number not in UNWRITTEN and not (isinstance(error, OSError) and tempfile.tempdir is None):
             raise
         raise CheckpointError(
@@ -146,28 +138,16 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def check_base_weights(how: str) -> None:
-    """Refuse a way to take files over that there is not: it would pass for another.
-
-    Raises:
-        PlanError: If it is none.
-    """
+    """Refuse an unknown way to take files over."""
     if how not in get_args(BaseWeights):
         raise PlanError(f"base_weights: is {how!r}, expected one of: {', '.join(get_args(BaseWeights))}.")
 
 
 def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no_progress) -> None:
-    """Take a file over as a file.
+    """Make `file` of a base's `source`: "auto" by a reflink or else a copy, "copy", or "link" (hard links of shards).
 
-    Args:
-        source: The file; a symbolic link is followed, as in the Hub's cache.
-        file: What it becomes; left alone if it is there already, from an interrupted run.
-        how: "auto" shares blocks where the file system can (a reflink) and copies otherwise; "copy" copies;
-            "link" makes a hard link of a shard, and copies small files, which programs edit in place.
-        advance: Called with the bytes done; with the last ones when the file has its name.
-
-    Raises:
-        CheckpointError: If a hard link is asked for across file systems.
-        PlanError: If there is no such way.
+    A file that is there already, from an interrupted run, is left alone. `advance` gets the last bytes when the file
+    has its name.
     """
     check_base_weights(how)
     real = source.resolve()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 22
 
-# how configs call their number of layers
+# keys of the number of layers
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -53,7 +53,7 @@ class Checkpoint:
         side_files: Names of all other files that belong to it, relative, in order.
         left_out: Files that are not taken along: weights in another form (pickles, shards that no index names), and
             links that lead out of the folder.
-        stamps: What the system said of its files before the first of them was read.
+        stamps: Stamps of its files before the first of them was read.
     """
 
     path: Path
@@ -88,11 +88,7 @@ class Checkpoint:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: If the file is missing, is not JSON or is not an object.
-    """
+    """Read a JSON object."""
     try:
         content = parse_json(read_bytes(file).decode("utf-8"))
     except FileNotFoundError as error:
@@ -105,7 +101,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _what_it_is(folder: Path) -> str:
-    """Where the models are of a job, which is no model itself."""
+    """What a folder without config.json may be: a job of learn, whose models lie inside."""
     if not (folder / JOB_FILE).is_file():
         return "Is this a model folder?"
     models = [str(file.parent) for file in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
@@ -113,12 +109,9 @@ def _what_it_is(folder: Path) -> str:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config that names no code, and whose values can be compared: a NaN is not even equal to itself.
+    """Read a config, and refuse one that names kernels or holds NaN, which is not equal to itself.
 
     Infinity is kept; some models have it, as the end of a range.
-
-    Raises:
-        CheckpointError: If it cannot be read, names kernels, or holds a NaN; every place is named.
     """
     config = read_json(file)
     problems = [
@@ -132,20 +125,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without: tuple[str, ...] = ()) -> Checkpoint:
-    """Read config, index and headers of a checkpoint, and check them against each other.
-
-    Args:
-        path: Folder with config.json and safetensors weights.
-        config: What counts as its config.json where it has none, as what trainers put together of their shares.
-        without: Folders in it that are passed over, whatever has become of them; each ends with a slash.
-
-    Returns:
-        The checkpoint; no weight has been read.
-
-    Raises:
-        CheckpointError: If the folder is missing or empty, has no config or no safetensors weights, a shard is
-            missing or damaged, or index and shards disagree. Every problem found is listed.
-    """
+    """Read config, index and headers of a checkpoint, and check them against each other."""
     files = [file for file in list_files(path) if not file.startswith(without)]
     stamps = take_stamps(path / file for file in files)
     refuse_extract(path, files)
@@ -172,20 +152,19 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
 
 
 def _refuse_other_specs(path: Path, config: Mapping[str, Any]) -> None:
-    if not isinstance(found := config.get(CONFIG_KEY, {}), dict):
+    if not isinstance(specs := config.get(CONFIG_KEY, {}), dict):
         raise CheckpointError(
-            f"{path / CONFIG_FILE}: {CONFIG_KEY} is {found!r}, expected an object. Restore config.json from where you "
+            f"{path / CONFIG_FILE}: {CONFIG_KEY} is {specs!r}, expected an object. Restore config.json from where you "
             "got it."
         )
 
 
 def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
-    """Say which numbers of layers in a config.json are more than its tensors allow, a line each.
+    """Numbers of layers in a config.json that exceed the number of tensors, a line each.
 
-    A layer has at least one tensor. Whatever counts to the number of layers, here or in transformers, would not end
-    otherwise.
+    A layer has at least one tensor; loops over a larger number of layers, also in transformers, would not end.
     """
-    # the part for images may be left of a model whose images are gone
+    # a language model may keep the part for images in its config
     text = config.get("text_config")
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
     return [
@@ -198,15 +177,7 @@ def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
 
 
 def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
-    """Give tensors the names that they have in this package; see numbering.py.
-
-    Args:
-        tensors: Tensors by their names in the files.
-        numbering: Where layers stand among copies; None where no layer was duplicated.
-
-    Raises:
-        CheckpointError: If two tensors would have one name.
-    """
+    """Give tensors the names that they have in this package; see numbering.py."""
     if numbering is None:
         return dict(tensors)
     named = {stored: numbering.named(stored) for stored in tensors}
@@ -233,7 +204,9 @@ def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tupl
 
 
 def _no_weights(path: Path, files: list[str]) -> str:
-    pickles = sorted((own for own in files if own.endswith((".bin", ".pt", ".pth", ".ckpt"))), key=_depth)
+    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    # files deeper in the folder may belong to a training run
+    pickles.sort(key=lambda file: file.count("/"))
     if pickles:
         return (
             f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
@@ -241,11 +214,6 @@ def _no_weights(path: Path, files: list[str]) -> str:
             "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
         )
     return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
-
-
-def _depth(file: str) -> int:
-    """How deep a file lies in its folder: what lies inside belongs to something else, as a training run."""
-    return file.count("/")
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
@@ -276,20 +244,16 @@ def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], 
 def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[str]:
     problems = []
     for name, file in declared.items():
-        found = tensors[name].file if name in tensors else "no shard"
-        if found != file:
-            problems.append(f"{INDEX_FILE}: {name} is said to lie in {file}, found in {found}. Download it again.")
+        shard = tensors[name].file if name in tensors else "no shard"
+        if shard != file:
+            problems.append(f"{INDEX_FILE}: {name} is said to lie in {file}, found in {shard}. Download it again.")
     unlisted = [name for name in tensors if name not in declared]
     problems += [f"{INDEX_FILE}: {name} lies in {tensors[name].file} but is not listed." for name in unlisted]
     return problems
 
 
 def read_text(checkpoint: Checkpoint, file: str) -> str:
-    """Read a text file of a checkpoint as it lies there.
-
-    Raises:
-        CheckpointError: If it is missing or is no text.
-    """
+    """Read a text file of a checkpoint as it lies there."""
     try:
         return read_bytes(checkpoint.path / file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -297,18 +261,7 @@ def read_text(checkpoint: Checkpoint, file: str) -> str:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read one tensor; nothing else of its shard is touched or stays mapped.
-
-    Args:
-        checkpoint: The checkpoint.
-        name: Name of the tensor.
-
-    Returns:
-        The tensor in its stored dtype, on the CPU.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Read one tensor; nothing else of its shard is touched or stays mapped."""
     from safetensors import SafetensorError, safe_open
 
     info = checkpoint.tensors[name]
@@ -321,11 +274,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def read_chunks(file: Path, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-    """Read a range of a file in chunks of a few MB.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Read a range of a file in chunks of a few MB."""
     try:
         with open_regular(file) as stream:
             left = os.fstat(stream.fileno()).st_size - start if length is None else length

@@ -1,4 +1,4 @@
-"""Folders that other programs wrote: what each is, and the line to type that makes of it what this program takes.
+"""Folders of other programs: what each is, and the command that makes a checkpoint of it.
 
 Nothing in them is opened but JSON: their states and arguments are pickles, which can run code when they are read.
 """
@@ -26,30 +26,17 @@ PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
 
 
 def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
-    """The command that makes an expanded folder of what a trainer saved.
-
-    Args:
-        path: What it saved.
-        config: Its parsed config.json, which may name a base that can be looked up.
-    """
+    """The command that adopts the output of a trainer."""
     key = config.get(CONFIG_KEY)
     specs = next(iter(specs_of_expansions(key)), None) if isinstance(key, dict) else None
     origin = specs.get(ORIGIN_KEY) if isinstance(specs, dict) else None
-    is_found = isinstance(origin, dict) and origin.get("base_revision") is not None
-    words = ["scale-surgery", "adopt", str(path), *([] if is_found else ["--expanded", "EXPANDED"]), "-o", "OUT"]
+    has_revision = isinstance(origin, dict) and origin.get("base_revision") is not None
+    words = ["scale-surgery", "adopt", str(path), *([] if has_revision else ["--expanded", "EXPANDED"]), "-o", "OUT"]
     return shlex.join(words)
 
 
 def refuse_foreign(path: Path, files: Sequence[str]) -> None:
-    """Refuse a folder whose weights lie there in a form that only another program reads, or beside an adapter.
-
-    Args:
-        path: The folder.
-        files: Names of its files.
-
-    Raises:
-        CheckpointError: If it is one that is known; the message says what it is, and how to make safetensors of it.
-    """
+    """Refuse a folder with weights of another program, or with an adapter beside weights; the message helps on."""
     if SINGLE_FILE in files or INDEX_FILE in files:
         if ADAPTER_CONFIG in files:
             raise CheckpointError(
@@ -60,8 +47,8 @@ def refuse_foreign(path: Path, files: Sequence[str]) -> None:
             )
         return
     for find in (_adapter, _run, _deepspeed, _distributed, _pickled):
-        if (found := find(path, files)) is not None:
-            raise CheckpointError(f"{path}: {found}")
+        if (problem := find(path, files)) is not None:
+            raise CheckpointError(f"{path}: {problem}")
 
 
 def _adapter(path: Path, files: Sequence[str]) -> str | None:
@@ -75,11 +62,11 @@ def _adapter(path: Path, files: Sequence[str]) -> str | None:
 
 
 def _run(path: Path, files: Sequence[str]) -> str | None:
-    """The folder of a run of the Trainer, whose checkpoints lie inside; one of other files is named by these."""
-    found = {match[1]: int(match[2]) for file in files if (match := RUN_CHECKPOINT.fullmatch(file))}
-    if not found or any(map(PICKLED_MODEL.fullmatch, files)):
+    """The folder of a run of the Trainer, whose checkpoints lie inside."""
+    steps = {match[1]: int(match[2]) for file in files if (match := RUN_CHECKPOINT.fullmatch(file))}
+    if not steps or any(map(PICKLED_MODEL.fullmatch, files)):
         return None
-    last = max(found, key=lambda name: found[name])
+    last = max(steps, key=lambda name: steps[name])
     return f"holds checkpoints of a training run and no model beside them, expected one model. Give one: {path / last}"
 
 
@@ -97,18 +84,18 @@ def _distributed(path: Path, files: Sequence[str]) -> str | None:
         return None
     # beside the model's folder lies that of the optimizer
     folders = dict.fromkeys((path / file).parent for file in shares)
-    folder = next((own for own in folders if "optim" not in own.name), path)
+    folder = next((inner for inner in folders if "optim" not in inner.name), path)
     line = shlex.join(["accelerate", "merge-weights", str(folder), "WHOLE"])
     return f"is a checkpoint of FSDP, in shares of its processes, expected safetensors. {_then_adopt(line)}"
 
 
 def _pickled(path: Path, files: Sequence[str]) -> str | None:
-    """The whole state of FSDP; pickled weights of transformers have other names, and are known where they are read."""
-    found = next((file for file in files if FSDP_PICKLE.fullmatch(file)), None)
-    if found is None:
+    """A whole state that FSDP pickled; pickled weights of transformers have other names."""
+    pickle = next((file for file in files if FSDP_PICKLE.fullmatch(file)), None)
+    if pickle is None:
         return None
-    line = f"save_file(torch.load({str(path / found)!r}, weights_only=True), 'WHOLE/{SINGLE_FILE}')"
-    return f"holds pickled weights of FSDP ({found}), expected safetensors. {_then_adopt(f'in Python, {line}')}"
+    line = f"save_file(torch.load({str(path / pickle)!r}, weights_only=True), 'WHOLE/{SINGLE_FILE}')"
+    return f"holds pickled weights of FSDP ({pickle}), expected safetensors. {_then_adopt(f'in Python, {line}')}"
 
 
 def _then_adopt(line: str) -> str:

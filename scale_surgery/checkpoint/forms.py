@@ -31,7 +31,7 @@ FOUND: Mapping[Form, str] = {
     "extract": "is an extract, an expansion without its base",
     "saved": f"has no {MANIFEST_FILE}, another trainer saved it",
 }
-# what is expected, and what to type: by what there is, and what is needed
+# what is expected and how to get it, by the form that there is and the form that is needed
 EXPECTED: Mapping[tuple[Form, Form], str] = {
     ("base", "expanded"): "one made by scale-surgery expand. Expand it first: scale-surgery expand {path} "
     "--layers LAYERS -o EXPANDED.",
@@ -54,40 +54,23 @@ def form_of(path: Path) -> Form:
     return recorded or ("saved" if CONFIG_KEY in _config(path) else "base")
 
 
-def refuse_form(path: str | Path, found: Form, wanted: Form) -> NoReturn:
-    """Refuse a folder of another form than what is asked for needs, with the command that mends it.
-
-    Args:
-        path: What the user named.
-        found: What it is.
-        wanted: What it should have been.
-
-    Raises:
-        CheckpointError: Always.
-    """
-    adopt = adopt_line(path, _config(Path(path))) if found == "saved" else ""
-    expected = EXPECTED[found, wanted].format(path=path, adopt=adopt)
-    raise CheckpointError(f"{path}: {FOUND[found]}, expected {expected}")
+def refuse_form(path: str | Path, form: Form, wanted: Form) -> NoReturn:
+    """Refuse a folder of the wrong form, with the command that helps."""
+    adopt = adopt_line(path, _config(Path(path))) if form == "saved" else ""
+    expected = EXPECTED[form, wanted].format(path=path, adopt=adopt)
+    raise CheckpointError(f"{path}: {FOUND[form]}, expected {expected}")
 
 
 def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
-    """Refuse an extract where a whole model is needed.
-
-    Args:
-        path: What the user named.
-        files: Names of its files.
-
-    Raises:
-        CheckpointError: If it is one.
-    """
+    """Refuse an extract where a whole model is needed."""
     if EXTRACT_FILE in files:
         refuse_form(path, "extract", "expanded")
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Parsed config.json; empty where there is none that can be read, as who opens the folder will say."""
+    """Parsed config.json; empty where it cannot be read."""
     try:
-        found = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
+        config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

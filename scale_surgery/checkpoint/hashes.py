@@ -41,7 +41,7 @@ def hash_files(path: Path, names: list[str], advance: Progress = no_progress) ->
 
 
 def changed_tensors(checkpoint: Checkpoint, names: list[str], before: Mapping[str, str]) -> dict[str, str]:
-    """sha256 of those of several tensors whose bytes are not what they were, by name."""
+    """sha256 of the tensors whose hash differs from `before`, by name."""
     hashes = hash_tensors(checkpoint, names)
     return {name: digest for name, digest in hashes.items() if digest != before.get(name)}
 
@@ -60,16 +60,7 @@ class Sums:
 
 
 def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> Sums:
-    """sha256 of files of a checkpoint and of every tensor in them; each byte is read once.
-
-    Args:
-        checkpoint: The checkpoint.
-        names: The files.
-        advance: Called with the bytes done.
-
-    Returns:
-        The sums of the files, and of the tensors in them.
-    """
+    """sha256 of files of a checkpoint and of every tensor in them; each byte is read once."""
     sums = Sums()
     tensors: dict[str, list[TensorInfo]] = {}
     for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset")):
@@ -85,7 +76,7 @@ def _hash_with_tensors(file: Path, tensors: Sequence[TensorInfo], advance: Progr
     whole, parts = hashlib.sha256(), [hashlib.sha256() for _ in tensors]
     start = place = 0
     for chunk in read_chunks(file):
-        # hashing releases the interpreter lock, so the two use two cores
+        # hashing releases the interpreter lock, so both hashes run at once
         beside = Thread(target=whole.update, args=(chunk,))
         beside.start()
         end, view = start + len(chunk), memoryview(chunk)

@@ -55,18 +55,7 @@ class TensorInfo:
 
 
 def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file: 8 bytes of length, then JSON.
-
-    Args:
-        path: Folder of the checkpoint.
-        file: Name of the file in it.
-
-    Returns:
-        Every tensor of the file by name.
-
-    Raises:
-        CheckpointError: If the file is missing, truncated or not safetensors.
-    """
+    """Read the header of one safetensors file: 8 bytes of length, then JSON."""
     try:
         with open_regular(path / file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -91,18 +80,18 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 
 
 def _check_as_loaders_do(path: Path, file: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Let safetensors have the last word: what it refuses no loader reads, and what it finds is what they load."""
+    """Check that safetensors, by which all loaders read, finds the same tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path / file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
-            found = {name: (own.get_dtype(), tuple(own.get_shape())) for name, own in slices.items()}
+            loaded = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file}: its header is not that of a safetensors file ({error}). Download it again."
         ) from error
-    differing = found.items() ^ {name: (info.dtype, info.shape) for name, info in tensors.items()}.items()
+    differing = loaded.items() ^ {name: (info.dtype, info.shape) for name, info in tensors.items()}.items()
     if differing:
         names = sorted({name for name, _ in differing})
         raise CheckpointError(f"{file}: safetensors finds other tensors in it ({names[0]!r}). Download it again.")

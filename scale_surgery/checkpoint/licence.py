@@ -16,5 +16,5 @@ def read_licence(base_text: str | None) -> dict[str, Any]:
     try:
         data: dict[str, Any] = ModelCard(base_text, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
     except Exception:
-        return {}  # somebody else's card, in whatever state; a licence that cannot be read is not named
+        return {}  # a card that cannot be parsed names no licence
     return {key: data[key] for key in LICENCE_KEYS if data.get(key)}

@@ -1,4 +1,4 @@
-"""The files of a folder that somebody else made: which there are, and which of them belong to a model.
+"""List the files of a folder that somebody else made, and say which of them belong to a model.
 
 Symbolic links may lead to anything that the reader's owner can read, and what is no regular file can be anything.
 """
@@ -14,18 +14,14 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FIL
 from scale_surgery.checkpoint.reading import other_kind
 from scale_surgery.errors import CheckpointError, shorten
 
-# what a model is made of, wherever it lies: large shards are often kept on another disk
+# these and shards may be links to anywhere: large shards are often kept on another disk
 FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # version control and download bookkeeping, no part of a checkpoint
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
 def check_folder(path: Path) -> None:
-    """Check that a model folder is there.
-
-    Raises:
-        CheckpointError: If it is missing or is no folder.
-    """
+    """Check that a model folder is there."""
     if not path.exists():
         raise CheckpointError(
             f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
@@ -36,13 +32,7 @@ def check_folder(path: Path) -> None:
 
 
 def list_files(path: Path) -> list[str]:
-    """List the files of a folder, relative, sorted, without version control, download bookkeeping and unfinished ones.
-
-    Raises:
-        CheckpointError: If the folder is missing, is not a folder or holds no file; or if it holds what is no file or
-            has a name that cannot be recorded, each named. Nothing is left behind: whoever opens the folder after us,
-            transformers too, would wait for a pipe.
-    """
+    """List the files of a folder, sorted, without version control, download bookkeeping and unfinished ones."""
     check_folder(path)
     kept = [file.as_posix() for file in _entries(path) if (path / file).exists() and not (path / file).is_dir()]
     if problems := [problem for name in kept if (problem := unfit(path, name))]:
@@ -53,10 +43,10 @@ def list_files(path: Path) -> list[str]:
 
 
 def _entries(path: Path) -> list[Path]:
-    """What lies in a folder and in those inside it, relative, sorted, but for what is no part of a checkpoint."""
+    """Files and folders of a folder at any depth, relative and sorted, without those of IGNORED_FOLDERS."""
     entries: list[Path] = []
     for folder, folders, files in os.walk(path):
-        # what another process is writing may be gone before it could be looked into
+        # unfinished folders of another process may vanish at any moment
         folders[:] = [name for name in folders if name not in IGNORED_FOLDERS and not name.startswith(UNFINISHED)]
         entries += [Path(folder, name).relative_to(path) for name in (*folders, *files) if name not in IGNORED_FOLDERS]
     return sorted(entries)
@@ -73,11 +63,11 @@ def unfit(path: Path, name: str) -> str | None:
 
 
 def leads_out(path: Path, name: str) -> bool:
-    """Whether a file of a folder lies outside of it; the Hub's cache alone is made of links, into its own blobs."""
+    """Whether a file of a folder lies outside of it; links of the Hub's cache to its blobs do not count."""
     inside = PurePosixPath(name)
-    own = (inside, *inside.parents[:-1])
-    # what no link leads to lies where it seems to
-    if ".." not in inside.parts and not inside.is_absolute() and not any((path / part).is_symlink() for part in own):
+    steps = (inside, *inside.parents[:-1])
+    # without a link on the way a file lies where its name says
+    if ".." not in inside.parts and not inside.is_absolute() and not any((path / step).is_symlink() for step in steps):
         return False
     root, target = path.resolve(), (path / name).resolve()
     places = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -85,20 +75,20 @@ def leads_out(path: Path, name: str) -> bool:
 
 
 def links_that_are_no_files(path: Path) -> tuple[str, ...]:
-    """Links to folders, which nobody walks into, and links to nothing, by name."""
+    """Links to folders, which are not walked into, and links to nothing, by name."""
     links = (link for link in _entries(path) if (path / link).is_symlink() and not (path / link).is_file())
     return tuple(link.as_posix() for link in links)
 
 
 def is_left_link(path: Path, name: str) -> bool:
-    """Whether a file of a folder is a link to something outside that is no part of a model: it is never taken along."""
+    """Whether a file is a link out of the folder and no part of a model; such a file is never copied."""
     return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
 
 
 def stays_behind(path: Path, name: str) -> bool:
-    """Whether a file of a folder is no part of a model that is passed on, unless a record names it.
+    """Whether a file is left out of copies of a model, unless a record names it.
 
-    Hidden files hold keys and settings, and trainers keep states and logs with names of machines in them.
+    Hidden files hold keys and settings; states and logs of trainers hold names of machines.
     """
     parts = PurePosixPath(name).parts
     is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"

@@ -1,9 +1,9 @@
-"""What this program keeps beside a folder that it writes: a lock, and a record of an old folder that makes room.
+"""Files beside a folder that is being written: a lock, and a record of the old folder that it replaces.
 
     OUT.partial  .OUT.partial.json      the folder to be, and what it is to be: see `staging`
     .OUT.partial.lock                   no second process writes it meanwhile
-    .OUT.replaced-1a2b3c4d              the old folder, from the moment it makes room until it is removed
-    .OUT.replaced.json                  which folder that is, so that nothing else is ever taken for it
+    .OUT.replaced-1a2b3c4d              the old folder, until it is removed
+    .OUT.replaced.json                  which folder that is, so that no other is taken for it
 
 Others may be able to write there too, so no symbolic link is followed.
 """
@@ -24,7 +24,7 @@ from scale_surgery.errors import CheckpointError
 
 
 def link_problems(*places: Path) -> list[str]:
-    """Say which of the names that this program needs are symbolic links, which it never makes."""
+    """Names that this program needs and that are symbolic links, which it never makes, a line each."""
     return [
         f"{place}: is a symbolic link, which this program did not make, and will not follow. Take it away, or choose "
         "another output folder."
@@ -34,11 +34,7 @@ def link_problems(*places: Path) -> list[str]:
 
 
 def refuse_links(*places: Path) -> None:
-    """Refuse names that somebody else made symbolic links.
-
-    Raises:
-        CheckpointError: If there are some; each is named.
-    """
+    """Refuse symbolic links under names that this program needs."""
     if problems := link_problems(*places):
         raise CheckpointError.from_problems(problems)
 
@@ -51,15 +47,7 @@ def names_beside(target: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
-    """Let no other process of this program write a folder meanwhile.
-
-    Args:
-        folder: The folder; the lock is beside it.
-        called: How an error calls it, where the lock stands for something else.
-
-    Raises:
-        CheckpointError: If one does already, or the lock is not what this program makes.
-    """
+    """Lock a folder against other processes of this program; `called` is its name in errors."""
     import fcntl  # not on Windows, where models can still be read
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +56,8 @@ def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
     busy = f"{called or folder}: another process is writing it. Wait until it is done."
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_size:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size:
             raise CheckpointError(
                 f"{lock}: was not made by this program, expected an empty file or none. Take it away, or choose "
                 "another output folder."
@@ -78,8 +66,8 @@ def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(busy) from error
-        if not lock.exists() or found.st_ino != lock.lstat().st_ino:
-            raise CheckpointError(busy)  # the file that we locked is no longer the one that others see
+        if not lock.exists() or status.st_ino != lock.lstat().st_ino:
+            raise CheckpointError(busy)  # the locked file is no longer the one under this name
         try:
             yield
         finally:
@@ -90,12 +78,7 @@ def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
 
 
 def replace_folder(target: Path, new: Path) -> None:
-    """Put a folder in the place of another, which goes; an interruption leaves a record of it.
-
-    Args:
-        target: The folder that goes.
-        new: The folder that gets its name.
-    """
+    """Replace a folder by another and remove it; a record lets `settle` finish after an interruption."""
     old = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
     inodes = {"inode": target.stat().st_ino, "new": new.stat().st_ino}
     write_json(_record(target), {"folder": old.name, **inodes})
@@ -109,15 +92,7 @@ def replace_folder(target: Path, new: Path) -> None:
 
 
 def settle(target: Path, *, overwrite: bool) -> None:
-    """Finish an interrupted `replace_folder`: the old folder goes, or comes back where nothing took its place.
-
-    Args:
-        target: The folder to be.
-        overwrite: Whether it may be replaced once more.
-
-    Raises:
-        CheckpointError: If it came back, and may not be replaced; or if another folder took its place than the new one.
-    """
+    """Finish an interrupted `replace_folder`: remove the old folder, or put it back where none replaced it."""
     refuse_links(_record(target))
     old = _put_aside(target)
     if old is not None and target.exists():
@@ -135,7 +110,7 @@ def settle(target: Path, *, overwrite: bool) -> None:
 
 
 def _check_new(target: Path, old: Path) -> None:
-    """Check that what stands in the place of the old folder is the one that was to replace it."""
+    """Check that the folder at the target is the one that was to replace the old one."""
     if target.stat().st_ino != read_json(_record(target)).get("new"):
         raise CheckpointError(
             f"{target}: is not what an interrupted run with --overwrite was to put there; what it put aside is {old}. "
@@ -144,7 +119,7 @@ def _check_new(target: Path, old: Path) -> None:
 
 
 def _remove(target: Path, old: Path) -> None:
-    """Remove the old folder; where that fails the new one is whole all the same, and the next run tries again."""
+    """Remove the old folder; where that fails, the next run tries again."""
     with contextlib.suppress(OSError):
         shutil.rmtree(old)
         _record(target).unlink()
@@ -156,7 +131,7 @@ def _put_aside(target: Path) -> Path | None:
         return None
     content = read_json(_record(target))
     name = str(content.get("folder"))
-    # a name and nothing else, so that it leads nowhere
+    # a plain name, which leads to no other folder
     if not name.startswith(f".{target.name}.replaced-") or "/" in name:
         return None
     old = target.parent / name

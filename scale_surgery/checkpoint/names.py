@@ -1,4 +1,4 @@
-"""Names of files: those that a checkpoint's files have, and whether a name that somebody else wrote is one."""
+"""Names of a checkpoint's files, and whether a name from a file is safe to use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINING_FOLDER = "training"
 LOG_FILE = "log.jsonl"
 # of a job of learn, in whose folder models lie
 JOB_FILE = "learn.json"
-# reports of a run, in files with names of machines in them: no part of a model that is made of the trained one
+# reports of a run, which hold names of machines and are never copied with a model
 REPORTS_FOLDER = f"{TRAINING_FOLDER}/runs"
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
@@ -54,15 +54,15 @@ MAX_NAME_BYTES = 255
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name that somebody else wrote stays inside the folder it is joined to."""
+    """Whether a name from a file stays inside the folder that it is joined to."""
     if not isinstance(name, str) or not is_unicode(name) or set("\\\0") & set(name) or not PurePosixPath(name).parts:
         return False
     path = PurePosixPath(name)
-    # ./x and x//y are other names of a file that may be checked under its own
+    # ./x and x//y would be second names of a file
     is_plain = path.as_posix() == name and all(len(part.encode()) <= MAX_NAME_BYTES for part in path.parts)
     return is_plain and not path.is_absolute() and ".." not in path.parts
 
 
 def is_unicode(name: str) -> bool:
-    """Whether a name can be written as UTF-8; Python's form of a file name that is none holds half characters."""
+    """Whether a name can be written as UTF-8; otherwise Python's form of it holds lone surrogates."""
     return HALF_A_CHARACTER.search(name) is None

@@ -22,17 +22,17 @@ from typing import Any
 from scale_surgery.errors import CheckpointError
 
 CONFIG_KEY = "scale_surgery"
-# under it: the base, and what was asked for, for a folder that has lost its surgery.json
+# under it: base and request, for folders that lost their surgery.json
 ORIGIN_KEY = "origin"
 AFTER = "after."
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Where the layers of a base stand among copies.
+    """Positions of a base's layers among copies.
 
     Attributes:
-        base_model: What may stand before the layers in a name, such as `model`.
+        base_model: Possible prefix of the layers in a name, such as `model`.
         layers: Module list of the layers, such as `layers`.
         copied: Base layers that have a copy after them, ascending.
     """
@@ -48,7 +48,7 @@ class Numbering:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        # a base may have been saved without what stands around it
+        # a base may have been saved without the modules around it
         parts = self.base_model.split(".")
         paths = "|".join(re.escape(".".join(parts[start:])) for start in range(len(parts)))
         return re.compile(rf"((?:(?:{paths})\.)?{re.escape(self.layers)}\.)(\d+)\.(.+)")
@@ -59,44 +59,33 @@ class Numbering:
 
     def stored(self, name: str) -> str:
         """Name that a tensor has in the files."""
-        found = self._pattern.fullmatch(name)
-        if found is None:
+        match = self._pattern.fullmatch(name)
+        if match is None:
             return name
-        path, layer, rest = found[1], int(found[2]), found[3]
+        path, layer, rest = match[1], int(match[2]), match[3]
         if rest.startswith(AFTER) and layer in self.copied:
             return f"{path}{self.position(layer) + 1}.{rest.removeprefix(AFTER)}"
         return f"{path}{self.position(layer)}.{rest}"
 
     def named(self, stored: str) -> str:
         """Name that a tensor of the files has in this package; the reverse of `stored`."""
-        found = self._pattern.fullmatch(stored)
-        if found is None:
+        match = self._pattern.fullmatch(stored)
+        if match is None:
             return stored
-        path, position, rest = found[1], int(found[2]), found[3]
+        path, position, rest = match[1], int(match[2]), match[3]
         layer = position - sum(new <= position for new in self.new)
         return f"{path}{layer}.{AFTER if position in self.new else ''}{rest}"
 
     def as_key_mapping(self, layers: int) -> dict[str, str]:
-        """Patterns and names for transformers' `key_mapping`, which load base tensors out of files with positions.
-
-        Args:
-            layers: Number of base layers.
-        """
+        """Patterns and names for transformers' `key_mapping`, which load base tensors out of files with positions."""
         moved = {self.position(layer): layer for layer in range(layers) if self.position(layer) != layer}
         word = re.escape(self.layers)
         return {rf"(?<![^.]){word}\.{position}\.": f"{self.layers}.{layer}." for position, layer in moved.items()}
 
 
 def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
-    """The numbering that a model's key `scale_surgery` describes; None where no layer was duplicated.
-
-    Args:
-        specs: Value of that key in config.json, or the specifications in a plan.
-
-    Raises:
-        CheckpointError: If it does not say which layers have copies.
-    """
-    # specifications of widened modules do not name their method
+    """The numbering that a model's key `scale_surgery` describes; None where no layer was duplicated."""
+    # only specifications of duplicated layers name their method
     if not isinstance(specs, Mapping) or "method" not in specs:
         return None
     copied, names = specs.get("expanded_layers"), (specs.get("base_model"), specs.get("layers"))

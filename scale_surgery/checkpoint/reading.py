@@ -1,7 +1,7 @@
-"""Files that others made: only regular ones are opened, and what is read whole has a bound.
+"""Read files that others made: regular ones only, and whole ones up to a bound.
 
-A pipe in place of config.json would wait for a writer for ever, and /dev/zero has no end. What is read as JSON can be
-written again, printed and walked through: it is not nested without end, and holds no half characters.
+A pipe in place of config.json would wait for a writer for ever, and /dev/zero has no end. JSON that is read can be
+written again: its depth is bounded, and it holds no half characters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# the largest that are known: a tokenizer.json of 34 MB, an index of 15 MB; a fused model of 100,000 tensors keeps the
+# known largest files: a tokenizer.json of 34 MB, an index of 15 MB; a fused model of 100,000 tensors keeps the
 # headers of its shards and the surgery.json of its blocks, about 100 MB
 MAX_TEXT_BYTES = 256 * 1024 * 1024
 # files of models have ten levels
@@ -32,23 +32,15 @@ KINDS = {
 
 
 def other_kind(mode: int) -> str | None:
-    """What a file is that is no regular one, in words; None for a regular one.
-
-    Args:
-        mode: `st_mode` of the file, links followed.
-    """
+    """Kind of a file that is not regular, in words; None for a regular one."""
     return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file for reading; a link to one is followed.
-
-    Raises:
-        OSError: If it cannot be opened, or is something else.
-    """
+    """Open a regular file for reading; a link to one is followed."""
     try:
         _refuse_other(file.stat())
-        # without waiting: what became a pipe since would wait for a writer
+        # non-blocking: a file that became a pipe since would wait for a writer
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except ValueError as error:
         raise OSError(f"{str(file)!a} is no name of a file") from error
@@ -60,36 +52,23 @@ def open_regular(file: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def _refuse_other(found: os.stat_result) -> None:
-    if (kind := other_kind(found.st_mode)) is not None:
+def _refuse_other(status: os.stat_result) -> None:
+    if (kind := other_kind(status.st_mode)) is not None:
         raise OSError(f"it is {kind}, expected a regular file")
 
 
 def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file whole.
-
-    Args:
-        file: A regular file.
-        most: Its largest size.
-
-    Raises:
-        OSError: If it cannot be read, is no regular file or is larger.
-    """
+    """Read a file whole."""
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > most:
             raise OSError(f"it has {size:,} bytes, expected at most {most:,}")
-        # files of the system say that they have no bytes, and give some
+        # bounded, as files in /proc have more bytes than their size says
         return stream.read(size)
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; of a key that stands twice the last counts, as for transformers.
-
-    Raises:
-        ValueError: If it is none, or nobody could work with it: nested without end, numbers of thousands of digits,
-            half characters.
-    """
+    """Parse JSON; of repeated keys the last counts, as for transformers."""
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark, which transformers does not read either")
     try:
@@ -97,7 +76,7 @@ def parse_json(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested without end") from error
     _check_depth(content)
-    # most files escape nothing, and are not looked through
+    # most files have no escapes, and need no search
     if "\\u" in text and (half := HALF_A_CHARACTER.search(json.dumps(content, ensure_ascii=False))):
         raise ValueError(f"it holds half a character, {half[0]!a}, expected Unicode text")
     return content
@@ -112,8 +91,8 @@ def _whole_number(digits: str) -> int:
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(MAX_DEPTH):
-        inner = [own.values() if isinstance(own, dict) else own for own in level if isinstance(own, dict | list)]
-        level = [value for values in inner for value in values]
+        nested = (value for value in level if isinstance(value, dict | list))
+        level = [inner for value in nested for inner in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -127,23 +106,20 @@ def places_of_nan(content: Any, place: str = "") -> list[str]:
         named = [(f"{place}[{number}]", value) for number, value in enumerate(content)]
     else:
         return [place] if isinstance(content, float) and content != content else []
-    return [found for key, value in named for found in places_of_nan(value, key)]
+    return [inner for key, value in named for inner in places_of_nan(value, key)]
 
 
-def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Keys that only one of two JSON objects has, or that have other values, sorted.
 
-    JSON has one kind of number: 1 and 1.0 are the same, also to who writes a config again. To Python false is 0; what
-    reads a config may ask which of the two it is.
+    JSON has one kind of number, so 1 equals 1.0. false and 0 differ, though Python takes them as equal.
     """
-    return sorted(
-        key for key in {*one, *other} if key not in one or key not in other or not _is_same(one[key], other[key])
-    )
+    return sorted(key for key in {*a, *b} if key not in a or key not in b or not _is_same(a[key], b[key]))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return not differing_keys(one, other)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return isinstance(one, bool) is isinstance(other, bool) and bool(one == other)
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return not differing_keys(a, b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return isinstance(a, bool) is isinstance(b, bool) and bool(a == b)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
-# what is said in place of pydantic's "a valid string"
+# expected values in our words, in place of pydantic's "a valid string"
 WORDS = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -31,7 +31,7 @@ WORDS = {
     "tuple_type": "a list",
     "too_long": "fewer values",
 }
-# what values that do not go together may come to
+# errors that damaged values may raise
 DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
@@ -54,24 +54,11 @@ def _checked_schema(kind: Any, handler: Any) -> Any:
 
 
 def read_record(content: Any, kind: type[T], place: str = "") -> T:
-    """Make of plain JSON values what a type asks for.
-
-    Args:
-        content: The values, as `parse_json` gives them.
-        kind: A dataclass or a TypedDict, or a tuple or a mapping of such.
-        place: What the values are called in messages.
-
-    Returns:
-        An instance of the type.
-
-    Raises:
-        ValueError: If values do not fit; each is named with its place: `plan.layers[2] is 'x', expected a
-            whole number`.
-    """
+    """Read plain JSON values as a dataclass or TypedDict; ValueError names each value that does not fit."""
     from pydantic import ValidationError
     from pydantic_core import to_json
 
-    # as JSON: to a strict reader of Python values a list is no tuple
+    # as JSON, since strict validation of Python values takes no list for a tuple
     text = to_json([content], inf_nan_mode="constants", fallback=repr)
     try:
         (record,) = _adapter(cast("Any", kind)).validate_json(text)
@@ -81,11 +68,7 @@ def read_record(content: Any, kind: type[T], place: str = "") -> T:
 
 
 def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
-    """Read a record of one format.
-
-    Raises:
-        CheckpointError: If it is missing, is of another format, or values are of other kinds; every one is named.
-    """
+    """Read a record of one format."""
     content = read_json(file)
     if content.get("format") != format_number:
         raise CheckpointError(
@@ -97,11 +80,7 @@ def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Name the file in whatever a damaged record comes to.
-
-    Raises:
-        CheckpointError: In place of errors that come of values; those that name a file go on as they are.
-    """
+    """Raise errors of damaged values as CheckpointError that names the file."""
     try:
         yield
     except (*DAMAGE, PlanError) as error:
@@ -112,7 +91,7 @@ def reading(file: Path) -> Iterator[None]:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import ConfigDict, TypeAdapter
 
-    # a dataclass takes the settings of what it stands in
+    # inner dataclasses inherit these settings
     return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 

@@ -8,25 +8,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def difference(found: Tensor, wanted: Tensor) -> str | None:
-    """Say how the numbers of two tensors of one shape differ; None where they are the same, the bits of each.
+def difference(tensor: Tensor, wanted: Tensor) -> str | None:
+    """How the numbers of two tensors of one shape differ; None where all bits are the same.
 
     Both are widened to the narrowest dtype that holds either exactly, so that nothing is rounded before it is compared.
     """
     import torch
 
-    dtype = torch.promote_types(found.dtype, wanted.dtype)
-    if _are_same_bits(found.to(dtype), wanted.to(dtype)):
+    dtype = torch.promote_types(tensor.dtype, wanted.dtype)
+    if _are_same_bits(tensor.to(dtype), wanted.to(dtype)):
         return None
-    if _are_same_bits(wanted.to(found.dtype), found):
-        return f"was rounded to {str(found.dtype).removeprefix('torch.')}."
-    changes = (found.to(torch.float64) - wanted.to(torch.float64)).abs()
+    if _are_same_bits(wanted.to(tensor.dtype), tensor):
+        return f"was rounded to {str(tensor.dtype).removeprefix('torch.')}."
+    changes = (tensor.to(torch.float64) - wanted.to(torch.float64)).abs()
     count = max(1, int((changes != 0).sum()))
     return f"{count:,} of {changes.numel():,} values differ, by up to {changes.max().item():.3g}."
 
 
-def _are_same_bits(one: Tensor, other: Tensor) -> bool:
+def _are_same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether tensors of one dtype have the same bits: zeros have signs, and NaN is not equal to itself."""
     import torch
 
-    return torch.equal(*(own.contiguous().flatten().view(torch.uint8) for own in (one, other)))
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))

@@ -40,7 +40,7 @@ class Entry:
 
 
 def stored(checkpoint: Checkpoint, name: str) -> Entry:
-    """A tensor that is taken over as it lies on disk."""
+    """A tensor whose bytes are copied from disk."""
     info = checkpoint.tensors[name]
     return Entry(
         name, info.dtype, info.shape, lambda: read_chunks(checkpoint.path / info.file, info.offset, info.bytes)
@@ -76,23 +76,13 @@ def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
 
 
 def write_shard(file: Path, entries: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a safetensors file, whole or not at all.
-
-    Args:
-        file: The file to be.
-        entries: Its tensors.
-        advance: Called with the bytes done.
-    """
+    """Write a safetensors file, whole or not at all."""
     header, ordered = make_header(entries)
     write_pieces(file, header, ordered, advance)
 
 
 def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a header as it is given and the tensors in the order in which it lists them.
-
-    Raises:
-        CheckpointError: If a tensor does not have the bytes that its dtype and shape need.
-    """
+    """Write a header and its tensors in their order."""
     with finished_file(file) as temporary, temporary.open("wb") as stream:
         stream.write(header)
         for entry in ordered:
@@ -106,7 +96,7 @@ def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: P
 
 
 def header_bytes(file: Path) -> bytes:
-    """Header of a safetensors file as it lies there, with its length before it; of another file some bytes."""
+    """Header of a safetensors file with its length before it, byte for byte."""
     with file.open("rb") as stream:
         length = stream.read(8)
         return length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))

@@ -23,7 +23,7 @@ SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model lies and what to call it; the path of a folder is never recorded, only its name."""
+    """Path and name of a model; only the name is ever recorded."""
 
     path: Path
     name: str
@@ -31,7 +31,7 @@ class Source:
 
 
 def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
-    """Models or files as a list, where one may be given by itself."""
+    """A list of models or files, of which one may be given without a list."""
     return [given] if isinstance(given, str | Path) else list(given)
 
 
@@ -39,16 +39,6 @@ def find_source(model: str | Path, revision: str | None = None) -> Source:
     """Find a model; a Hub repository is downloaded into the local cache, weights in other formats left out.
 
     Honours HF_HUB_OFFLINE, HF_HOME and the other settings of huggingface_hub.
-
-    Args:
-        model: A folder, or a Hub id such as org/name.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The folder, the model's name, and the commit of a Hub repository.
-
-    Raises:
-        CheckpointError: If there is no such folder, and no such repository can be had.
     """
     if (local := _local_source(model)) is not None:
         return local
@@ -61,18 +51,7 @@ def find_source(model: str | Path, revision: str | None = None) -> Source:
 
 
 def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:
-    """Read a model's config and headers, wherever it is; no weight is read or downloaded.
-
-    Args:
-        model: A folder, or a Hub id such as org/name.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Returns:
-        The source, and its checkpoint; that of a Hub repository outside the cache holds headers only.
-
-    Raises:
-        CheckpointError: If the model cannot be found or read.
-    """
+    """Read a model's config and headers, from a folder or from the Hub; no weight is read or downloaded."""
     if (local := _local_source(model)) is not None:
         return local, open_checkpoint(local.path)
     return _cached_model(str(model), revision) or _remote_model(str(model), revision)
@@ -107,16 +86,18 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
         info = api.model_info(repo, revision=revision)
         files = sorted(sibling.rfilename for sibling in info.siblings or ())
         refuse_extract(repo, files)
-        # code of the model's own is run only where it is trusted, and then it has to be there
+        # the model's own code runs only where it is trusted, and then it has to be there
         small = [file for file in (CONFIG_FILE, MANIFEST_FILE, *filter(is_code, files)) if file in files]
         folders = [Path(hf_hub_download(repo, file, revision=info.sha)).parent for file in small]
         if not folders:
             raise CheckpointError(f"{repo}: has no {CONFIG_FILE}, expected a model repository.")
         headers = api.get_safetensors_metadata(repo, revision=info.sha).files_metadata
     tensors = {
-        name: TensorInfo(name, file, tensor.dtype, tuple(tensor.shape), *_place(tensor.data_offsets))
+        # offsets are those inside the data, as the weights are not read
+        name: TensorInfo(name, file, tensor.dtype, tuple(tensor.shape), begin, end - begin)
         for file, header in headers.items()
         for name, tensor in header.tensors.items()
+        for begin, end in [tensor.data_offsets]
     }
     others = tuple(file for file in files if file not in headers)
     left_out = tuple(file for file in others if file.endswith((*OTHER_WEIGHT_SUFFIXES, ".safetensors")))
@@ -130,13 +111,8 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
 
 
 def is_code(file: str) -> bool:
-    """Whether a file of a repository is one of the Python files that transformers imports of a model's own."""
+    """Whether a file of a repository is Python code that transformers may import."""
     return file.endswith(".py") and "/" not in file
-
-
-def _place(offsets: tuple[int, int]) -> tuple[int, int]:
-    # where the data begins in the file is not known and not needed without the weights
-    return offsets[0], offsets[1] - offsets[0]
 
 
 @contextmanager

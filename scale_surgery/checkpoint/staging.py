@@ -22,17 +22,7 @@ from scale_surgery.errors import CheckpointError, SurgeryError
 
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
-    """Check that a folder can be written without touching anything else, before any work is done.
-
-    Args:
-        target: The folder to be.
-        sources: Folders that are read.
-        overwrite: Whether an existing model folder may be replaced.
-
-    Raises:
-        CheckpointError: If the target exists or cannot be written, or if it or the name for its unfinished
-            form belongs to something else, an input above all.
-    """
+    """Check that a folder can be written without touching anything else, before any work is done."""
     partial = _partial(target)
     problems = [
         f"{path}: lies inside, around or at the input {source}. Choose another output folder."
@@ -50,23 +40,14 @@ def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
 
 
 def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> None:
-    """Check that files can be written and are no inputs, before any work is done.
-
-    Args:
-        files: The files to be; existing ones are replaced. None for one that is not asked for.
-        inputs: Model folders and texts; Hub ids are no folders.
-
-    Raises:
-        CheckpointError: If one is a folder, lies in a folder that is read or is a file that is read, its own folder
-            cannot be written, or two are one; every such file is named.
-    """
+    """Check that files can be written and are no inputs, before any work is done."""
     problems = output_file_problems(files, inputs)
     if problems:
         raise CheckpointError.from_problems(problems)
 
 
 def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> list[str]:
-    """Say what keeps files from being written; arguments are those of `check_output_files`."""
+    """Problems with files to be written, a line each; see `check_output_files`."""
     places = {file: file.resolve() for file in files if file is not None}
     problems = [
         f"{file}: would be written into {source}, which is read. Choose another file."
@@ -121,11 +102,7 @@ def _state_file(target: Path) -> Path:
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
-    """Check that the disk has room.
-
-    Raises:
-        CheckpointError: If it has not.
-    """
+    """Check that the disk has room."""
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
@@ -146,24 +123,9 @@ def staged(
 ) -> Iterator[Path]:
     """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched.
 
-    The folder is `<target>.partial`. After an interruption it stays, and a next run with the same `state` and the same
-    files to read finds the files that were finished; otherwise it starts clean. After a refusal nothing stays: what was
-    refused has to change, and the folder was made of it.
-
-    Args:
-        target: The folder to be.
-        state: What is being made; decides whether an unfinished folder may be continued.
-        read: The files that it is made of, as they were before they were read; if one has changed by the end, nothing
-            is written.
-        overwrite: Whether an existing target is replaced.
-        keeps_refused: Whether the folder stays after a refusal too, for what checks each file by a hash of its own.
-
-    Yields:
-        The folder to write into.
-
-    Raises:
-        CheckpointError: If another process is writing it, a file that is read has changed, the disk is full, or a file
-            cannot be written.
+    The folder is `<target>.partial`. After an interruption it stays: the next run with the same `state` and the same
+    files to `read` continues from the finished files, any other run starts anew. After a refusal it is removed, unless
+    `keeps_refused`: the input that was refused has to change. A change of a file of `read` meanwhile is an error.
     """
     partial, stamps = _partial(target), read or {}
     try:
@@ -187,7 +149,7 @@ def staged(
 
 @contextlib.contextmanager
 def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
-    """After a refusal, take away what was written of the target."""
+    """Remove the unfinished folder after a refusal."""
     try:
         yield
     except SurgeryError:
@@ -201,7 +163,7 @@ def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(stamps: Stamps) -> Iterator[None]:
-    """Compare files that are read with their stamps at the end; also after an error, which may come of the change."""
+    """Check at the end that input files are unchanged; also after an error, which a change may have caused."""
     try:
         yield
     except Exception as error:
@@ -214,7 +176,9 @@ def _unchanged(stamps: Stamps) -> Iterator[None]:
 
 
 def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
-    wanted = json.dumps({**state, **_as_state(stamps)}, sort_keys=True)
+    # hard links of an interrupted run change other times of a file, not its size and time of writing
+    read = {"read": {str(file): [stamp.bytes, stamp.written] for file, stamp in stamps.items()}} if stamps else {}
+    wanted = json.dumps({**state, **read}, sort_keys=True)
     partial, state_file = _partial(target), _state_file(target)
     refuse_links(partial, state_file)
     is_same = state_file.is_file() and state_file.read_text(encoding="utf-8") == wanted
@@ -223,11 +187,6 @@ def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
     write_text(state_file, wanted)
     partial.mkdir(exist_ok=True)
     remove_unfinished(partial)
-
-
-def _as_state(stamps: Stamps) -> dict[str, Any]:
-    """Sizes and times of files; a hard link that an interrupted run made of one is no other file."""
-    return {"read": {str(file): [stamp.bytes, stamp.written] for file, stamp in stamps.items()}} if stamps else {}
 
 
 def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer leaves beside a model that it saves: numbers out of JSON, and the names of what is not read.
+"""Files that a trainer leaves beside a model: numbers from JSON, and names of files that are not read.
 
 trainer_state.json     steps, epochs, and a log of losses (transformers, TRL)
 training_args.json     settings, where somebody wrote them as JSON
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ STEP = "global_step"
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """What a trainer left.
+    """Numbers of a trainer, and its files.
 
     Attributes:
         state: Numbers of its state, such as global_step and epoch.
         settings: Numbers of its arguments.
-        log: What it logged, numbers alone, in order.
+        log: Numbers of its log, in order.
         read: Files that were read.
         not_read: Files that were not.
     """
@@ -51,24 +51,24 @@ class LeftBehind:
 
 
 def read_left_behind(path: Path) -> LeftBehind:
-    """Read what a trainer left in a folder; a file that is no JSON is not read, and does not matter."""
-    found = {name: content for name in (STATE_FILE, ARGUMENTS_FILE) if (content := _read(path / name)) is not None}
-    state = found.get(STATE_FILE, {})
+    """Read a trainer's state and arguments from a folder; files that are no JSON are skipped."""
+    contents = {name: content for name in (STATE_FILE, ARGUMENTS_FILE) if (content := _read(path / name)) is not None}
+    state = contents.get(STATE_FILE, {})
     history = state.get("log_history")
     log = (_numbers(entry) for entry in history if isinstance(entry, dict)) if isinstance(history, list) else ()
-    unreadable = [name for name in (STATE_FILE, ARGUMENTS_FILE) if (path / name).is_file() and name not in found]
+    unreadable = [name for name in (STATE_FILE, ARGUMENTS_FILE) if (path / name).is_file() and name not in contents]
     others = sorted(file.name for file in path.iterdir() if NOT_READ.fullmatch(file.name))
     return LeftBehind(
         state=_numbers(state),
-        settings=_numbers(found.get(ARGUMENTS_FILE, {})),
+        settings=_numbers(contents.get(ARGUMENTS_FILE, {})),
         log=tuple(entry for entry in log if "step" in entry),
-        read=tuple(found),
+        read=tuple(contents),
         not_read=(*unreadable, *others),
     )
 
 
 def chat_template(checkpoint: Checkpoint) -> Any:
-    """The template by which a tokenizer writes a conversation, as it lies there; None where it has none."""
+    """The chat template of a tokenizer; None where it has none."""
     if TEMPLATE_FILE in checkpoint.side_files:
         return read_text(checkpoint, TEMPLATE_FILE)
     return (_read(checkpoint.path / TOKENIZER_FILE) or {}).get("chat_template")
@@ -82,10 +82,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
-    return dict(_finite(content))
-
-
-def _finite(content: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in content.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield name, value
+    return {
+        name: value
+        for name, value in content.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }

@@ -105,7 +105,7 @@ def learn_command(
              scale-surgery learn --recipe r.yaml -o OUT
     """
     started = time.monotonic()  # imports are a part of what a user waits for
-    from scale_surgery.learning.learn import Told, default_output, prepare, resolve_recipe, run
+    from scale_surgery.learning.learn import JobEvents, default_output, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import write_recipe as write
     from scale_surgery.show.tables_learn import (
         render_estimate,
@@ -132,12 +132,12 @@ def learn_command(
         if (shown := render_result(name, result)) is not None:
             out.say(shown)
 
-    told = Told(
+    events = JobEvents(
         estimate=lambda estimate: out.say(render_estimate(estimate)),
         begins=lambda name, line, number: out.say(render_stage(name, line, number), as_it_is=True),
         ends=ends,
     )
-    learned = run(job, told=told, track=out.track)
+    learned = run(job, events=events, track=out.track)
     out.say("")
     out.show(learned, render_learned(learned))
     sys.exit(0 if learned.verified else 1)

@@ -48,7 +48,7 @@ def push_command(
     Example: scale-surgery push EXPANDED me/qwen3-wide --dry-run
     """
     from scale_surgery.hub.push import push
-    from scale_surgery.show.commands import command, said
+    from scale_surgery.show.commands import changed_options, command
     from scale_surgery.show.tables_push import render_files, render_pushed
 
     if options["create_pr"] and options["revision"] is not None:
@@ -73,5 +73,5 @@ def push_command(
         out.suggest(shlex.join(["hf", "download", repo, "--local-dir", repo.rpartition("/")[2]]))
     elif done.obstacle is None:
         without = [] if how.check else ["--no-verify"]
-        out.suggest(command("push", folder, repo, *said(how, Push(), {"check"}), *without))
+        out.suggest(command("push", folder, repo, *changed_options(how, Push(), {"check"}), *without))
     sys.exit(0 if done.obstacle is None else 1)

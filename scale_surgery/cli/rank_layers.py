@@ -57,7 +57,7 @@ def rank_layers_command(
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.show.figure_rank_layers import plot_ranking
+    from scale_surgery.show.figures import plot_ranking
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.training.rank_layers import rank_layers
 

@@ -1,4 +1,4 @@
-"""Attention whose heads can be widened: what is asked of it, and which linear makes queries, keys and values."""
+"""Attention whose heads can be widened: its conditions, and which linear makes queries, keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_surgery.deriving.norms import is_norm, norm_style
-from scale_surgery.deriving.part import Change, LayerPart, features
+from scale_surgery.deriving.part import Change, LayerPart, SplitError, features
 from scale_surgery.deriving.watch import Attention, ModuleCall, depends
 from scale_surgery.planning.architecture import Block, InnerNorm, Linear, Role
 
@@ -20,10 +20,6 @@ from scale_surgery.planning.architecture import Block, InnerNorm, Linear, Role
 COUNTS = re.compile(r"head|split|embed|hidden|size")
 NOUNS: Mapping[Role, str] = {"k": "keys", "v": "values"}
 NO_COUNTS = re.compile(r"head_dim|head_size|groups|layer_idx|window")
-
-
-class RefusedError(Exception):
-    """Why a part cannot be treated so; its text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class HeadCounts:
 
     @property
     def named(self) -> dict[str, int]:
-        """What attention may read from itself or its config."""
+        """Numbers that attention may read from its attributes or config."""
         return {
             "query_heads": self.query,
             "query_features": self.query * self.size,
@@ -49,22 +45,11 @@ class HeadCounts:
 
 
 def describe_attention(part: LayerPart, block: Block) -> Block:
-    """Describe attention whose heads can be widened.
-
-    Args:
-        part: The part of a layer.
-        block: What is known of it.
-
-    Returns:
-        The block with all facts of split attention.
-
-    Raises:
-        RefusedError: If its heads cannot be widened.
-    """
+    """Split attention, with its roles and sizes; raises SplitError where its heads cannot be widened."""
     attention, writer = _only_attention(part), part.writer
     assert writer is not None
     if part.inner_linears:
-        raise RefusedError(_between(part, attention))
+        raise SplitError(_between(part, attention))
     heads = _heads(attention, writer)
     readers = tuple(_reader(part, call, attention, heads) for call in part.readers)
     _check_roles(readers)
@@ -88,27 +73,27 @@ def describe_attention(part: LayerPart, block: Block) -> Block:
 
 def _only_attention(part: LayerPart) -> Attention:
     if not part.attentions:
-        raise RefusedError("it does not hand queries, keys and values to transformers' attention interface")
+        raise SplitError("it does not hand queries, keys and values to transformers' attention interface")
     if len(part.attentions) > 1:
-        raise RefusedError(f"it runs attention {len(part.attentions)} times")
+        raise SplitError(f"it runs attention {len(part.attentions)} times")
     attention = part.attentions[0]
     if part.uncalled_parameters:
-        raise RefusedError(f"it has parameters of its own: {', '.join(part.uncalled_parameters)}")
+        raise SplitError(f"it has parameters of its own: {', '.join(part.uncalled_parameters)}")
     if attention.extras:
-        raise RefusedError(f"its attention takes more than queries, keys and values: {', '.join(attention.extras)}")
+        raise SplitError(f"its attention takes more than queries, keys and values: {', '.join(attention.extras)}")
     if any(states.dim() != 4 for states in (attention.query, attention.key, attention.value)):
-        raise RefusedError("its queries are not (batch, heads, tokens, features)")
+        raise SplitError("its queries are not (batch, heads, tokens, features)")
     return attention
 
 
 def _heads(attention: Attention, writer: ModuleCall) -> HeadCounts:
     query, key, value = (tuple(states.shape) for states in (attention.query, attention.key, attention.value))
     if not query[-1] == key[-1] == value[-1]:
-        raise RefusedError(f"heads of queries and of values differ in size: {query[-1]} and {value[-1]}")
+        raise SplitError(f"heads of queries and of values differ in size: {query[-1]} and {value[-1]}")
     if key[1] != value[1] or query[1] % key[1]:
-        raise RefusedError(f"{query[1]} query heads share {key[1]} heads of keys and {value[1]} of values")
+        raise SplitError(f"{query[1]} query heads share {key[1]} heads of keys and {value[1]} of values")
     if features(writer.module)[0] != query[1] * query[-1]:
-        raise RefusedError(f"{writer.name} reads another number of features than the heads give")
+        raise SplitError(f"{writer.name} reads another number of features than the heads give")
     return HeadCounts(query[1], key[1], query[-1])
 
 
@@ -133,14 +118,14 @@ def _reader(part: LayerPart, reader: ModuleCall, attention: Attention, heads: He
     mask_of = {role: mask for role, states in made.items() if (mask := depends(states, reader.gave)[0]) is not None}
     masks = list(mask_of.values())
     if any(bool((a & b).any()) for i, a in enumerate(masks) for b in masks[:i]):
-        raise RefusedError(f"{reader.name} makes {' and '.join(mask_of)} from the same features")
+        raise SplitError(f"{reader.name} makes {' and '.join(mask_of)} from the same features")
     roles = sorted(mask_of, key=lambda role: int(mask_of[role].nonzero()[0]))
     fused: Literal["section", "head"] = "section" if all(map(_is_section, masks)) else "head"
-    # the features left over open or close what attention gives
+    # remaining features gate the output of attention
     roles += ["q"] * ((width - sum(map(heads.width, roles))) // heads.width("q"))
     outputs = tuple(heads.width(role) for role in roles)
     if not roles or sum(outputs) != width:
-        raise RefusedError(
+        raise SplitError(
             f"{reader.name} gives {width} features, which is no number of heads of queries, keys and values"
         )
     return Linear(reader.name, tuple(roles), inputs, outputs, fused)
@@ -155,25 +140,25 @@ def _check_roles(readers: tuple[Linear, ...]) -> None:
     made = [role for linear in readers for role in linear.roles]
     for role, noun in NOUNS.items():
         if made.count(role) != 1:
-            raise RefusedError(f"its {noun} do not come from one linear of this layer")
+            raise SplitError(f"its {noun} do not come from one linear of this layer")
     if "q" not in made:
-        raise RefusedError("its queries do not come from a linear of this layer")
+        raise SplitError("its queries do not come from a linear of this layer")
 
 
 def _inner_norm(leaf: ModuleCall, attention: Attention, heads: HeadCounts) -> InnerNorm:
-    """A norm on queries, keys or what the heads give."""
+    """A norm on queries, keys or outputs of heads."""
     assert leaf.before is not None and leaf.gave is not None
     shape = tuple(leaf.before.shape)
     style = norm_style(leaf.module, shape[-1]) if is_norm(leaf.module) else None
     if style is None:
-        raise RefusedError(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
+        raise SplitError(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
     reads_key = any(depends(states, leaf.gave)[0] is not None for states in (attention.key, attention.value))
     stream, count = ("key_value", heads.key_value) if reads_key else ("query", heads.query)
     if len(shape) == 4 and shape[-1] == heads.size and count in shape[1:3]:
         return InnerNorm(leaf.name, stream, -2 if shape[2] == count else 1, style)  # type: ignore[arg-type]
     if shape[-1] == count * heads.size:
         return InnerNorm(leaf.name, stream, None, style)  # type: ignore[arg-type]
-    raise RefusedError(f"{leaf.name} normalises {shape[-1]} features, which are neither a head nor all heads")
+    raise SplitError(f"{leaf.name} normalises {shape[-1]} features, which are neither a head nor all heads")
 
 
 def _check_alike(part: LayerPart, readers: tuple[Linear, ...], heads: HeadCounts) -> None:
@@ -185,7 +170,7 @@ def _check_alike(part: LayerPart, readers: tuple[Linear, ...], heads: HeadCounts
     changed, stock = part.written(changes), part.writer
     assert stock is not None and stock.before is not None and changed is not None
     if not torch.allclose(changed, _roll(stock.before, heads), atol=1e-4, rtol=1e-4):
-        raise RefusedError("its heads are not alike: in another order they give something else")
+        raise SplitError("its heads are not alike: in another order they give something else")
 
 
 def _rolled(linear: Linear, heads: HeadCounts) -> Change:
@@ -224,7 +209,7 @@ def _size_named(name: str, value: object, heads: HeadCounts) -> str | None:
 
 
 def _source(module: nn.Module) -> str:
-    """Source of what a module's forward runs of its own class."""
+    """Source of a module's forward and of the methods of its class that it calls."""
     return "".join(_functions(type(module), "forward", set()))
 
 

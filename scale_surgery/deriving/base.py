@@ -1,4 +1,4 @@
-"""A base model with the facts about its architecture, derived from the config that lies with it."""
+"""A base model with the facts about its architecture, derived from its config."""
 
 from __future__ import annotations
 
@@ -21,32 +21,19 @@ from scale_surgery.running.options import RunOptions
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
 
-# what a model has modules of, one after the other
+# keys that count modules
 COUNTED = re.compile("^(num|n)_.*(layer|expert|head|block)|layers?$|experts?$|depth$")
-# no size, and no length of a text, is larger in any model
+# no size and no context length is larger in any model
 LARGEST = 20_000_000
-# the base of the angles of rope is no size, nor is a seed
+# these are no sizes: the base of rope angles, seeds
 UNBOUNDED = re.compile("theta|base|freq|seed")
-# a config may name a layer that it never has, such as the one from which on windows slide, and experts may be one
-# tensor
+# a config may name a layer beyond its last, such as where sliding windows begin, and experts may be one tensor
 MOST_HARMLESS = 5000
 ADVICE = "Check config.json, and whether transformers alone loads the model."
 
 
 def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
-    """Read what planning has to know of a base model; no weight is read.
-
-    Args:
-        checkpoint: Its config and headers.
-        run: Whether its own code may run: trust_remote_code.
-
-    Returns:
-        Facts, sizes and headers.
-
-    Raises:
-        UnsupportedFamilyError: If its architecture cannot be expanded; the message names what stands in the way.
-        CheckpointError: If config.json is none of a language model, or promises more layers than there are.
-    """
+    """Read config and headers of a base model, and derive the facts for planning."""
     derived = derive_config(
         checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code_folder(checkpoint, run)
     )
@@ -56,18 +43,7 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
 
 
 def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:
-    """Derive facts from a parsed config.json and the names of its model's tensors, names on disk included.
-
-    Args:
-        config: Of a base model.
-        place: What the model is called.
-        names: Names of its tensors.
-        code: Folder of the model, if its own code may run.
-
-    Raises:
-        UnsupportedFamilyError: If the architecture cannot be expanded.
-        CheckpointError: If transformers makes nothing of it.
-    """
+    """Derive facts from a parsed config.json and the names of its model's tensors, names on disk included."""
     derived = derive_config(config, place, len(names), code)
     return replace(derived, architecture=_with_names(derived, names)[0])
 
@@ -87,15 +63,7 @@ def code_folder(checkpoint: Checkpoint, run: RunOptions) -> Path | None:
 
 
 def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
-    """Check that there may be as many layers, experts and the like as config.json says, before a model of it is made.
-
-    Args:
-        config: Parsed config.json.
-        tensors: How many tensors there are in all.
-
-    Raises:
-        CheckpointError: If there are more of them than tensors.
-    """
+    """Refuse a config.json that counts more layers or experts than there are tensors, before a model is made of it."""
     nested = (value for value in config.values() if isinstance(value, Mapping))
     for section in (config, *nested):
         for key, value in section.items():
@@ -109,18 +77,7 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Path | None = None) -> Derived:
-    """Derive facts from a parsed config.json alone; modules have the names that they have in memory.
-
-    Args:
-        config: Of a base model.
-        place: What the model is called.
-        tensors: How many tensors it has, at least as many as layers.
-        code: Folder of the model, if its own code may run.
-
-    Raises:
-        UnsupportedFamilyError: If the architecture cannot be expanded.
-        CheckpointError: If transformers makes nothing of it.
-    """
+    """Derive facts from a parsed config.json alone; modules have the names that they have in memory."""
     _check_counts(config, tensors)
     from scale_surgery.deriving.configs import config_of
     from scale_surgery.deriving.derive import derive
@@ -131,19 +88,12 @@ def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Pat
 
 
 def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config of the base model that an expanded one was made of.
-
-    Args:
-        checkpoint: A base model, an expanded one or a composed one.
-
-    Returns:
-        The config without what the expansion wrote; duplicated layers are still counted.
-    """
+    """The config of a folder's base model: without what the expansion wrote, duplicated layers still counted."""
     config = checkpoint.config
     if CONFIG_KEY not in config:
         return dict(config)
     plain = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
-    # where the base has code of its own, the classes that it named stand in the record alone
+    # classes of a base with own code are named in the record alone
     if auto_map := _recorded_code(checkpoint):
         plain["auto_map"] = auto_map
     # a fused model has sizes of base and expansion together, and records those of the base

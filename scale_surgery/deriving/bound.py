@@ -17,12 +17,7 @@ from scale_surgery.deriving.watch import first_tensor, is_same
 
 @torch.no_grad()
 def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | None) -> bool:
-    """Find whether the model changes the logits of its head in another way than by a cap.
-
-    Args:
-        model: A twin.
-        softcap: Key of the config that caps the logits, where there is one.
-    """
+    """Find whether the model changes the logits of its head in another way than by a cap."""
     given: list[Tensor] = []
     twin: Any = copy.deepcopy(model)
     if softcap is not None:
@@ -35,15 +30,7 @@ def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | No
 
 @torch.no_grad()
 def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
-    """Find whether layers use their number: two of one kind with equal weights differ on the same input.
-
-    Args:
-        model: A twin.
-        kinds: Of each layer the number of its kind.
-
-    Returns:
-        Whether a pair differs; False where no two layers are of one kind.
-    """
+    """Find whether layers use their number: two of one kind with equal weights differ on the same input."""
     twin: Any = copy.deepcopy(model)
     place = find_place(twin)
     assert place is not None
@@ -64,12 +51,7 @@ def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
 
 @torch.no_grad()
 def keeps_batch(model: PreTrainedModel, final_norm: str) -> bool:
-    """Find whether the last norm must give as many texts as the model read; two paths give twice as many.
-
-    Args:
-        model: A twin.
-        final_norm: Path of its last norm.
-    """
+    """Find whether the last norm must give as many texts as the model read; two paths give twice as many."""
     twin: Any = copy.deepcopy(model)
     twin.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: torch.cat((output, output)))
     ids = token_ids(twin.config)

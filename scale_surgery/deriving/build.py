@@ -17,19 +17,13 @@ from scale_surgery.modeling import is_part
 from scale_surgery.running.loading import quiet_transformers
 
 SEED = 0
-# position ids, rope and masks are made for so many tokens; no size of a twin is one of these
+# rows and tokens of the input; no size of a twin is one of these
 TOKENS = (2, 13)
 
 
 @dataclass(frozen=True)
 class LayersPlace:
-    """Where the parts of a language model are.
-
-    Attributes:
-        base: Path of the innermost module that holds the embedding and the layers; empty for the model itself.
-        layers: Path of the list of layers, inside the base model.
-        count: Number of layers.
-    """
+    """The innermost module with embedding and layers (empty for the model), the list of layers in it, their number."""
 
     base: str
     layers: str
@@ -74,11 +68,11 @@ def build_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def usual_torch() -> Iterator[None]:
-    """Torch as it is where nobody set anything: facts are the same inside a caller's `no_grad` or default dtype."""
+    """Default settings of torch, so that facts do not depend on a caller's `no_grad` or default dtype."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     plain = torch.autocast("cpu", enabled=False)
-    # a device that is named passes every call of torch through Python, which takes a sixth of the time
+    # a named device passes every call of torch through Python, which takes a sixth of the time
     here = nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
     try:
         with torch.inference_mode(False), torch.enable_grad(), plain, here:
@@ -106,20 +100,15 @@ def token_ids(config: PreTrainedConfig) -> torch.Tensor:
 
 
 def find_place(model: PreTrainedModel) -> LayersPlace | None:
-    """Find the innermost module that holds the token embedding and a list of layers.
-
-    Args:
-        model: A stock model.
-
-    Returns:
-        The place, or None where there is no such module.
-    """
+    """Find the innermost module that holds the token embedding and a list of layers."""
     embedding, place = model.get_input_embeddings(), None
     for path, module in model.named_modules():
         inside = dict(module.named_modules())
         lists = [(name, child) for name, child in inside.items() if _is_layer_list(child)]
         if lists and any(child is embedding for child in inside.values()):
-            name, layers = min(lists, key=lambda pair: (pair[0].count("."), -_size(pair[1])))
+            name, layers = min(
+                lists, key=lambda pair: (pair[0].count("."), -sum(map(torch.numel, pair[1].parameters())))
+            )
             place = LayersPlace(path, name, len(layers))
     return place
 
@@ -129,15 +118,11 @@ def _is_layer_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and len(module) > 0 and all(any(child.children()) for child in module)
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def read(config: Any, key: str) -> Any:
-    """A value of a config; None where it has none, or another one for each layer."""
+    """A value of a config; None where it has none, or one for each layer."""
     try:
         return getattr(config, key, None)
-    # configs with other values for each layer refuse to say one, each in its own way
+    # configs with a value for each layer may raise here, each in its own way
     except Exception:
         return None
 

@@ -25,17 +25,16 @@ from scale_surgery.deriving.build import (
     usual_torch,
     without_quantisation,
 )
-from scale_surgery.deriving.facts import Agreed, agree_twins, derive_architecture, derive_sizes, watch_twin
-from scale_surgery.deriving.prove import Twin, checks_of, given_by, refuse_without_states
-from scale_surgery.deriving.proved import prove
-from scale_surgery.deriving.shrink import Real, resemblance, selected, shrink
+from scale_surgery.deriving.facts import CommonFacts, agree_twins, derive_architecture, derive_sizes, watch_twin
+from scale_surgery.deriving.prove import Twin, checks_of, given_by, prove, refuse_without_states
+from scale_surgery.deriving.shrink import RealModel, describe_real, shrink, with_few_layers
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.stored_names import Reading, reading_of
 
-# keys of a config that say nothing of a model's parts
+# keys of a config that do not change a model's parts
 INDECISIVE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "auto_map")
 _known: dict[str, Derived] = {}
 _one_at_a_time = Lock()
@@ -43,13 +42,13 @@ _one_at_a_time = Lock()
 
 @dataclass(frozen=True)
 class Derived:
-    """What was derived from a config.
+    """Facts derived from a config.
 
     Attributes:
         architecture: Facts about the architecture.
         sizes: Sizes of the model.
         twins: Configs of the two twins.
-        proof: What was proved, on what, and with what, as plain JSON values.
+        proof: Checks, sizes of the twins and versions, as plain JSON values.
         reading: How transformers reads its files.
         seconds: How long it took.
     """
@@ -63,19 +62,9 @@ class Derived:
 
 
 def derive(config: PreTrainedConfig) -> Derived:
-    """Derive facts and sizes from a config; asked twice for the same, it answers at once.
-
-    Args:
-        config: Config of a causal language model, or of a vision-language model that holds one.
-
-    Returns:
-        What was derived.
-
-    Raises:
-        UnsupportedFamilyError: If the model does something that cannot be expanded; the message names it.
-    """
+    """Derive facts and sizes from a config; results are cached."""
     key = _fingerprint(config)
-    # transformers has one set of attention functions, and torch one of settings, for all threads
+    # attention functions of transformers and settings of torch are shared by all threads
     with _one_at_a_time:
         if key not in _known:
             _known[key] = _derive(config)
@@ -83,10 +72,7 @@ def derive(config: PreTrainedConfig) -> Derived:
 
 
 def _fingerprint(config: PreTrainedConfig) -> str:
-    """What decides the facts: neither how a model is stored, nor what it is called.
-
-    A module of a model's own code is named after a hash of the code.
-    """
+    """A hash of all that decides the facts; the module of a class from the model's folder is named after its code."""
     plain = {key: value for key, value in config.to_dict().items() if key not in INDECISIVE}
     text = json.dumps(plain, sort_keys=True, default=str)
     return hashlib.sha256(f"{type(config).__module__}.{type(config).__name__} {text}".encode()).hexdigest()
@@ -97,10 +83,10 @@ def _derive(config: PreTrainedConfig) -> Derived:
     try:
         with quiet_transformers(), usual_torch():
             real, *twins = find_twins(read_real(config))
-            agreed = agree_twins(*(watch_twin(candidate, real.shown) for candidate in twins))
-            twin = twin_of(twins[0], real.twin_kinds, agreed)
+            common = agree_twins(*(watch_twin(candidate, real.shown) for candidate in twins))
+            twin = twin_of(twins[0], real.twin_kinds, common)
             refuse_without_states(twin)
-            architecture, twin = prove(derive_architecture(real, agreed), twin)
+            architecture, twin = prove(derive_architecture(real, common), twin)
             architecture = replace(
                 architecture,
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
@@ -115,7 +101,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
                 architecture = replace(architecture, keys={**architecture.keys, "inner": key})
     except SurgeryError:
         raise
-    # a stock model that does what nobody foresaw is not supported, and its own error says best what that is
+    # a model that does something unforeseen is not supported; its own error says best what that is
     except Exception as error:
         raise UnsupportedFamilyError(
             f"config.json: model_type {config.model_type!r}: no facts could be derived, "
@@ -127,9 +113,9 @@ def _derive(config: PreTrainedConfig) -> Derived:
 
 
 def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> dict[str, Any]:
-    """What a plan and surgery.json say of the proof."""
+    """The proof as a plan and surgery.json record it."""
     numbers = [{key: value for key, value in twin.items() if type(value) is int} for twin in twins]
-    # kernels are chosen by what the processor can do
+    # the processor decides which kernels run
     versions = {
         "scale-surgery": version("scale-surgery"),
         "torch": torch.__version__,
@@ -139,29 +125,25 @@ def _record(twins: tuple[dict[str, Any], dict[str, Any]], checks: list[str]) -> 
     return {"checks": checks, "twins": numbers, "versions": versions}
 
 
-def find_twins(real: Real) -> tuple[Real, PreTrainedConfig, PreTrainedConfig]:
-    """Two twins, and what they resemble: a few layers of the model where that can be, otherwise all the first."""
-    if (few := selected(real)) is not None:
+def find_twins(real: RealModel) -> tuple[RealModel, PreTrainedConfig, PreTrainedConfig]:
+    """Two twins, and the model with the layers that they show: few where that works, otherwise all the first."""
+    if (few := with_few_layers(real)) is not None:
         with suppress(UnsupportedFamilyError):
             return few, *shrink(few)
     return real, *shrink(real)
 
 
-def twin_of(config: PreTrainedConfig, kinds: tuple[int, ...], agreed: Agreed) -> Twin:
-    """The first twin with the facts in its own numbers."""
+def twin_of(config: PreTrainedConfig, kinds: tuple[int, ...], common: CommonFacts) -> Twin:
+    """The first twin, with the facts in its numbers."""
     real = replace(read_real(config), kinds=kinds, chosen=tuple(range(len(kinds))))
-    architecture = derive_architecture(real, agreed)
-    # a model that was watched may keep what it computed
+    architecture = derive_architecture(real, common)
+    # a model that ran may have cached values
     stock = build_twin(config)
     return Twin(stock, architecture, derive_sizes(real, architecture), kinds, given_by(stock))
 
 
-def read_real(config: PreTrainedConfig) -> Real:
-    """Build the real model on the meta device, and find its layers.
-
-    Raises:
-        UnsupportedFamilyError: If transformers has no causal model for it, or it has no list of layers.
-    """
+def read_real(config: PreTrainedConfig) -> RealModel:
+    """Build the real model on the meta device, and find its layers."""
     config = without_quantisation(config)
     if not set(stock_classes(config)) - {"AutoModel"}:
         raise UnsupportedFamilyError(
@@ -175,4 +157,4 @@ def read_real(config: PreTrainedConfig) -> Real:
             f"{type(model).__name__}: no module holds the token embedding and a list of layers. "
             "Supported are decoders of transformers that do."
         )
-    return resemblance(config, model, place)
+    return describe_real(config, model, place)

@@ -1,4 +1,4 @@
-"""What modules are called in the files of a checkpoint, where transformers renames them while it loads.
+"""Names of modules in the files of a checkpoint, where transformers renames them while it loads.
 
 The names are those of this checkpoint: transformers may read several for one module, and write yet another.
 """
@@ -18,41 +18,22 @@ from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import Reading, TensorPlace
 
-# what transformers passes over in files of any model that turns queries and keys
+# ignored by transformers in files of any model with rope
 OLD_FREQUENCIES = r"rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of a file: name on disk and name once modules are renamed, each in two parts.
+    """A tensor of a file: its names on disk and in memory, each as the path of its layer or base model and the rest."""
 
-    Attributes:
-        around: Path of its layer, or of the base model.
-        inside: The rest of its name.
-        own_around: As `around`, renamed.
-        own_inside: As `inside`, renamed.
-    """
-
-    around: str
-    inside: str
-    own_around: str
-    own_inside: str
+    disk_path: str
+    disk_rest: str
+    memory_path: str
+    memory_rest: str
 
 
 def with_stored_names(architecture: Architecture, reading: Reading, places: Mapping[str, TensorPlace]) -> Architecture:
-    """Add what modules are called in the files of a checkpoint.
-
-    Args:
-        architecture: Facts of the architecture.
-        reading: How transformers reads its files.
-        places: Where it puts the tensors of this one, by name.
-
-    Returns:
-        The facts; layers of one kind whose names differ become several kinds.
-
-    Raises:
-        UnsupportedFamilyError: If transformers reads a module, but nothing that would stand beside it.
-    """
+    """Add the names of modules in the files of a checkpoint; see `Architecture.stored_as`."""
     layers = _in_layers(architecture, places)
     names = _Names(reading)
     by_layer = {layer: names.of(architecture.kind(layer).modules, tensors) for layer, tensors in sorted(layers.items())}
@@ -69,10 +50,10 @@ def _in_layers(architecture: Architecture, places: Mapping[str, TensorPlace]) ->
             continue
         layer = f"{architecture.layers}.{number}."
         before, mark, inside = name.partition(layer)
-        own_before, own_mark, own_inside = place.renamed.partition(layer)
+        renamed_before, renamed_mark, renamed_inside = place.renamed.partition(layer)
         # some tensors of layers are stored together, elsewhere
-        if mark and own_mark:
-            layers[int(number)].append(_Tensor(before + layer, inside, own_before + layer, own_inside))
+        if mark and renamed_mark:
+            layers[int(number)].append(_Tensor(before + layer, inside, renamed_before + layer, renamed_inside))
     return dict(layers)
 
 
@@ -83,18 +64,17 @@ def _around_layers(
     if not layers:
         return
     number, tensors = next(iter(layers.items()))
-    prefix = tensors[0].around.removesuffix(f"{architecture.layers}.{number}.")
+    prefix = tensors[0].disk_path.removesuffix(f"{architecture.layers}.{number}.")
     base = f"{architecture.base_model}." if architecture.base_model else ""
     for name, place in places.items():
         if place.name.startswith(base) and name.startswith(prefix):
             is_whole = place.renamed.startswith(base)
-            own_inside = place.renamed.removeprefix(base)
-            yield _Tensor(prefix, name.removeprefix(prefix), base if is_whole else "", own_inside)
+            yield _Tensor(prefix, name.removeprefix(prefix), base if is_whole else "", place.renamed.removeprefix(base))
 
 
 @dataclass
 class _Names:
-    """Finds names of modules, and whether what would stand beside them is read back into them."""
+    """Finds names on disk of modules, such that transformers reads new tensors beside them too."""
 
     reading: Reading
     known: dict[tuple[str, str], bool] = field(default_factory=dict)
@@ -103,33 +83,34 @@ class _Names:
         """Names on disk of modules that hold some of the tensors."""
         stored_names = {}
         for module in modules:
-            tensors_inside = [tensor for tensor in tensors if tensor.own_inside.startswith(f"{module}.")]
+            tensors_inside = [tensor for tensor in tensors if tensor.memory_rest.startswith(f"{module}.")]
             stored = (self._name(module, tensor) for tensor in tensors_inside)
             if tensors_inside:
                 stored_names[module] = next((name for name in stored if name is not None), module)
         return stored_names
 
     def _name(self, module: str, tensor: _Tensor) -> str | None:
-        """Name on disk of a module by one of its tensors; None where it says nothing of the module itself."""
-        rest = tensor.own_inside.removeprefix(module)
-        stored = tensor.inside.removesuffix(rest)
-        if stored == tensor.inside:
+        """Name on disk of a module by one of its tensors; None where the tensor alone is renamed."""
+        rest = tensor.memory_rest.removeprefix(module)
+        stored = tensor.disk_rest.removesuffix(rest)
+        if stored == tensor.disk_rest:
             return None
         if self._is_read_back(module, stored, tensor):
             return stored
         if rest == ".weight":
             raise UnsupportedFamilyError(
-                f"{tensor.around}{tensor.inside}: transformers reads it as {tensor.own_around}{tensor.own_inside}, but "
-                "not a tensor that stands beside it. Supported are modules that are renamed as a whole."
+                f"{tensor.disk_path}{tensor.disk_rest}: transformers reads it as "
+                f"{tensor.memory_path}{tensor.memory_rest}, but not a tensor that stands "
+                "beside it. Supported are modules that are renamed as a whole."
             )
         return None
 
     def _is_read_back(self, module: str, stored: str, tensor: _Tensor) -> bool:
-        """Whether new tensors of a name are read as those of a module."""
+        """Whether transformers reads new tensors of this name on disk as those of the module."""
         if (module, stored) not in self.known:
             names = {
-                tensor_name(tensor.around + stored, DEFAULT_NAME, block): tensor_name(
-                    tensor.own_around + module, DEFAULT_NAME, block
+                tensor_name(tensor.disk_path + stored, DEFAULT_NAME, block): tensor_name(
+                    tensor.memory_path + module, DEFAULT_NAME, block
                 )
                 for block in modeling.block_names()
             }
@@ -139,7 +120,7 @@ class _Names:
 
 
 def _with_kinds(architecture: Architecture, by_layer: Mapping[int, Mapping[str, str]]) -> Architecture:
-    """Write names into the kinds of layers."""
+    """Write names on disk into the kinds of layers; layers whose names differ become kinds of their own."""
     kinds, numbers = [], list[int]()
     for layer, number in enumerate(architecture.kind_of_layer):
         same = [names for position, names in by_layer.items() if architecture.kind_of_layer[position] == number]
@@ -159,14 +140,7 @@ def _differing(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def unread_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Find which tensors transformers passes over where old files hold them, such as masks.
-
-    Args:
-        model: The real model; some classes pass over a layer by its number, which another checkpoint has.
-
-    Returns:
-        Patterns of whole names, or of their ends after a dot; none that is true of a name that the model has.
-    """
+    """Patterns of tensors that transformers ignores in old files, such as masks, and that the model does not have."""
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), OLD_FREQUENCIES}
     patterns = sorted(rf"(^|\.)(?:{pattern})$" for pattern in ignored)
     tensor_names = list(model.state_dict())

@@ -1,11 +1,13 @@
-"""From two twins to facts: what holds in both of them, with the numbers of the real model."""
+"""From two twins to facts: those that hold in both, with the sizes of the real model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from scale_surgery.deriving.build import (
@@ -17,32 +19,26 @@ from scale_surgery.deriving.build import (
     text_config,
     token_ids,
 )
+from scale_surgery.deriving.configs import own_code_of
 from scale_surgery.deriving.disk import unread_names
 from scale_surgery.deriving.fallback import STRENGTH, weaker_block
 from scale_surgery.deriving.layer import TwinLayer, derive_layer
 from scale_surgery.deriving.norms import epsilon
-from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
-from scale_surgery.deriving.own_code import own_code_of
-from scale_surgery.deriving.part import is_transposed
-from scale_surgery.deriving.shrink import Real
+from scale_surgery.deriving.part import features, is_transposed
+from scale_surgery.deriving.shrink import RealModel
 from scale_surgery.deriving.watch import watch
-from scale_surgery.deriving.zero_output import find_mutes
+from scale_surgery.deriving.zero_output import zero_output_names
 from scale_surgery.errors import UnsupportedFamilyError
-from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Kind, Sizes
+from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Kind, Linear, Sizes
 from scale_surgery.planning.base import sizes_of_blocks
+
+HEAD_SIZE = re.compile(r"^(attention_)?head_?(dim|size)$|^d_head$|^kv_channels$|^dim_head$")
 
 
 @dataclass(frozen=True)
 class WatchedTwin:
-    """A tiny model that was run once and watched.
-
-    Attributes:
-        model: The model.
-        place: Where its layers are.
-        layers: One layer of each kind, by its number.
-        outside: What it does around its layers.
-    """
+    """A tiny model that ran once, with one layer of each kind by its number, and the modules around the layers."""
 
     model: PreTrainedModel
     place: LayersPlace
@@ -51,14 +47,8 @@ class WatchedTwin:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What holds in two twins, all of whose sizes differ.
-
-    Attributes:
-        outside: What they do around their layers.
-        kinds: Kinds of layers, in the numbers of the first twin, by the number of a layer of that kind.
-        softcap: Key of the config that caps the logits, and its value, where there is one.
-    """
+class CommonFacts:
+    """Facts that hold in two twins, in the sizes of the first; kinds are by the number of a layer of that kind."""
 
     outside: Outside
     kinds: dict[int, Kind]
@@ -66,15 +56,7 @@ class Agreed:
 
 
 def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> WatchedTwin:
-    """Build a twin, run it, and derive what it is made of.
-
-    Args:
-        config: Its config.
-        shown: Layers to look at, one of each kind, with the numbers that errors call them by.
-
-    Raises:
-        UnsupportedFamilyError: If it does something that cannot be expanded.
-    """
+    """Build a twin, run it, and derive its layers and what surrounds them."""
     model = build_twin(config)
     place = find_place(model)
     assert place is not None
@@ -86,38 +68,19 @@ def watch_twin(config: PreTrainedConfig, shown: Mapping[int, int]) -> WatchedTwi
     return WatchedTwin(model, place, layers, derive_outside(trace, model, place))
 
 
-def agree_twins(first: WatchedTwin, second: WatchedTwin) -> Agreed:
-    """Put together what holds in both twins.
-
-    Args:
-        first: One twin.
-        second: The other, all of whose sizes differ.
-
-    Returns:
-        What holds, in the numbers of the first.
-
-    Raises:
-        UnsupportedFamilyError: If the twins are made in different ways.
-    """
-    return Agreed(
+def agree_twins(first: WatchedTwin, second: WatchedTwin) -> CommonFacts:
+    """The facts that hold in both twins."""
+    return CommonFacts(
         outside=_agree_outside(first.outside, second.outside),
         kinds=_agreed_kinds(first, second),
         softcap=find_softcap(first.model),
     )
 
 
-def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
-    """Say what holds in two twins of a model with its own numbers.
-
-    Args:
-        real: The real model.
-        agreed: What holds in its twins.
-
-    Returns:
-        The facts.
-    """
-    config, outside = text_config(real.config), agreed.outside
-    kinds, kind_of_layer = _real_kinds(real, agreed.kinds)
+def derive_architecture(real: RealModel, common: CommonFacts) -> Architecture:
+    """The facts that hold in two twins, with the sizes of the real model."""
+    config, outside = text_config(real.config), common.outside
+    kinds, kind_of_layer = _real_kinds(real, common.kinds)
     stock = stock_classes(real.config)
     classes = {name: model.__name__ for name, model in stock.items()}
     enters = "embedding" if outside.is_plain and "AutoModelForImageTextToText" not in classes else "hook"
@@ -137,7 +100,7 @@ def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
         first_norms=outside.first_norms if enters == "embedding" else (),
         enters=enters,  # type: ignore[arg-type]
         transposed=any(is_transposed(module) for module in real.model.modules()),
-        softcap=agreed.softcap,
+        softcap=common.softcap,
         keys={name: key for name, common in CONFIG_KEYS.items() if (key := _key(config, common)) is not None},
         layer_types=_layer_types(config),
         unread=unread_names(real.model),
@@ -145,16 +108,8 @@ def derive_architecture(real: Real, agreed: Agreed) -> Architecture:
     )
 
 
-def derive_sizes(real: Real, architecture: Architecture) -> Sizes:
-    """Read the sizes of the real model off its modules.
-
-    Args:
-        real: The real model.
-        architecture: Its facts.
-
-    Returns:
-        The sizes; heads and inner features are those of the first block that has any.
-    """
+def derive_sizes(real: RealModel, architecture: Architecture) -> Sizes:
+    """Read the sizes of the real model off its modules."""
     whole: Any = real.model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     base = real.model.get_submodule(architecture.base_model)
@@ -176,9 +131,9 @@ def _key(config: PreTrainedConfig, common: str) -> str | None:
 
 
 def _weightless(
-    real: Real, kinds: tuple[Kind, ...], kind_of_layer: tuple[int, ...], outside: Outside
+    real: RealModel, kinds: tuple[Kind, ...], kind_of_layer: tuple[int, ...], outside: Outside
 ) -> tuple[str, ...]:
-    """Norms of the real model that store nothing."""
+    """Norms of the real model that have no weight."""
     names = [outside.final_norm.name]
     for layer, number in enumerate(kind_of_layer):
         kind = kinds[number]
@@ -204,9 +159,9 @@ def _agree_outside(first: Outside, second: Outside) -> Outside:
 
 
 def _agreed_kinds(first: WatchedTwin, second: WatchedTwin) -> dict[int, Kind]:
-    """The kinds of the first twin, where the second gives the same but for the numbers."""
+    """The kinds of layers of the first twin on which the second agrees but for sizes."""
     heads = read(text_config(second.model), "num_attention_heads") or 1
-    mutes = find_mutes(first.model, first.place.path, first.layers)
+    mutes = zero_output_names(first.model, first.place.path, first.layers)
     kinds = {}
     for number, layer in first.layers.items():
         module = second.model.get_submodule(f"{second.place.path}.{number}")
@@ -218,19 +173,7 @@ def _agreed_kinds(first: WatchedTwin, second: WatchedTwin) -> dict[int, Kind]:
 
 
 def agree(kind: Kind, expected: Kind, second: Kind) -> Kind:
-    """Keep what holds in both twins; a block about which they disagree is treated in a weaker way.
-
-    Args:
-        kind: A kind of the first twin.
-        expected: The same with the numbers of the second.
-        second: What the second gives.
-
-    Returns:
-        The kind.
-
-    Raises:
-        UnsupportedFamilyError: If they have other blocks or norms.
-    """
+    """Keep what holds in both twins; a block about which they disagree is treated in a weaker way."""
     names = [[block.name for block in twin_kind.blocks] for twin_kind in (expected, second)]
     if names[0] != names[1] or replace(expected, blocks=()) != replace(second, blocks=()):
         raise UnsupportedFamilyError(f"two twins of other sizes have different blocks or norms: {expected}, {second}.")
@@ -250,8 +193,8 @@ def _agree_block(block: Block, expected: Block, second: Block) -> Block:
     return replace(weaker, mute=())
 
 
-def _real_kinds(real: Real, kinds: dict[int, Kind]) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """The kinds of the real model's layers; those that are the same are one."""
+def _real_kinds(real: RealModel, kinds: dict[int, Kind]) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """The kinds of the real model's layers, and the number of that of each layer."""
     real_kinds, numbers = list[Kind](), list[int]()
     heads = read(text_config(real.config), "num_attention_heads") or 1
     layers = real.model.get_submodule(real.place.path)
@@ -261,3 +204,61 @@ def _real_kinds(real: Real, kinds: dict[int, Kind]) -> tuple[tuple[Kind, ...], t
             real_kinds.append(kind)
         numbers.append(real_kinds.index(kind))
     return tuple(real_kinds), tuple(numbers)
+
+
+def number_kind(kind: Kind, layer: nn.Module, heads: int) -> Kind:
+    """Give a kind the sizes of a layer."""
+    return replace(kind, blocks=tuple(_number_block(block, layer, heads) for block in kind.blocks))
+
+
+def _number_block(block: Block, layer: nn.Module, heads: int) -> Block:
+    if block.treatment != "split":
+        return replace(block, linears=tuple(_plain(linear, layer) for linear in block.linears))
+    if block.group == "attn":
+        return _number_attention(block, layer, heads)
+    linears = []
+    for linear in block.linears:
+        inputs, outputs = features(layer.get_submodule(linear.name))
+        # all roles of a linear of an MLP have equal shares
+        shares = (outputs // len(linear.roles),) * len(linear.roles)
+        linears.append(replace(linear, inputs=inputs, outputs=shares))
+    return replace(block, linears=tuple(linears), inner=linears[-1].inputs)
+
+
+def _plain(linear: Linear, layer: nn.Module) -> Linear:
+    inputs, outputs = features(layer.get_submodule(linear.name))
+    return replace(linear, inputs=inputs, outputs=(outputs,))
+
+
+def _number_attention(block: Block, layer: nn.Module, heads: int) -> Block:
+    *readers, writer = block.linears
+    query_width = features(layer.get_submodule(writer.name))[0]
+    size = head_size(layer.get_submodule(block.name), query_width) or query_width // max(1, heads)
+    width = next(
+        (features(layer.get_submodule(reader.name))[1] - query_width * reader.roles.count("q")) // _shared(reader)
+        for reader in readers
+        if _shared(reader)
+    )
+    linears = tuple(_by_role(reader, layer, query_width, width) for reader in readers)
+    return replace(
+        block,
+        linears=(*linears, _plain(writer, layer)),
+        query_heads=query_width // size,
+        key_value_heads=width // size,
+        head_size=size,
+    )
+
+
+def _shared(linear: Linear) -> int:
+    return sum(role in ("k", "v") for role in linear.roles)
+
+
+def _by_role(linear: Linear, layer: nn.Module, query: int, key_value: int) -> Linear:
+    inputs, _ = features(layer.get_submodule(linear.name))
+    return replace(linear, inputs=inputs, outputs=tuple(query if role == "q" else key_value for role in linear.roles))
+
+
+def head_size(module: nn.Module, width: int) -> int | None:
+    """Size of the heads by an attribute of the module; None where no attribute divides its width."""
+    sizes = (value for name, value in vars(module).items() if HEAD_SIZE.search(name) and type(value) is int)
+    return next((value for value in sizes if value > 0 and width % value == 0), None)

@@ -1,4 +1,4 @@
-"""Step down to a weaker treatment, where a stronger one was not proved or two twins disagree about it."""
+"""The next weaker treatment, for blocks whose stronger one was not proved or about which two twins disagree."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ NOT_PROVED = "the stronger treatment did not pass its proof on a twin"
 
 
 def weaker_block(block: Block, reason: str = NOT_PROVED) -> Block | None:
-    """The next weaker treatment of a block.
-
-    Args:
-        block: A block.
-        reason: Why it cannot be treated as it is.
-
-    Returns:
-        The block, treated another way; None where there is no other way.
-    """
+    """The block in the next weaker treatment; None where there is none."""
     if block.treatment == "split" and any(_can_be_by_head(linear) for linear in block.linears):
         linears = (replace(linear, fused_by="head") if _can_be_by_head(linear) else linear for linear in block.linears)
         return replace(block, linears=tuple(linears))
@@ -47,18 +39,9 @@ def _edge(linear: Linear) -> Linear:
 
 
 def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> Architecture | None:
-    """The same architecture with the blocks of one class treated the next weaker way.
-
-    Args:
-        architecture: Facts of an architecture.
-        kind: Class of the stock modules, as in `Block.kind`.
-        reason: Why they cannot be treated as they are.
-
-    Returns:
-        The architecture; None where these blocks have no weaker treatment.
-    """
+    """The architecture with the blocks of one class in the next weaker treatment; None where there is none."""
     blocks = [block for layer_kind in architecture.kinds for block in layer_kind.blocks if block.kind == kind]
-    # what is treated in a weaker way already in some layers waits for the others
+    # layers in which these blocks are treated in a weaker way already wait for the others
     strongest = min((STRENGTH.index(block.treatment) for block in blocks), default=0)
     kinds = tuple(_weaker_kind(layer_kind, kind, STRENGTH[strongest], reason) for layer_kind in architecture.kinds)
     if None in kinds or kinds == architecture.kinds:

@@ -1,4 +1,4 @@
-"""What a layer of a twin is made of: its parts, the norms around them, and that they add up to what it gives."""
+"""The parts of a layer of a twin and the norms around them; together they add up to what the layer gives."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.attention import RefusedError, describe_attention
+from scale_surgery.deriving.attention import describe_attention
 from scale_surgery.deriving.mlp import describe_mlp, without_gate
 from scale_surgery.deriving.norms import is_norm, norm_style
-from scale_surgery.deriving.part import LayerPart, features, is_linear
+from scale_surgery.deriving.part import LayerPart, SplitError, features, is_linear
 from scale_surgery.deriving.watch import ModuleCall, Trace, is_combination, is_same
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Block, Kind, Linear, Norm
@@ -25,7 +25,7 @@ LEAST = 1e-3
 
 @dataclass
 class _Contents:
-    """What was found so far while going through the calls of a layer."""
+    """What the calls of a layer have shown so far."""
 
     parts: list[LayerPart] = field(default_factory=list)
     pre_norms: list[Norm] = field(default_factory=list)
@@ -48,25 +48,13 @@ class TwinLayer:
 
 
 def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> TwinLayer:
-    """Derive what a layer is made of.
-
-    Args:
-        trace: One forward of a twin.
-        path: Path of the layer.
-        layer: The layer.
-        called: What errors call it, the path of the layer of the real model that it stands for.
-
-    Returns:
-        Its kind and its parts.
-
-    Raises:
-        UnsupportedFamilyError: If it does not add what its blocks give to what it reads.
-    """
+    """Derive the blocks and norms of a layer; `called` is its path in the real model, for errors."""
     call = trace.of(path)
     if call is None or call.before is None or call.after is None:
         raise UnsupportedFamilyError(f"{called}: this layer is not run on the residual stream. {SUPPORTED}.")
     contents = _look_through(trace, path, layer, call.before, called)
-    _check_sum(called, call, contents, trace.inside(path))
+    if (problem := _why_no_sum(call, contents, trace.inside(path))) is not None:
+        raise UnsupportedFamilyError(f"{called} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
     blocks = tuple(
         replace(
             without_gate(derive_block(part, adds_itself=part.name in contents.adding)),
@@ -97,14 +85,14 @@ def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor, cal
 
 
 def _direct(contents: _Contents) -> tuple[str, ...]:
-    """Linears that read the residual stream as it is, in a layer in which others read what a norm gives."""
+    """Linears that read the residual stream itself, in a layer where others read the output of a norm."""
     if not contents.pre_norms:
         return ()
     return tuple(reader.name for part in contents.parts for reader in part.readers if not _norm_before(part, contents))
 
 
 def _norm_before(part: LayerPart, contents: _Contents) -> str:
-    """The norm whose output a part reads; empty where it reads the residual stream as it is."""
+    """The norm whose output a part reads; empty where it reads the residual stream itself."""
     same = {name: output for name, output in contents.norm_outputs.items() if output.numel() == part.entry.numel()}
     return next((name for name, output in same.items() if is_combination(part.entry, [output]) is not None), "")
 
@@ -119,7 +107,7 @@ def _outermost(calls: list[ModuleCall]) -> Iterator[ModuleCall]:
 
 
 def _is_container(call: ModuleCall, calls: list[ModuleCall]) -> bool:
-    """A module that begins with a norm of what it reads holds a norm and a block, and is no block itself."""
+    """A module whose first norm reads what the module reads contains a norm and a block, and is no block itself."""
     inside = [inner_call for inner_call in calls if inner_call.name.rpartition(".")[0] == call.name]
     return any(is_norm(inner_call.module) and is_same(inner_call.before, call.before) for inner_call in inside)
 
@@ -133,7 +121,7 @@ def _part_of(trace: Trace, path: str, call: ModuleCall, inside: list[ModuleCall]
 
 
 def _close_loose(contents: _Contents, layer: nn.Module, stream: Tensor) -> None:
-    """Linears that lie in the layer itself are a part once one of them writes to the residual stream."""
+    """Make a part of linears in the layer itself, once one of them writes to the residual stream."""
     calls, contents.loose = contents.loose, []
     entry = next(call for call in calls if is_linear(call.module)).before
     assert entry is not None
@@ -141,7 +129,7 @@ def _close_loose(contents: _Contents, layer: nn.Module, stream: Tensor) -> None:
 
 
 def _add_part(contents: _Contents, part: LayerPart, stream: Tensor) -> None:
-    """A part adds what it gives, or what its writer gives where it adds the residual stream itself."""
+    """Add a part: it contributes its output, or that of its writer where it adds the residual stream itself."""
     written = None if part.writer is None else part.writer.after
     gave = written if part.call is None else part.call.after
     if gave is None:
@@ -163,7 +151,7 @@ def _add_part(contents: _Contents, part: LayerPart, stream: Tensor) -> None:
 
 
 def _add_norm(contents: _Contents, call: ModuleCall) -> None:
-    """A norm is a post norm where it reads what parts gave, and a pre norm where it reads the residual stream."""
+    """Add a norm: a post norm where it reads outputs of parts, a pre norm where it reads the residual stream."""
     assert call.before is not None and call.after is not None
     style = norm_style(call.module, call.before.shape[-1])
     if style is None:
@@ -180,13 +168,6 @@ def _add_norm(contents: _Contents, call: ModuleCall) -> None:
             contents.added[-count:] = [call.after]
             return
     contents.pre_norms.append(Norm(call.name, style))
-
-
-def _check_sum(called: str, call: ModuleCall, contents: _Contents, inside: list[ModuleCall]) -> None:
-    """Check that the layer adds what its parts give to what it reads."""
-    problem = _why_no_sum(call, contents, inside)
-    if problem is not None:
-        raise UnsupportedFamilyError(f"{called} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
 
 
 def _why_no_sum(call: ModuleCall, contents: _Contents, inside: list[ModuleCall]) -> str | None:
@@ -221,18 +202,7 @@ def _who_changes_the_stream(
 
 
 def derive_block(part: LayerPart, *, adds_itself: bool = False) -> Block:
-    """Derive how a part of a layer is expanded.
-
-    Args:
-        part: The part.
-        adds_itself: Whether it adds the residual stream to what it gives, and so cannot run beside it.
-
-    Returns:
-        The block with its strongest treatment, and the reason why there is no stronger one.
-
-    Raises:
-        UnsupportedFamilyError: If there is none.
-    """
+    """Derive how a part of a layer is expanded."""
     group = "attn" if part.attentions or part.mixes_tokens() else "ffn"
     block = Block(part.name, type(part.module).__name__, group, "block")  # type: ignore[arg-type]
     if (reason := _why_block(part, adds_itself)) is None:
@@ -244,7 +214,7 @@ def derive_block(part: LayerPart, *, adds_itself: bool = False) -> Block:
 
 
 def _why_block(part: LayerPart, adds_itself: bool) -> str | None:
-    """Why all of a part has to stay as it is; None where its linears can be expanded."""
+    """Why no linear of a part can be expanded; None where they can."""
     names = [call.name for call in part.linears]
     if any(re.search("expert", name) for name, _ in part.module.named_modules()) and part.name:
         return "a mixture of experts"
@@ -275,5 +245,5 @@ def _split(part: LayerPart, block: Block) -> Block:
     try:
         with torch.random.fork_rng(devices=[]):
             return describe_attention(part, block) if block.group == "attn" else describe_mlp(part, block)
-    except RefusedError as reason:
+    except SplitError as reason:
         return replace(block, reason=str(reason))

@@ -7,32 +7,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scale_surgery.deriving.attention import RefusedError
-from scale_surgery.deriving.part import Change, LayerPart, features
+from scale_surgery.deriving.part import Change, LayerPart, SplitError, features
 from scale_surgery.deriving.watch import ModuleCall, depends, is_same
 from scale_surgery.planning.architecture import Block, Linear, Role
 
 
 def describe_mlp(part: LayerPart, block: Block) -> Block:
-    """Describe an MLP whose inner features can be widened.
-
-    Args:
-        part: The part of a layer.
-        block: What is known of it.
-
-    Returns:
-        The block with all facts of a split MLP.
-
-    Raises:
-        RefusedError: If its inner features cannot be widened.
-    """
+    """A split MLP, with its roles and sizes; raises SplitError where its inner features cannot be widened."""
     writer = part.writer
     assert writer is not None
     inner = features(writer.module)[0]
     if part.uncalled_parameters:
-        raise RefusedError(f"it has parameters of its own: {', '.join(part.uncalled_parameters)}")
+        raise SplitError(f"it has parameters of its own: {', '.join(part.uncalled_parameters)}")
     if part.inner_linears:
-        raise RefusedError(f"there are other linears inside: {', '.join(call.name for call in part.inner_linears)}")
+        raise SplitError(f"there are other linears inside: {', '.join(call.name for call in part.inner_linears)}")
     activation = _activation(part, inner)
     linears = tuple(_reader(call, activation, inner) for call in part.readers)
     _check_roles(linears)
@@ -49,9 +37,9 @@ def _activation(part: LayerPart, inner: int) -> ModuleCall:
     for leaf in leaves:
         assert leaf.before is not None
         if leaf.before.shape[-1] != inner or any(p.numel() != 1 for p in leaf.module.parameters()):
-            raise RefusedError(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
+            raise SplitError(f"{leaf.name} ({type(leaf.module).__name__}) lies between its linears")
     if len(leaves) != 1:
-        raise RefusedError("its activation is a function and no module" if not leaves else "it has several activations")
+        raise SplitError("its activation is a function and no module" if not leaves else "it has several activations")
     return leaves[0]
 
 
@@ -62,21 +50,21 @@ def _reader(reader: ModuleCall, activation: ModuleCall, inner: int) -> Linear:
     if width == inner:
         return Linear(reader.name, ("gate",) if mask is not None else ("up_proj",), inputs, (inner,))
     if width != 2 * inner or mask is None:
-        raise RefusedError(f"{reader.name} gives {width} features, expected {inner} or twice as many")
+        raise SplitError(f"{reader.name} gives {width} features, expected {inner} or twice as many")
     halves = [bool(half.all()) for half in torch.split(mask, inner)]
     orders: dict[tuple[bool, ...], tuple[Role, ...]] = {
         (True, False): ("gate", "up_proj"),
         (False, True): ("up_proj", "gate"),
     }
     if tuple(halves) not in orders or int(mask.sum()) != inner:
-        raise RefusedError(f"{reader.name} mixes gate and up features")
+        raise SplitError(f"{reader.name} mixes gate and up features")
     return Linear(reader.name, orders[tuple(halves)], inputs, (inner, inner))
 
 
 def _check_roles(linears: tuple[Linear, ...]) -> None:
     roles = sorted(role for linear in linears for role in linear.roles)
     if roles not in (["gate"], ["gate", "up_proj"]):
-        raise RefusedError("its linears are no gate and up projection")
+        raise SplitError("its linears are no gate and up projection")
 
 
 def without_gate(block: Block) -> Block:
@@ -96,15 +84,15 @@ def _check_alike(part: LayerPart, linears: tuple[Linear, ...]) -> None:
     writer = part.writer
     assert writer is not None and writer.before is not None and changed is not None
     if not torch.allclose(changed, writer.before.roll(1, -1), atol=1e-5, rtol=1e-4):
-        raise RefusedError("its inner features are not alike: in another order they give something else")
+        raise SplitError("its inner features are not alike: in another order they give something else")
 
 
 def _check_nothing_between(part: LayerPart) -> None:
-    """Linears that lie in the layer itself cannot be run alone: what the activation gives is what the writer reads."""
+    """Check that the writer reads the activation's output; linears in the layer itself cannot be run alone."""
     (activation,), writer = part.leaves, part.writer
     assert writer is not None
     if len(part.readers) != 1 or not is_same(activation.after, writer.before):
-        raise RefusedError(f"something lies between {activation.name} and {writer.name}")
+        raise SplitError(f"something lies between {activation.name} and {writer.name}")
 
 
 def _rolled(linear: Linear) -> Change:

@@ -1,4 +1,4 @@
-"""Which formula a norm follows, by what it gives."""
+"""The formula of a norm, found by its output."""
 
 from __future__ import annotations
 
@@ -18,21 +18,13 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def epsilon(module: nn.Module) -> float:
-    """What a norm adds to the variance."""
+    """The epsilon of a norm."""
     values = (getattr(module, name, None) for name in EPSILON_NAMES)
     return float(next((value for value in values if isinstance(value, float)), 1e-6))
 
 
 def norm_style(module: nn.Module, features: int) -> NormStyle | None:
-    """Find the formula that gives what a norm gives.
-
-    Args:
-        module: A norm.
-        features: So many features it reads.
-
-    Returns:
-        The formula, or None where it is another one.
-    """
+    """Find the formula that gives the output of a norm; None where no known one does."""
     if any(parameter.shape != (features,) for parameter in module.parameters()):
         return None
     x = torch.randn(3, features, generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""What a twin does before its first layer and after its last: embedding, norms, head, and nothing else."""
+"""What a twin does around its layers: embedding and norms before them, final norm and head after them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,7 @@ SMALL_CAP = 1e-3
 
 @dataclass(frozen=True)
 class Outside:
-    """Facts about a model around its layers; names lie inside the base model, but the head's.
-
-    Attributes:
-        embedding: Token embedding.
-        padded: What is added to it.
-        first_norms: Norms of the embeddings.
-        is_plain: Whether nothing else happens before the first layer.
-        final_norm: Norm after the last layer.
-        head: The head.
-    """
+    """Facts around the layers; names but the head's lie inside the base model. `is_plain`: nothing else is there."""
 
     embedding: str
     padded: tuple[str, ...]
@@ -42,19 +33,7 @@ class Outside:
 
 
 def derive_outside(trace: Trace, model: PreTrainedModel, place: LayersPlace) -> Outside:
-    """Derive what happens around the layers of a twin.
-
-    Args:
-        trace: One forward of it.
-        model: The twin.
-        place: Where its layers are.
-
-    Returns:
-        The facts.
-
-    Raises:
-        UnsupportedFamilyError: If there is no norm after the last layer, or something between it and the head.
-    """
+    """Derive the modules around the layers of a twin."""
     layers = [call for call in trace.calls if call.name.rpartition(".")[0] == place.path]
     start = trace.calls.index(next(call for call in trace.calls if call.name.startswith(f"{place.path}.")))
     before, after = trace.calls[:start], trace.calls[trace.calls.index(layers[-1]) + 1 :]
@@ -78,9 +57,9 @@ def _inside(name: str, place: LayersPlace) -> str:
 def _begin(
     calls: tuple[ModuleCall, ...], first: ModuleCall, embedding: str, place: LayersPlace
 ) -> tuple[tuple[str, ...], tuple[Norm, ...], bool]:
-    """Follow the embeddings to the first layer; say whether nothing but additions and norms was on the way."""
+    """What is added to the embeddings, their norms, and whether nothing else happens before the first layer."""
     assert first.before is not None
-    stream, padded, norms = list[Tensor](), list[str](), list[Norm]()
+    stream, padded, norms, hidden = list[Tensor](), list[str](), list[Norm](), first.before.shape[-1]
     for call in calls:
         value = _as(call.after, first.before)
         if call.name == embedding and value is not None:
@@ -90,16 +69,21 @@ def _begin(
         elif is_norm(call.module) and _is_sum(call.before, stream):
             norms.append(Norm(_inside(call.name, place), norm_style(call.module, value.shape[-1]) or "rms"))
             stream = [value]
-        elif _adds_positions(call, first.before.shape[-1]):
+        # an embedding of something else than tokens, such as positions, does not read the stream
+        elif "embed" in f"{type(call.module).__name__} {call.name}".lower() and not _reads_stream(call, hidden):
             padded.append(_inside(call.name, place))
             stream.append(value)
-    read_by_others = any(_reads_stream(call, first.before.shape[-1]) for call in calls if not is_norm(call.module))
+    # others read the embeddings too where single layers have inputs of their own
+    modules = (call for call in calls if not is_norm(call.module) and not list(call.module.children()))
+    read_by_others = any(
+        _reads_stream(call, hidden) and any(True for _ in call.module.parameters()) for call in modules
+    )
     is_plain = bool(stream) and _is_sum(first.before, stream) and not read_by_others
     return (tuple(padded), tuple(norms), True) if is_plain else ((), (), False)
 
 
 def _as(tensor: Tensor | None, like: Tensor) -> Tensor | None:
-    """A tensor repeated for each text of a batch; None where it has other features."""
+    """A tensor in the shape of another, expanded over the batch; None where its features differ."""
     if tensor is None or not tensor.is_floating_point() or tensor.shape[-1] != like.shape[-1]:
         return None
     if tensor.dim() == like.dim() - 1:
@@ -115,15 +99,7 @@ def _is_sum(target: Tensor | None, parts: list[Tensor]) -> bool:
 
 
 def _reads_stream(call: ModuleCall, hidden: int) -> bool:
-    """Whether a module with parameters reads the embeddings beside the layers, as for inputs of single layers."""
-    reads = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
-    return reads and not list(call.module.children()) and any(True for _ in call.module.parameters())
-
-
-def _adds_positions(call: ModuleCall, hidden: int) -> bool:
-    """An embedding of something else than tokens does not read the stream."""
-    reads_stream = call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
-    return "embed" in f"{type(call.module).__name__} {call.name}".lower() and not reads_stream
+    return call.before is not None and call.before.is_floating_point() and call.before.shape[-1] == hidden
 
 
 def _final_norm(calls: tuple[ModuleCall, ...], last: ModuleCall, place: LayersPlace) -> ModuleCall:
@@ -156,14 +132,7 @@ def _head(calls: tuple[ModuleCall, ...], final: ModuleCall, model: PreTrainedMod
 
 
 def find_softcap(model: PreTrainedModel) -> tuple[str, float | None] | None:
-    """Find the key of the config that caps the logits, by setting it to a small number.
-
-    Args:
-        model: A twin.
-
-    Returns:
-        The key, and what counts where config.json holds none; None where there is no such key.
-    """
+    """Find the key of the config that caps the logits, by setting it to a small number."""
     config = text_config(model)
     for key in [name for name in config.to_dict() if "softcap" in name and "attn" not in name]:
         before = read(config, key)
@@ -172,10 +141,6 @@ def find_softcap(model: PreTrainedModel) -> tuple[str, float | None] | None:
             logits = model(input_ids=token_ids(model.config), use_cache=False).logits
         setattr(config, key, before)
         if bool(logits.abs().max() <= SMALL_CAP * 1.001):
-            return key, _default(config, key)
+            default = read(type(config)(), key)
+            return key, None if default is None else float(default)
     return None
-
-
-def _default(config: Any, key: str) -> float | None:
-    value = read(type(config)(), key)
-    return None if value is None else float(value)

@@ -1,4 +1,4 @@
-"""A part of a layer while it is looked at: its calls, the linears that read the stream, the one that writes to it."""
+"""A part of a layer that was run: its calls, the linears that read the residual stream, the one that writes to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from scale_surgery.deriving.watch import Attention, ModuleCall, depends, is_combination, is_same
+from scale_surgery.deriving.watch import Attention, ModuleCall, is_combination, is_same
 
 Change = Callable[[Tensor], Tensor]
+
+
+class SplitError(Exception):
+    """Why the features of a part cannot be widened; its text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class LayerPart:
         module: The module, or the layer.
         call: Its call; None where it is the layer itself.
         inside: Calls inside it, with names inside the layer.
-        entry: What it reads.
+        entry: Its input.
         attentions: Calls of attention inside it.
     """
 
@@ -65,7 +69,7 @@ class LayerPart:
 
     @property
     def leaves(self) -> list[ModuleCall]:
-        """Calls of modules without parts that do something, and are no linears."""
+        """Calls of modules without children that compute something and are no linears."""
         return [
             call
             for call in self.inside
@@ -74,7 +78,8 @@ class LayerPart:
             and not isinstance(call.module, (nn.Dropout, nn.Identity))
             and call.before is not None
             and call.before.is_floating_point()
-            and not _gives_angles(call)
+            # a rotary embedding reads the stream for its device alone
+            and "rotary" not in f"{type(call.module).__name__.lower()} {call.name}"
         ]
 
     @property
@@ -87,7 +92,7 @@ class LayerPart:
         return [name for name, parameter in self.module.named_parameters() if id(parameter) not in called]
 
     def mixes_tokens(self) -> bool:
-        """Whether what it gives for the last token depends on what it read of the others."""
+        """Whether its output for the last token depends on other tokens."""
         if self.call is None or self.entry.dim() != 3 or self.call.after is None or self.call.after.dim() != 3:
             return False
         entry = self.entry.clone()
@@ -97,25 +102,33 @@ class LayerPart:
         return gave is not None and not torch.allclose(gave[:, -1], self.call.after[:, -1], atol=1e-5, rtol=1e-4)
 
     def writer_is_output(self) -> bool:
-        """Whether all that it gives comes out of the writer, as it is or times a number."""
+        """Whether the part gives what its writer gives, or a multiple of it."""
         if self.call is None or self.writer is None:
             return self.writer is not None
-        return _scales(self.call.after, self.writer.after)
+        gave, written = self.call.after, self.writer.after
+        return (
+            gave is not None
+            and written is not None
+            and gave.numel() == written.numel()
+            and is_combination(gave, [written]) is not None
+        )
 
     def only_readers_read(self) -> bool:
-        """Whether only the readers see the stream: with their results held fast, another stream changes nothing."""
+        """Whether only the readers see the stream: where their outputs are fixed, another stream changes nothing."""
         if self.call is None or self.writer is None:
             return self.writer is not None
-        fixed = {reader.module: _constant(reader.after) for reader in self.readers if reader.after is not None}
+        fixed = {
+            reader.module: lambda _, output=reader.after: output for reader in self.readers if reader.after is not None
+        }
         entry = self.entry + torch.randn(self.entry.shape, generator=torch.Generator().manual_seed(4))
         changed, before = self.written(fixed, entry), self.writer.before
         if changed is None or before is None or changed.shape != before.shape:
             return False
-        # what is computed again may be rounded otherwise
+        # a second computation may round otherwise
         return torch.allclose(changed, before, atol=1e-5, rtol=1e-4)
 
     def written(self, changes: Mapping[nn.Module, Change], entry: Tensor | None = None) -> Tensor | None:
-        """What the writer reads when the results of other linears are changed."""
+        """What the writer reads when the outputs of other linears are changed."""
         seen: list[Tensor] = []
         assert self.call is not None and self.writer is not None
         with ExitStack() as stack, torch.no_grad():
@@ -126,21 +139,6 @@ class LayerPart:
             shape = self.entry.shape if self.call.read is None else self.call.read.shape
             self.call.rerun((self.entry if entry is None else entry).reshape(shape))
         return seen[0] if seen else None
-
-
-def _constant(value: Tensor) -> Change:
-    return lambda _: value
-
-
-def _scales(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.numel() != b.numel():
-        return False
-    return is_combination(a, [b]) is not None
-
-
-def _gives_angles(call: ModuleCall) -> bool:
-    """A rotary embedding reads the stream for its device alone."""
-    return "rotary" in type(call.module).__name__.lower() or "rotary" in call.name
 
 
 @contextmanager
@@ -165,10 +163,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _gives_product(module: nn.Linear) -> bool:
-    """A stock class may write the product in its own way, or do something else."""
+    """A subclass of a linear may write the product in another way, or compute something else."""
     x = torch.randn(2, module.in_features, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        # the forward itself, past hooks that change what the module gives
+        # the forward itself, without hooks that change its output
         try:
             given = type(module).forward(module, x)
         except RuntimeError:
@@ -180,12 +178,6 @@ def _gives_product(module: nn.Linear) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Features that a linear reads and gives."""
+    """Input and output features of a linear."""
     rows, columns = module.get_parameter("weight").shape
     return (int(rows), int(columns)) if is_transposed(module) else (int(columns), int(rows))
-
-
-def layout(target: Tensor, reader: ModuleCall) -> Tensor | None:
-    """Mask of the features of a linear on which a tensor depends."""
-    assert reader.gave is not None
-    return depends(target, reader.gave)[0]

@@ -14,8 +14,7 @@ from scale_surgery.deriving.base import code_folder, derive_config, read_base
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.base import Base, base_in
-from scale_surgery.planning.depth import deepened_config
-from scale_surgery.planning.duplicable import per_layer_lists
+from scale_surgery.planning.depth import deepened_config, per_layer_lists
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
@@ -38,7 +37,7 @@ def plan(
 
     Args:
         model: A folder or a Hub id.
-        request: What is asked for.
+        request: The expansion to plan.
         revision: Branch, tag or commit of a Hub repository.
         run: Whether the model's own code may run, where transformers does not have its type: trust_remote_code.
         track: Makes progress bars.
@@ -62,29 +61,11 @@ def make_plan(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
-    """Decide everything that an expansion will do; no weight is read.
-
-    Args:
-        checkpoint: The base model, or an expanded folder that gets one more expansion of its base.
-        request: What the user asks for.
-        name: Hub id or folder name of the base model.
-        revision: Commit of the Hub repository, where known.
-        run: Whether the model's own code may run: trust_remote_code.
-        track: Makes progress bars.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UnsupportedFamilyError: If the architecture cannot be expanded; the message names what stands in the way.
-        PlanError: If the request does not fit the model; every problem is listed.
-        CheckpointError: If it has an expansion of that name already, a base tensor is missing or has a wrong shape, or
-            a name is taken that the expansion needs.
-    """
+    """Decide everything that an expansion will do; no weight is read."""
     checkpoint = base_in(checkpoint, request.name)
     check_name(request.name, ())
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None
-    # what cannot be grown so whatever the architecture is said before it is asked for
+    # what the config rules out is refused before facts are derived
     if asked is not None and (problems := asked.config_problems(checkpoint.config)):
         raise PlanError.from_problems(problems)
     # a tiny twin is built, run and expanded: a second or a few
@@ -99,11 +80,7 @@ def make_plan(
 
 
 def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
-    """Check that each layer is what it was, though copies give those above them other numbers.
-
-    Raises:
-        PlanError: If not.
-    """
+    """Check that layers keep their kind where copies below them change their numbers."""
     if base.architecture.is_numbered:
         raise PlanError(
             f"--method depth: layers of a {base.architecture.model_type} model compute with their numbers, and those "
@@ -112,13 +89,13 @@ def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
     # every layer may be there twice
-    found = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
+    deep_facts = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
-    before, after = (config_of(own, code).to_dict() for own in (base.checkpoint.config, deep))
+    before, after = (config_of(config, code).to_dict() for config in (base.checkpoint.config, deep))
     _check_lists(before, after, order, made.request.layers)
     for position, layer in enumerate(order):
         # names on disk are those of a checkpoint
-        if found.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
+        if deep_facts.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
             raise PlanError(
                 f"--layers {made.request.layers}: config.json says by their numbers of what kind layers are, and layer "
                 f"{layer} would come to stand at {position}, where it were of another. Duplicate higher layers, or use "
@@ -127,7 +104,7 @@ def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
 
 
 def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int], asked: str) -> None:
-    """Check what transformers makes of a config layer by layer, where config.json leaves it to their numbers."""
+    """Check the lists with an entry for each layer that transformers makes where config.json has none."""
     for key, values in per_layer_lists(before, max(order) + 1).items():
         if after.get(key) != [values[layer] for layer in order]:
             raise PlanError(
@@ -144,7 +121,7 @@ def load_plan(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Plan:
-    """Make the plan that a file holds, for a base model; what was reviewed is what is done.
+    """Make the plan that a file holds, for a base model.
 
     Args:
         model: The base model, a folder or a Hub id.
@@ -157,7 +134,7 @@ def load_plan(
         The plan.
 
     Raises:
-        PlanError: If the file is no plan, or another would be made of this base model here; what differs is named.
+        PlanError: If the file is no plan, or planning again gives another plan; the differences are named.
         CheckpointError: If the model cannot be read.
     """
     saved = read_plan(file)

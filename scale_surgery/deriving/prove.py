@@ -3,7 +3,8 @@
     stock twin  --expanded as facts say-->  expanded twin      logits and cached generation bit for bit, in two dtypes
                                                                what trains, exactly; W12 and head alive; gradients
 
-The real checkpoint is larger, and kernels may take other paths there: `verify` on it stays the last word.
+Where a check fails, blocks are treated in a weaker way and all is checked again. The real checkpoint is larger, and
+kernels may take other paths there: `verify` on it stays the last word.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, DEFAULT_NAME, EXPANSIONS_KEY, INFIX
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.deriving.build import SEED, stock_classes, token_ids
+from scale_surgery.deriving.fallback import hooked, weaker
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.paths import base_specs
@@ -29,8 +31,10 @@ from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_spec
 from scale_surgery.running.loading import quiet_transformers
 
 DTYPES = (torch.float32, torch.bfloat16)
-# one token more than a prompt is enough to need the cache, and a few make it long
+# the second new token already needs the cache
 GENERATE: Mapping[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+# each costs a few forwards of a tiny model; blocks are of few classes, and each has at most three weaker treatments
+MOST_TRIES = 16
 INNER = 24
 SPREAD = 0.2
 CHECKS = (
@@ -41,13 +45,13 @@ CHECKS = (
 )
 # where the stock model generates
 GENERATION = "cached generation gives the base's tokens"
-# of a model that is split alike in all layers the first expansion says all there is to say of the others
+# where all layers are split alike the first expansion proves the other two
 FORMS = "all this with W12 in every expanded layer, with none, and with it in the attention of the upper ones alone"
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the stock twin gives in one dtype: logits of two rows and of one, and tokens where it generates."""
+    """Outputs of the stock twin in one dtype: logits of two rows and of one, and tokens where it generates."""
 
     logits: tuple[Tensor, Tensor]
     tokens: Tensor | None
@@ -55,15 +59,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Twin:
-    """A stock model to prove facts on.
-
-    Attributes:
-        stock: The model, in float32.
-        architecture: The facts with its numbers.
-        sizes: Its sizes.
-        kinds: Of each layer the number of the first that is made as it and told the same.
-        given: What it gives, by dtype.
-    """
+    """A stock model in float32 with the facts in its sizes, its kinds (see `RealModel`), and its outputs by dtype."""
 
     stock: PreTrainedModel
     architecture: Architecture
@@ -73,11 +69,7 @@ class Twin:
 
 
 def given_by(stock: PreTrainedModel) -> dict[torch.dtype, Given]:
-    """What a twin gives before anything is expanded.
-
-    Args:
-        stock: The model, in float32.
-    """
+    """Outputs of a twin before anything is expanded, by dtype."""
     models: list[Any] = [copy.deepcopy(stock) for _ in DTYPES]
     ids = token_ids(stock.config)
     with quiet_transformers():
@@ -86,32 +78,24 @@ def given_by(stock: PreTrainedModel) -> dict[torch.dtype, Given]:
 
 
 def failure_of(twin: Twin) -> str | None:
-    """What does not hold when a twin is expanded as its facts say; None where everything does.
-
-    Args:
-        twin: The twin.
-    """
+    """The first check that an expanded twin fails; None where it passes all."""
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         try:
             shown = (_failures(twin, specs, in_short=n > 0) for n, specs in enumerate(expansions(twin)))
             return next(chain.from_iterable(shown), None)
-        # a stock forward may stumble over a wider stream in its own way, and that says what is in the way
+        # a stock forward may fail on a wider stream; its error says why
         except (UnsupportedFamilyError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def checks_of(twin: Twin) -> list[str]:
-    """What was checked of a twin, in words."""
+    """The checks of a twin, in words."""
     generates = all(given.tokens is not None for given in twin.given.values())
     return [*CHECKS, *([GENERATION] * generates), *([] if twin.architecture.is_uniform else [FORMS])]
 
 
 def refuse_without_states(twin: Twin) -> None:
-    """Refuse a model without hidden states, which every later check of a real model reads.
-
-    Raises:
-        UnsupportedFamilyError: If it gives none.
-    """
+    """Refuse a model without hidden states, which later checks read."""
     with quiet_transformers(), torch.no_grad():
         output = twin.stock(input_ids=token_ids(twin.stock.config), use_cache=False, output_hidden_states=True)
     if getattr(output, "hidden_states", None) is None:
@@ -122,7 +106,7 @@ def refuse_without_states(twin: Twin) -> None:
 
 
 def expansions(twin: Twin) -> Iterator[Spec]:
-    """Expansions in which each kind of layer has W12, is expanded without it, and lets the up stream pass."""
+    """Expansions in which each kind of layer is expanded with W12, expanded without it, and not expanded."""
     layers = _expanded_layers(twin)
     yield _expansion(twin, layers, Collaboration(layers, ("attn", "ffn")))
     if twin.architecture.is_uniform:
@@ -133,14 +117,14 @@ def expansions(twin: Twin) -> Iterator[Spec]:
 
 
 def _expanded_layers(twin: Twin) -> tuple[int, ...]:
-    """All layers but one that has another of its kind, if there is one, and not the first."""
+    """All layers but one, not the first, whose kind occurs again; all where no kind does."""
     kinds = twin.kinds
     left_out = [layer for layer in range(1, len(kinds)) if kinds.count(kinds[layer]) > 1]
     return tuple(layer for layer in range(len(kinds)) if layer not in left_out[:1])
 
 
 def _other_layers(twin: Twin, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """All layers but one of each kind of which none was left out; at least one."""
+    """All layers but one of each kind that `layers` holds whole; at least one."""
     kinds, count = twin.architecture.kind_of_layer, twin.sizes.layers
     passed = {kinds[layer] for layer in range(count) if layer not in layers}
     left_out = {number: layer for layer, number in enumerate(kinds) if number not in passed}.values()
@@ -155,7 +139,7 @@ def _expansion(twin: Twin, layers: tuple[int, ...], collaboration: Collaboration
 
 
 def expanded_twin(twin: Twin, specs: Spec) -> Any:
-    """The expanded form of a twin: the same base tensors, new ones at random, what has to be zero zero."""
+    """The expanded twin: the same base tensors, random new ones, zeros where an expansion starts with zeros."""
     config = type(twin.stock.config)
     classes = modeling.expanded_classes(stock_classes(twin.stock.config), config)
     widest = next(classes[name] for name in modeling.AUTO_CLASSES if name in classes)
@@ -190,7 +174,7 @@ def head_part(model: Any) -> nn.Parameter | None:
 
 
 def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[str]:
-    """What does not hold of one expansion; in short without what another has shown of all."""
+    """Checks that one expansion fails; `in_short` leaves out those that another expansion covers."""
     ids, expanded = token_ids(twin.stock.config), expanded_twin(twin, specs)
     for dtype in DTYPES:
         model = expanded if dtype == torch.float32 else expanded_twin(twin, specs).to(dtype)
@@ -215,7 +199,7 @@ def _differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterat
 
 
 def _both_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of two rows, and of a shorter one alone: kernels are chosen by shapes."""
+    """Logits of two rows, and of a shorter one alone: kernels are chosen by shapes."""
     return _logits(model, ids), _logits(model, ids[:1, :7])
 
 
@@ -226,7 +210,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def _generated(model: Any, ids: Tensor) -> Tensor | None:
-    """What a stock model generates; None where it cannot, and then no expanded one has to."""
+    """Tokens that a model generates; None where it cannot, and then the expanded one need not."""
     try:
         generated: Tensor = model.generate(ids, **GENERATE)
     except Exception:
@@ -253,7 +237,10 @@ def _zeros(model: Any) -> dict[str, list[nn.Parameter]]:
 
 
 def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[str]:
-    """New tensors that get none when nothing is zero, but where an up stream of zeros enters; frozen ones that do."""
+    """New tensors without a gradient where nothing is zero, and frozen ones with one.
+
+    Where the up stream enters as zeros, the first expanded layer may have none.
+    """
     with torch.no_grad():
         for tensor in (tensor for parameters in _zeros(model).values() for tensor in parameters):
             tensor.normal_(0, SPREAD / 4)
@@ -267,3 +254,29 @@ def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[str]:
     with_gradient = [(name, tensor) for name, tensor in model.named_parameters() if tensor.grad is not None]
     if frozen := [name for name, tensor in with_gradient if not tensor.requires_grad]:
         yield f"{frozen[0]}: is frozen, and has a gradient"
+
+
+def prove(architecture: Architecture, twin: Twin) -> tuple[Architecture, Twin]:
+    """Find the strongest treatments with which an expanded twin keeps its promises; the twin gets the same facts."""
+    waiting, seen, first = [(architecture, twin.architecture)], list[tuple[Architecture, Architecture]](), ""
+    while waiting and len(seen) < MOST_TRIES:
+        real, tiny = waiting.pop(0)
+        seen.append((real, tiny))
+        candidate = replace(twin, architecture=tiny)
+        failure = failure_of(candidate)
+        if failure is None:
+            return real, candidate
+        first = first or failure
+        waiting += [pair for pair in _weaker_pairs(real, tiny) if pair not in seen and pair not in waiting]
+    raise UnsupportedFamilyError(
+        f"{architecture.config_class}: an expansion of a tiny twin of this model does not keep its promises: {first}. "
+        f"{len(seen)} ways to expand it were tried. Supported are decoders whose layers add blocks to a stream."
+    )
+
+
+def _weaker_pairs(real: Architecture, twin: Architecture) -> Iterator[tuple[Architecture, Architecture]]:
+    """Facts of both models with the blocks of one class treated in the next weaker way, or with another start."""
+    kinds = dict.fromkeys(block.kind for kind in real.kinds for block in kind.blocks)
+    pairs = [(weaker(real, kind), weaker(twin, kind)) for kind in kinds]
+    pairs.append((hooked(real), hooked(twin)))
+    yield from ((real, twin) for real, twin in pairs if real is not None and twin is not None)

@@ -20,33 +20,33 @@ from scale_surgery.deriving.small_values import Values, Way, is_per_layer, shrin
 from scale_surgery.errors import UnsupportedFamilyError
 
 LEAST_LAYERS = 3
-# a twin of more layers costs seconds, and need not have all that lie below the first of some kind
+# more layers cost seconds; then a few of each kind are chosen instead of all the first
 MOST_IN_A_ROW = 5
 MOST_PARAMETERS = 16_000_000
 # attributes that number layers or modules
 COUNTS = re.compile(r"(^|_)(idx|id|index|number|seed)$")
-# what torch says of strides that its grouped products do not take
+# part of the error of grouped products for strides that they do not take
 KERNEL = "multiple of"
 PLAIN = (str, bool, int, float, type(None))
 
 
 class LayerForm(NamedTuple):
-    """What a layer is made of, and what its modules are told, in values that can be compared."""
+    """Modules and parameters of a layer, and the settings of its modules, in values that can be compared."""
 
     made_of: tuple[Any, ...]
     settings: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Real:
-    """What the twins are to resemble.
+class RealModel:
+    """The user's model, of which twins are made.
 
     Attributes:
         config: The user's config.
         model: Its model, on the meta device.
         place: Where its layers are.
-        forms: Of each layer what it is made of.
-        kinds: Of each layer the number of the first that is made as it and told the same.
+        forms: Modules and settings of each layer.
+        kinds: For each layer the number of the first layer with the same modules and settings.
         chosen: Layers that show every kind, the twins' layers in their order.
     """
 
@@ -64,13 +64,13 @@ class Real:
 
     @property
     def twin_kinds(self) -> tuple[int, ...]:
-        """Of each layer of a twin the number of its first that is of the same kind."""
+        """For each layer of a twin the number of the first of its kind."""
         shown = [self.kinds[layer] for layer in self.chosen]
         return tuple(map(shown.index, shown))
 
     @property
     def shown(self) -> dict[int, int]:
-        """The first layer of each kind by its number in a twin, with its number in the model."""
+        """For the first layer of each kind, its number in a twin and its number in the model."""
         return {number: self.chosen[number] for number in dict.fromkeys(self.twin_kinds)}
 
     @property
@@ -79,15 +79,10 @@ class Real:
         return {size for parameter in self.model.parameters() for size in parameter.shape}
 
 
-def resemblance(config: PreTrainedConfig, model: PreTrainedModel, place: LayersPlace) -> Real:
-    """Say what the twins of a model are to resemble: its first layers, so many that every kind of layer is shown.
+def describe_real(config: PreTrainedConfig, model: PreTrainedModel, place: LayersPlace) -> RealModel:
+    """Compare the layers of a model, and choose the first ones, so many that every kind is among them.
 
-    One kind is shown twice where that is possible: what passes by a layer can be proved beside what goes through it.
-
-    Args:
-        config: The user's config.
-        model: Its model, on the meta device.
-        place: Where its layers are.
+    One kind is there twice where that is possible, so that one of them can be left unexpanded in a proof.
     """
     forms, values = layer_forms(model, place), text_config(config).to_dict()
     lists = [value for key, value in values.items() if is_per_layer(key, value, place.count)]
@@ -95,11 +90,11 @@ def resemblance(config: PreTrainedConfig, model: PreTrainedModel, place: LayersP
     kinds = tuple(map(sorts.index, sorts))
     depth = max(LEAST_LAYERS, max(kinds) + 1)
     depth += len(set(kinds[:depth])) == depth
-    return Real(config, model, place, forms, kinds, tuple(range(min(place.count, depth))))
+    return RealModel(config, model, place, forms, kinds, tuple(range(min(place.count, depth))))
 
 
-def selected(real: Real) -> Real | None:
-    """The same with a few layers of each kind in place of all the first, where some kind comes late; else None."""
+def with_few_layers(real: RealModel) -> RealModel | None:
+    """The same with a few layers of each kind in place of all the first ones; None where the first ones are few."""
     if real.depth <= MOST_IN_A_ROW:
         return None
     first = sorted(set(real.kinds))
@@ -109,12 +104,7 @@ def selected(real: Real) -> Real | None:
 
 
 def layer_forms(model: PreTrainedModel, place: LayersPlace) -> list[LayerForm]:
-    """Say of each layer what it is made of, and what its modules are told.
-
-    Args:
-        model: A model.
-        place: Where its layers are.
-    """
+    """Modules and settings of each layer."""
     types = read(text_config(model), "layer_types") or [None] * place.count
     layers = model.get_submodule(place.path)
     return [
@@ -130,7 +120,7 @@ def _made_of(layer: nn.Module, layer_type: str | None) -> tuple[Any, ...]:
 
 
 def _settings(layer: nn.Module) -> tuple[tuple[str, str, Any], ...]:
-    """What its modules keep in plain attributes, such as whether positions turn queries; no numbers."""
+    """Plain attributes of its modules, such as whether it uses rope; of numbers only whether they are zero."""
     modules = ((name, module) for name, module in layer.named_modules() if not _is_numbered(name))
     return tuple(
         (name, key, _sort(value))
@@ -141,42 +131,32 @@ def _settings(layer: nn.Module) -> tuple[tuple[str, str, Any], ...]:
 
 
 def _sort(value: Any) -> Any:
-    """Of which sort a value is: a word as it is, a number by whether it is zero."""
+    """A word as it is, a number by whether it is zero; None for all else."""
     if isinstance(value, str):
         return None if re.search(r"\d", value) else value
     return bool(value) if isinstance(value, PLAIN) else None
 
 
 def _is_numbered(name: str) -> bool:
-    """Whether a module is one of many of its kind: the number of experts is none of a layer's."""
+    """Whether a module is one of several of its kind, such as experts, beyond the first."""
     return any(part.isdigit() and part != "0" for part in name.split("."))
 
 
-def shrink(real: Real) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Make the configs of two tiny twins, all of whose sizes differ.
-
-    Args:
-        real: What they are to resemble.
-
-    Returns:
-        Two configs of the same class; their models have the same kinds of layers and have been run once.
-
-    Raises:
-        UnsupportedFamilyError: If no way leads to a model that runs; the message says what went wrong in the last.
-    """
+def shrink(real: RealModel) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    """Configs of two tiny twins, all of whose sizes differ; their models have been run once."""
     first, way = _shrink(real, ways(0))
-    # in the way of the first, most of them, and none is tried in vain
+    # most second twins can be made as the first
     second, _ = _shrink(real, [replace(way, scale=1), *ways(1)])
     return first, second
 
 
-def _shrink(real: Real, tried: Iterable[Way]) -> tuple[PreTrainedConfig, Way]:
+def _shrink(real: RealModel, tried: Iterable[Way]) -> tuple[PreTrainedConfig, Way]:
     """The first config whose model runs, and the way in which it was made."""
     problem, way, known = "", Way(), set[str]()
     for way in tried:
         values = shrink_values(real, way)
-        # many ways differ in what this config has not; where a kernel wants sizes that its vectors divide, others are
-        # tried in vain
+        # many ways differ only in keys that this config lacks; a kernel that wants sizes which its vectors divide
+        # fails with all others
         if (text := repr(values)) in known or not (way.is_round or KERNEL not in problem):
             continue
         known.add(text)
@@ -192,17 +172,17 @@ def _shrink(real: Real, tried: Iterable[Way]) -> tuple[PreTrainedConfig, Way]:
     )
 
 
-def _attempt(real: Real, values: Values) -> tuple[PreTrainedConfig | None, str]:
+def _attempt(real: RealModel, values: Values) -> tuple[PreTrainedConfig | None, str]:
     """A config from values, or why it will not do."""
     try:
         config = type(real.config).from_dict(values)
         return (config, "") if (problem := _problem(real, config)) is None else (None, problem)
-    # a stock config or model says in its own way that its sizes do not fit
+    # stock configs and models raise various errors for sizes that do not fit
     except Exception as error:
         return None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def _problem(real: Real, config: PreTrainedConfig) -> str | None:
+def _problem(real: RealModel, config: PreTrainedConfig) -> str | None:
     with torch.device("meta"):
         model = build_model(config)
     place = find_place(model)
@@ -220,8 +200,8 @@ def _problem(real: Real, config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _other_layer(real: Real, model: PreTrainedModel, place: LayersPlace | None) -> int | None:
-    """The first layer that a twin has in another form, or like one of another kind; None where it has all."""
+def _other_layer(real: RealModel, model: PreTrainedModel, place: LayersPlace | None) -> int | None:
+    """The first layer whose twin has other modules, or looks like a layer of another kind; None where all fit."""
     if place is None or place.count != real.depth:
         return real.chosen[-1]
     made, wanted = layer_forms(model, place), [real.forms[layer] for layer in real.chosen]
@@ -230,8 +210,8 @@ def _other_layer(real: Real, model: PreTrainedModel, place: LayersPlace | None) 
     return next((layer for layer, got, like, form in places if got.made_of != form.made_of or like != form), None)
 
 
-def _repair(real: Real, way: Way) -> PreTrainedConfig | None:
-    """Give back one key after the other what the user's config says, until the twin runs."""
+def _repair(real: RealModel, way: Way) -> PreTrainedConfig | None:
+    """Restore single keys of the user's config until a twin runs."""
     stated, small = real.config.to_dict(), shrink_values(real, way)
     for key in [key for key, value in stated.items() if small.get(key) != value]:
         config, _ = _attempt(real, small | {key: stated[key]})

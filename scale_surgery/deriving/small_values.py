@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from scale_surgery.deriving.build import read, text_config
 
 if TYPE_CHECKING:
-    from scale_surgery.deriving.shrink import Real
+    from scale_surgery.deriving.shrink import RealModel
 
 Values = dict[str, Any]
 
@@ -95,16 +95,8 @@ def ways(scale: int) -> Iterator[Way]:
                     yield Way(scale, keeps_heads, is_by_value, is_round, keeps_ratios, keeps_share)
 
 
-def shrink_values(real: Real, way: Way) -> Values:
-    """The values of a config, with sizes made small.
-
-    Args:
-        real: What the twin is to resemble.
-        way: How it is made.
-
-    Returns:
-        What the class of the config can be made from.
-    """
+def shrink_values(real: RealModel, way: Way) -> Values:
+    """The values of a config, with sizes made small."""
     values = real.config.to_dict()
     values.pop("quantization_config", None)
     text = text_config(real.config)
@@ -121,7 +113,7 @@ def shrink_values(real: Real, way: Way) -> Values:
     return values
 
 
-def _shrink_text(real: Real, way: Way, values: Values, config: PreTrainedConfig) -> Values:
+def _shrink_text(real: RealModel, way: Way, values: Values, config: PreTrainedConfig) -> Values:
     return _Shrinking(real, way, config, dict(values), real.chosen).all()
 
 
@@ -132,9 +124,11 @@ def is_per_layer(key: str, value: Any, layers: int) -> bool:
 
 
 class _Shrinking:
-    """One config on its way to being small."""
+    """Makes the values of one config small."""
 
-    def __init__(self, real: Real, way: Way, config: PreTrainedConfig, values: Values, shown: tuple[int, ...]) -> None:
+    def __init__(
+        self, real: RealModel, way: Way, config: PreTrainedConfig, values: Values, shown: tuple[int, ...]
+    ) -> None:
         self.real, self.way, self.values, self.config = real, way, values, config
         self.names = dict(config.attribute_map)
         common = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -190,7 +184,7 @@ class _Shrinking:
         return self._number(key, value)
 
     def _small_dict(self, value: Values) -> Values:
-        """What is said of single layers is said of those that are shown."""
+        """Keys that are numbers of layers become those of the chosen layers."""
         there = {key: entry for key, entry in value.items() if not str(key).isdigit() or int(key) in self.shown}
         return {
             type(key)(self.shown.index(int(key))) if str(key).isdigit() else key: self._small(str(key), entry)
@@ -198,7 +192,7 @@ class _Shrinking:
         }
 
     def _small_list(self, key: str, value: list[Any]) -> list[Any]:
-        """A list of one entry a layer has those of the layers that are shown; a list of layers names these."""
+        """A list with an entry for each layer keeps those of the chosen layers; a list of layers names these."""
         if TOKEN.search(key):
             return [min(2, entry) if isinstance(entry, int) else entry for entry in value]
         if is_per_layer(key, value, self.layers):
@@ -234,16 +228,16 @@ class _Shrinking:
         return None
 
     def _layer(self, key: str, value: int) -> int | None:
-        """The number of a layer that is shown at another place, or a number of last layers, counted among them."""
+        """The new number of a chosen layer, or how many of the last layers are chosen."""
         if not LAYER.search(key) or HEADS.search(key):
             return None
-        # or that of the last before one, where a range ends
+        # or of the layer before a chosen one, where a range ends
         for layer in (value, value + 1):
             if layer in self.shown:
                 moved = self.shown.index(layer) - (layer - value)
                 return moved if moved != value else None
         start = self.layers - value
-        # the number of all layers is none of these
+        # the number of all layers is no such number
         is_count = "layers" in key and start > 0 and start in self.shown
         return sum(layer >= start for layer in self.shown) if is_count else None
 
@@ -279,7 +273,7 @@ class _Shrinking:
         return self.groups if value == groups else max(1, value * self.heads // (heads or value))
 
     def _limit(self, key: str, value: int) -> int | None:
-        """What bounds something, and is no size of a parameter."""
+        """Windows, positions and states: limits, and no sizes of parameters."""
         if STATE.search(key):
             return min(value, 8 if self.way.scale == 0 else 16)
         if WINDOW.search(key):
@@ -302,13 +296,13 @@ class _Shrinking:
         return self.given[name]
 
     def _fit_products(self) -> None:
-        """Heads times their size are so many times the hidden size, where the user's config has it so."""
+        """Keep heads x size = a multiple of the hidden size where the user's config has it so."""
         stated = _plain(self.config.to_dict())
         small = _plain(self.values)
         expands = [value for key, value in stated.items() if "expand" in key and value]
         counts = [key for key in stated if HEADS.search(key) and not HEAD_SIZE.search(key)]
         sizes = [key for key in stated if HEAD_SIZE.search(key)]
-        # heads of attention and of a mixer of states have sizes of their own; the last word has the mixer
+        # attention and a state-space mixer have heads of different sizes; the mixer decides last
         pairs = [(a, b) for a in counts for b in sizes if ("mamba" in a) == ("mamba" in b)]
         for count, size in sorted(pairs, key=lambda pair: "mamba" in pair[0]):
             for expand in expands:

@@ -1,4 +1,4 @@
-"""One forward of a twin, watched: what every module read and gave, and what went into attention."""
+"""Record a forward of a twin: what every module read and gave, and what went into attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# what an attention function may be given beside queries, keys and values, with an entry for each head
+# arguments of attention functions with an entry for each head
 EXTRAS = ("s_aux", "sinks", "position_bias", "alibi", "head_mask")
 # names under which stock modules hand on the residual stream
 STREAM_NAMES = ("hidden_states", "x", "inputs", "input", "hidden_state")
@@ -27,8 +27,8 @@ class ModuleCall:
     Attributes:
         name: Name of the module.
         module: The module.
-        args: What it was called with.
-        kwargs: The same, by name.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         read: First tensor that it was called with, still part of the graph.
         gave: First tensor that it gave, the same.
         before: A copy of the values that it read.
@@ -65,7 +65,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened in one forward, in the order in which calls ended."""
+    """The calls of one forward, in the order in which they ended."""
 
     calls: tuple[ModuleCall, ...]
     attentions: tuple[Attention, ...]
@@ -94,16 +94,7 @@ def _read_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
 
 
 def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
-    """Run a model once, and note what every module reads and gives.
-
-    Args:
-        model: A twin.
-        ids: Tokens.
-        layers: Path of its list of layers.
-
-    Returns:
-        The trace; its tensors are part of a graph, so that it can be asked what depends on what.
-    """
+    """Run a model once, and record inputs and outputs of every module; tensors keep their graph."""
     calls: list[ModuleCall] = []
     names = _names(model)
     with ExitStack() as stack:
@@ -117,7 +108,7 @@ def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
 
 
 def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Names of each module; one that all layers share has many."""
+    """Names of each module; a module that layers share has several."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -150,7 +141,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def attention_noted() -> Iterator[list[Attention]]:
-    """Note what stock modules hand to attention by its interface; it is computed as ever."""
+    """Record queries, keys and values of stock modules; attention itself is unchanged."""
     noted: list[Attention] = []
     functions: Any = ALL_ATTENTION_FUNCTIONS
 
@@ -175,27 +166,19 @@ def attention_noted() -> Iterator[list[Attention]]:
     try:
         yield noted
     finally:
-        # what somebody registered under these names comes back
+        # restore functions that others registered under these names
         functions._local_mapping.clear()
         functions._local_mapping.update(before)
 
 
 def _attention_of(module: nn.Module, name: str) -> Any:
-    """The function that computes attention; each file of transformers has an eager one of its own."""
+    """The function that computes attention; each file of transformers has its own eager one."""
     eager = vars(import_module(type(module).__module__)).get("eager_attention_forward")
     return sdpa_attention_forward if name == "sdpa" or eager is None else eager
 
 
 def depends(target: Tensor, *sources: Tensor) -> list[Tensor | None]:
-    """Say on which features of each source a tensor depends.
-
-    Args:
-        target: A tensor of a graph.
-        *sources: Tensors of the same graph, features last.
-
-    Returns:
-        For each source a mask of its features; None where nothing depends on it.
-    """
+    """Say on which features of each source a tensor depends."""
     weights = torch.randn(target.shape, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((target * weights).sum(), sources, retain_graph=True, allow_unused=True)
     masks = [None if gradient is None else gradient.flatten(0, -2).abs().amax(0) > 0 for gradient in gradients]
@@ -210,15 +193,7 @@ def is_same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def is_combination(target: Tensor, parts: list[Tensor]) -> list[float] | None:
-    """Find the numbers a, b, ... with target = a first + b second + ...
-
-    Args:
-        target: A tensor.
-        parts: Tensors of as many values.
-
-    Returns:
-        The numbers, or None where there are none.
-    """
+    """Find the numbers a, b, ... with target = a first + b second + ..."""
     matrix = torch.stack([tensor.reshape(-1).double() for tensor in parts], 1)
     wanted = target.reshape(-1, 1).double()
     solution = torch.linalg.lstsq(matrix, wanted).solution

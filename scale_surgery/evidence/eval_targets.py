@@ -1,4 +1,4 @@
-"""Models that are to be measured, and texts as each of them reads them; no weight is loaded here."""
+"""Models to measure, and the texts as each of them reads them; no weight is loaded here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Subject:
 
     Attributes:
         path: Its folder.
-        name: What it is called.
+        name: Its name in tables.
         is_expanded: Whether it has an expansion, which can be disabled.
         is_fused: Whether its blocks are joined with its base, so that neither can be measured by itself.
         is_routed: Whether it has a router, which can be disabled.
@@ -63,7 +63,7 @@ class Subject:
 
     @property
     def runs(self) -> tuple[Mapping[str, Any], ...]:
-        """What is recorded of the training runs of its expansions."""
+        """The recorded training runs of its expansions."""
         expansions = () if self.manifest is None else self.manifest.expansions.values()
         return tuple(run for expansion in expansions for run in expansion.training)
 
@@ -76,20 +76,7 @@ class Subject:
 def open_subjects(
     models: Sequence[str | Path], run: RunOptions = RunOptions(), *, revision: str | None = None
 ) -> list[Subject]:
-    """Find models and read all of them but their weights.
-
-    Args:
-        models: Folders or Hub ids; one that is given twice counts once.
-        run: How configs and tokenizers are loaded: trust_remote_code.
-        revision: Branch, tag or commit of Hub repositories.
-
-    Returns:
-        The models; two folders of the same name are called by the paths that were given.
-
-    Raises:
-        CheckpointError: If no model is given, or one cannot be found or read.
-        DataError: If one has no tokenizer that loads.
-    """
+    """Find models, and read configs, tokenizers and records."""
     # one folder has many spellings
     places = {str(Path(model).resolve() if Path(model).exists() else model): str(model) for model in reversed(models)}
     given = list(reversed(places.values()))
@@ -127,7 +114,7 @@ def _is_base(subject: Subject, candidate: Subject) -> bool:
 
 
 def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
-    """What the base of each expanded model is called, by the name of the model."""
+    """Name of the base of each expanded model, by the name of the model."""
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for subject in subjects:
         record = subject.manifest
@@ -165,19 +152,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
 
 
 def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | None) -> tuple[int, int]:
-    """Choose the windows, the same for all models, so that their losses can be compared.
-
-    Args:
-        subjects: The models.
-        length: Most tokens of a window; by default the shortest context, at most DEFAULT_LENGTH.
-        step: Tokens from one window to the next; by default half of the length.
-
-    Returns:
-        Length and step.
-
-    Raises:
-        DataError: If the length exceeds a context, or the step leaves no token to predict from.
-    """
+    """Choose the windows, the same for all models, so that their losses can be compared."""
     length = choose_length(length, {subject.name: subject.context for subject in subjects})
     step = max(1, length // 2) if step is None else step
     if not 1 <= step < length:
@@ -188,20 +163,7 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
 def sequences_of(
     subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int
 ) -> dict[str, Sequences]:
-    """Turn documents into windows of the tokens that a model reads.
-
-    Args:
-        subject: The model.
-        documents: Documents by side, "old" and "new"; a side without any is left out.
-        length: Most tokens of a window.
-        step: Tokens from one window to the next.
-
-    Returns:
-        The windows by side.
-
-    Raises:
-        DataError: If a side holds nothing to score, or a token that the model has no embedding for.
-    """
+    """Turn documents into windows of the tokens that a model reads."""
     from scale_surgery.running.texts import stride, tokenize
 
     texts = {}

@@ -1,4 +1,4 @@
-"""Forgetting and learning side by side: what several models score on old and on new text.
+"""Forgetting and learning: scores of several models on old and new text.
 
 Which rows a model has is what `evaluate_models` says. Every model reads with its own tokenizer, and long texts are read
 in overlapping windows.
@@ -39,8 +39,8 @@ class Evaluation:
         new: Files of new text.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: What weights were cast to, or None where they stayed as stored.
-        notes: What a reader of the numbers must know.
+        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        notes: Notes on the numbers.
     """
 
     scores: tuple[Score, ...]
@@ -79,8 +79,8 @@ def evaluate(
 
     Args:
         models: A folder or Hub id, or several.
-        old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
-        new: The same with what was to be learned; of the two one must be given.
+        old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
+        new: New text, which was to be learned, likewise; one of the two must be given.
         sequence_length: Most tokens that are read at once; by default the shortest context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
         run: How the models run: device, dtype, trust_remote_code, batch_size.
@@ -101,7 +101,7 @@ def evaluate(
         raise DataError(
             f"There is no text to measure on. Give files with --old, with --new or with both. {NO_OLD_TEXT}"
         )
-    # a base comes first, as it does where it is measured with an expanded model
+    # bases come first, as in a run with an expanded model alone
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
     length, step = choose_lengths(subjects, sequence_length, step)
     meters = [Meter(sequences_of(subject, documents, length, step), run) for subject in subjects]

@@ -31,16 +31,16 @@ MeterKind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
 
 @dataclass(frozen=True)
 class Score:
-    """What one model scored, a row of the table.
+    """The score of one model, a row of the table.
 
     Attributes:
-        name: What it is called.
+        name: Name of the model.
         kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
             "path", a composed model with one expansion alone; "disabled", an expanded model with its expansion
             disabled; or "other", a model without expansion.
         base: Name of the row that it is compared with, or None.
-        old: What it scored on old text, or None where none was given.
-        new: The same on new text.
+        old: Its score on old text; None without text.
+        new: Its score on new text; None without text.
         forgetting: Its nats per token on old text minus those of the base, or None.
         learning: The base's nats per token on new text minus its own, or None.
     """
@@ -96,7 +96,7 @@ class Meter:
                 return self._measure(model, Score(subject.base, "base", None), advance)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[MeasuredRow]:
-        """Measure a model; of an expanded one also what each of its parts is alone, and last its base."""
+        """Measure a model; of an expanded one also each part alone, and last its base."""
         with loaded_whole(subject.path, subject.name, self.run) as model:
             if not subject.is_expanded:
                 score = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
@@ -117,7 +117,7 @@ class Meter:
 def _parts(
     subject: Subject, model: Any, disabled: str
 ) -> Iterator[tuple[str, MeterKind, str | None, AbstractContextManager[Any]]]:
-    """What of an expanded model runs alone: what it is called, what that is, its base, and how it is chosen."""
+    """The parts of an expanded model that run alone: name, kind, base, and the context that chooses it."""
     for name in subject.expansions:
         yield f"{subject.name}, {name} alone", "path", subject.base or disabled, model.use_expansion(name)
     if subject.is_routed and not subject.expansions:

@@ -1,4 +1,4 @@
-"""Texts on which a mixture of paths may lose, and what it loses on each: prompts, what paths write, halves joined."""
+"""Texts on which a mixture of paths may lose, and its loss on each: prompts, texts of the paths, joined halves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRITTEN, BEGINNING, LENGTH = 2, 4, 24
 
 @dataclass(frozen=True)
 class HostileTexts:
-    """Token ids (texts, t), what each text is called, and 1 where a token is none of padding (texts, t)."""
+    """Token ids (texts, t), the name of each text, and the attention mask (texts, t)."""
 
     ids: Tensor
     names: tuple[str, ...]
@@ -33,17 +33,7 @@ def prompt_texts(batch: Batch) -> HostileTexts:
 
 
 def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iterator[HostileTexts]:
-    """Texts that each path writes greedily, and halves of two of them joined: who has come to be trusted goes wrong.
-
-    Args:
-        model: A model that routes.
-        batch: Prompts, whose first tokens the texts begin with.
-        device: Where it computes.
-        write: Whether there are any.
-
-    Yields:
-        The texts of each path, and of each pair of neighbours in both orders.
-    """
+    """Texts that each path writes greedily, and joined halves of two, in which the trusted path goes wrong."""
     begun = _beginnings(batch)
     length = min(LENGTH, context_of(model.config.get_text_config()) or LENGTH)
     if not write or length - begun.shape[1] < 1:
@@ -79,7 +69,7 @@ def _beginnings(batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def _write(model: Any, begun: Tensor, length: int) -> Tensor:
-    """What a path writes greedily, to a length in tokens; never an end of text."""
+    """Greedy continuation to a length in tokens, without an end of text."""
     new = length - begun.shape[1]
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     ids: Tensor = model.generate(begun, **options)
@@ -88,7 +78,7 @@ def _write(model: Any, begun: Tensor, length: int) -> Tensor:
 
 @torch.no_grad()
 def excess(model: Any, texts: HostileTexts, device: str) -> Iterator[tuple[str, float]]:
-    """What the mixture loses on each text above the base, of several expansions above the best path for it, in nats."""
+    """Loss of the mixture on each text, in nats above the base; with several expansions, above the best path."""
     ids, mask = texts.ids.to(device), texts.mask.to(device)
     paths = model.path_logits(ids, attention_mask=mask)
     best = torch.stack([_losses(logits, ids, mask) for logits in paths[: 1 if len(paths) == 2 else None]]).amin(0)

@@ -34,21 +34,20 @@ from scale_surgery.running.freeze import group_of
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import StoredManifest, read_stored
-from scale_surgery.surgery.record_schema import Certificate
 from scale_surgery.surgery.routers import read_router
 
 
 @dataclass(frozen=True)
 class ExpansionSummary:
-    """What an expansion added.
+    """Summary of an expansion.
 
     Attributes:
         method: "scale", "grow" or "depth".
         variant: What trains, such as "preserve" or "adapt".
         layers: Expanded layers, by their numbers in the base.
-        new_layers: Where copies of them stand, of a model with duplicated layers; otherwise none.
+        new_layers: Positions of the copies, of a model with duplicated layers; otherwise none.
         collaborative_layers: Layers with W12.
-        collaborative_groups: Where W12 stands in them, "attn" and "ffn".
+        collaborative_groups: Groups with W12 in them, "attn" and "ffn".
         up_width: Features added to the residual stream.
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
@@ -81,16 +80,16 @@ class ExpansionSummary:
 
 @dataclass(frozen=True)
 class FolderSummary:
-    """What an expanded folder says of itself.
+    """Summary of an expanded folder.
 
     Attributes:
         base_name: Hub id or folder name of the base model; None where it is not known.
         base_revision: Commit of the Hub repository, where known.
-        expansions: What each expansion added, by its name, in the order of the paths.
-        routing: How the paths are mixed, or None.
+        expansions: Each expansion, by its name, in the order of the paths.
+        routing: The router, or None.
         verified: Date of the last verification with its result, or None.
         passed: Whether that passed; None without one.
-        changed_since: What is known to have changed since then, tensors, the router or its numbers; None where nothing.
+        changed_since: What changed since then, by the records: tensors, the router or its numbers; None where nothing.
         adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
     """
 
@@ -105,7 +104,7 @@ class FolderSummary:
 
     @property
     def is_current(self) -> bool:
-        """Whether it was verified as it stands, and passed."""
+        """Whether its present state was verified, and passed."""
         return bool(self.passed) and not self.changed_since
 
 
@@ -125,7 +124,7 @@ class Inspection:
         parameters_unique: The same without a head that is stored although it is tied to the embedding.
         bytes: Bytes of all tensors.
         left_out: Files with weights in other formats, and links that lead out of the folder.
-        expanded: What was added, for an expanded model.
+        expanded: The expansions, for an expanded model.
         quantisation: Why a base cannot be expanded as it is stored, or None.
     """
 
@@ -147,7 +146,7 @@ class Inspection:
 @open_record
 @dataclass(frozen=True)
 class _Specs:
-    """What is looked at of what config.json says of an expansion."""
+    """The keys of an expansion in config.json that `inspect` shows."""
 
     variant: str
     expanded_layers: tuple[int, ...]
@@ -180,8 +179,8 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         # the record alone names the base's classes
         refuse_form(model, "saved", "expanded")
     code = code_folder(checkpoint, run)
-    found = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
-    architecture, sizes = found.architecture, found.sizes
+    derived = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
+    architecture, sizes = derived.architecture, derived.sizes
     if (numbering := numbering_of(checkpoint.config.get(CONFIG_KEY))) is not None:
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
     check_layers(architecture, sizes.layers, checkpoint.tensors)
@@ -217,16 +216,22 @@ def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
     stored = read_stored(file) if file.is_file() else None
     with reading(checkpoint.path / CONFIG_FILE):
         plain = specs_of_expansions(key)
-        specs = [read_record(own, _Specs, place_of_specs(key, number)) for number, own in enumerate(plain)]
-        base, verification = stored or specs[0].origin, stored and stored.verification
+        specs = [read_record(entry, _Specs, place_of_specs(key, number)) for number, entry in enumerate(plain)]
+        base = stored or specs[0].origin
+        verified, passed, changed = None, None, None
+        if stored and (verification := stored.verification):
+            passed = verification["passed"]
+            verified = f"{'passed' if passed else 'FAILED'} {verification['date']}"
+            runs = [run for expansion in stored.expansions.values() for run in expansion.training]
+            changed = changed_since(verification, runs, stored.routing)
         return FolderSummary(
             base_name=None if base is None else base.base_name,
             base_revision=None if base is None else base.base_revision,
-            expansions={own.name: _read_expansion(checkpoint, own, stored) for own in specs},
+            expansions={spec.name: _read_expansion(checkpoint, spec, stored) for spec in specs},
             routing=read_router(key.get(ROUTER_KEY), len(specs), f"{CONFIG_KEY}.{ROUTER_KEY}"),
-            verified=_verified(verification) if verification else None,
-            passed=verification["passed"] if verification else None,
-            changed_since=_changed_since(stored, verification) if stored and verification else None,
+            verified=verified,
+            passed=passed,
+            changed_since=changed,
             adopt=None if stored else adopt_line(title, checkpoint.config),
         )
 
@@ -263,7 +268,7 @@ def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
 
 
 def _count_mlps(specs: _Specs) -> int | None:
-    """How many MLPs share a layer of a grown model: its down projections count one over that."""
+    """Number of MLPs in a layer of a grown model: one over the share of its down projections."""
     shares = [spec["share"] for spec in specs.expanded.values() if "share" in spec]
     return round(1 / shares[0]) if shares else None
 
@@ -276,12 +281,3 @@ def _count_copies(checkpoint: Checkpoint, groups: Mapping[str, str]) -> dict[str
         if is_copy:
             counts[group_of(inside, groups)] += info.elements
     return {group: count for group, count in counts.items() if count}
-
-
-def _verified(verification: Certificate) -> str:
-    return f"{'passed' if verification['passed'] else 'FAILED'} {verification['date']}"
-
-
-def _changed_since(stored: StoredManifest, verification: Certificate) -> str | None:
-    runs = [run for own in stored.expansions.values() for run in own.training]
-    return changed_since(verification, runs, stored.routing)

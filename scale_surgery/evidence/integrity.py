@@ -1,4 +1,4 @@
-"""What files alone can show of an expanded checkpoint: base bytes, expansion tensors, code, and zeros."""
+"""Check the files of an expanded checkpoint: base bytes, expansion tensors, code, and zeros."""
 
 from __future__ import annotations
 
@@ -61,17 +61,7 @@ class Integrity:
 def check_files(
     checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None, advance: Progress = no_progress
 ) -> Integrity:
-    """Check an expanded checkpoint against its manifest, and against a base model where one is given.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        base: The base model to compare with, or None to rely on the recorded hashes.
-        advance: Called with the bytes done.
-
-    Returns:
-        Every problem, each naming its tensor or file.
-    """
+    """Check an expanded checkpoint against its manifest, and against a base model where one is given."""
     parts = described_parts(checkpoint, manifest)
     damage = check_integrity(checkpoint, manifest, advance)
     expansion = damage.expansion
@@ -114,14 +104,7 @@ def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint 
 def base_differences(
     tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], base: Checkpoint, advance: Progress = no_progress
 ) -> list[str]:
-    """Base tensors of a folder that are not those of a given base, a line each.
-
-    Args:
-        tensors: What its headers say of them.
-        hashes: sha256 of each that is there.
-        base: The given base.
-        advance: Called with the bytes done.
-    """
+    """Base tensors of a folder that are not those of a given base, a line each."""
     given = hash_tensors(base, list(base.tensors), advance)
     problems = []
     for name in sorted(set(given) | set(hashes)):
@@ -132,14 +115,7 @@ def base_differences(
 
 
 def other_base(checkpoint: Checkpoint, record: Manifest, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
-    """One line that says so, where a given base is not that of a folder; none where it is.
-
-    Args:
-        checkpoint: An expanded folder whose base is what it was.
-        record: Its surgery.json.
-        base: The given base.
-        differing: What `base_differences` found.
-    """
+    """A problem where the given base is not that of the folder; none where it is."""
     if not differing:
         return ()
     count, all_of_them = len(differing), len({*record.base_tensors, *base.tensors})
@@ -158,12 +134,7 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
 
 
 def asking_warnings(checkpoint: Checkpoint, record: Manifest) -> list[str]:
-    """Files that the base has not, and that decide how a model is asked, a line each.
-
-    Args:
-        checkpoint: An expanded folder.
-        record: Its surgery.json.
-    """
+    """Files of prompting and generation that the base does not have, a line each."""
     return [
         f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
         for name in added_files(checkpoint, record, ASKING_FILES)
@@ -185,7 +156,7 @@ def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
 
 
 def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
-    """Tensors that keep the output the base's as long as they are as they began, and are not, a line each."""
+    """Guards (see `Method.guards`) that changed since the start, a line each."""
     problems: list[str] = []
     for plan in manifest.plans.values():
         guards = plan.method.guards(plan)
@@ -208,7 +179,7 @@ def _not_constant(
     values = {"zero": 0, "mute": plan.architecture.mute_gain}
     readers, planned = part_readers(checkpoint, manifest), manifest.planned
     wanted = {tensor.name: values[tensor.init] for tensor in guards if tensor.init in values}
-    # a W12 that no plan knows writes into the base stream as well
+    # a W12 that no plan knows writes into the base stream too
     wanted |= {name: 0 for name in readers if name.endswith(".w12") and name not in planned}
     for name, value in wanted.items():
         if name in readers:

@@ -1,9 +1,9 @@
-"""What a folder's model computes on probe prompts, beside its base and beside the models that its paths are alone.
+"""Run a folder's model on probe prompts, beside its base and beside each expansion alone.
 
 base files                     --stock class-->           the base model
-base files, shards of NAME     --a folder of links-->     the model that an expansion is alone, as apply writes it
-the whole folder               --as a user loads it-->    what it gives out, its base stream, each path by name and
-                                                          beside the others, and what the mixture loses
+base files, shards of NAME     --a folder of links-->     the model with one expansion alone, as apply writes it
+the whole folder               --as a user loads it-->    its output, its base stream, each path by name and beside
+                                                          the others, and the loss of the mixture
 
 Each is freed before the next is loaded; all see the same token ids in one left-padded batch. One that is larger than
 the memory given to it is streamed from its files, module by module (accelerate's disk offload).
@@ -52,13 +52,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class PathNumbers:
-    """What the probes showed of one path, beside the model that it is alone.
+    """One path against the model with that expansion alone.
 
     Attributes:
         name: "base", or that of the expansion.
         is_bit_equal: Whether its logits are those of that model, bit for bit, chosen by name and beside all others.
         drift: Largest absolute difference of logits, chosen by name.
-        drift_beside: The same of the path beside all others.
+        drift_beside: Largest absolute difference of logits, beside all others.
         generation_equal: Whether greedy continuation with KV cache gives that model's tokens; None if not run.
         uncached_equal: The same without KV cache.
     """
@@ -72,7 +72,7 @@ class PathNumbers:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """In what it is not that model, a line each."""
+        """Differences from that model, a line each."""
         of = "the base model" if self.name == BASE_NAME else f"the model that {self.name} is alone"
         worst = max((self.drift, self.drift_beside), key=lambda number: math.inf if math.isnan(number) else number)
         drift = f"path {self.name}: logits drift {worst:.3g} from {of}, expected bit-equal."
@@ -83,15 +83,15 @@ class PathNumbers:
 
 @dataclass(frozen=True)
 class MixtureLoss:
-    """What a router's mixture loses on texts: the prompts, what each path writes greedily, and halves of these joined.
+    """Loss of a router's mixture on texts: prompts, texts that each path writes greedily, and joined halves of these.
 
     Attributes:
-        texts: How many.
+        texts: Number of texts.
         longest: Tokens of the longest.
         excess: Loss of the mixture above that of the base, of several expansions above that of the best path for a
             text, where it is largest, in nats.
-        worst: Which text that is.
-        rounding: What of it the rounding of logits in their dtype can explain, in nats.
+        worst: Name of that text.
+        rounding: Loss that rounding of the logits can explain, in nats.
     """
 
     texts: int
@@ -103,7 +103,7 @@ class MixtureLoss:
 
 @dataclass(frozen=True)
 class Numbers(LogitDrift):
-    """What the probes showed of an expanded model as it is loaded, beside its base, and of each of its paths.
+    """An expanded model and its paths against the base on the probe prompts.
 
     Attributes:
         longest: Tokens of the longest prompt.
@@ -117,7 +117,7 @@ class Numbers(LogitDrift):
         uncached_equal: The same without KV cache.
         new_tokens: Tokens generated for each prompt.
         paths: The base's path, and that of each expansion; empty where the model has one path.
-        mixture: What its router loses; None where it has none.
+        mixture: Loss of its router's mixture; None without a router.
         load_problems: Tensors that were missing, unexpected or re-initialised on load.
         token_problems: Prompts whose token ids differ between the two tokenizers.
     """
@@ -139,7 +139,7 @@ class Numbers(LogitDrift):
 
 @dataclass(frozen=True)
 class PathRun:
-    """What a model, or one of its paths, made of a batch: logits of its tokens, without padding; on the CPU."""
+    """Logits of a model or a path on a batch, without padding, and its continuations; on the CPU."""
 
     logits: Tensor
     cached: Tensor | None
@@ -148,7 +148,7 @@ class PathRun:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What a model made of a batch as it was loaded: logits, those of its base stream, and that after each layer."""
+    """A model on a batch as it was loaded: logits, those of its base stream, and that stream after each layer."""
 
     logits: Tensor
     base_logits: Tensor
@@ -167,27 +167,11 @@ def probe(
     track: Track,
     renamed: Mapping[str, str],
 ) -> Numbers:
-    """Run the base, the model that each path is alone, and the expanded model on the same prompts, and compare.
-
-    Args:
-        checkpoint: The expanded folder.
-        manifest: Its surgery.json.
-        base: A folder that loads as its base.
-        probes: Prompts, and tokens to generate for each; without these no text is written either.
-        run: How the models run: device, trust_remote_code, memory_bytes. They are as they are stored.
-        track: Makes progress bars.
-        renamed: Names of tensors in the folder of the base to those that its class knows.
-
-    Returns:
-        What they showed.
-
-    Raises:
-        CheckpointError: If a model cannot be loaded or does not run.
-    """
+    """Run the base, the model that each path is alone, and the expanded model on the same prompts, and compare."""
     encoded, width = encode_prompts(base, probes, run), manifest.first_plan.sizes.hidden
     tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
     batch, names = encoded.batch, tuple(manifest.expansions)
-    # a model with one path is that path, and in a fused one none can be chosen
+    # a model without a router has one path, and a fused one cannot choose a path
     names = names if manifest.routing is not None and manifest.fused is None else ()
     real = batch.mask.bool()
     # the base and the model; each expansion alone, each path by name, and the mixture
@@ -206,14 +190,13 @@ def probe(
             paths, mixture = list[PathNumbers](), None
             if names:
                 beside = _beside(model, batch, run.device)
+                rounding = float(stock.logits[real].abs().max()) * torch.finfo(stock.logits.dtype).eps
                 for name, path_alone, path_beside in zip((None, *names), alone, beside, strict=True):
                     with model.use_expansion(name):
                         by_name = run_path(model, batch, probes.new_tokens, run.device)
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
                     advance(1)
-                mixture = measure_mixture(
-                    model, batch, run.device, _rounding(stock.logits[real]), write=bool(probes.new_tokens)
-                )
+                mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.new_tokens))
                 advance(1)
     return Numbers(
         **vars(compare_logits(stock.logits, expanded.logits, batch, run.device)),
@@ -238,25 +221,14 @@ def probe(
 
 @torch.no_grad()
 def run_model(model: Any, batch: Batch, width: int, new_tokens: int, device: str) -> ModelRun:
-    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation.
-
-    Args:
-        model: The model.
-        batch: The probe prompts.
-        width: Base width d; hidden states are cut to it.
-        new_tokens: Tokens to generate, 0 for none.
-        device: Where it runs.
-
-    Raises:
-        CheckpointError: If it does not run.
-    """
+    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation."""
     with translated(*RUNNING):
         output = model(**_inputs(batch, device), output_hidden_states=True, use_cache=False)
         cached, uncached = _continue(model, batch, new_tokens, device)
     return ModelRun(
         logits=output.logits.cpu(),
         base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width]).cpu(),
-        # of several paths the base's own stream comes first, among features and after the last norm in the batch
+        # of several paths the base's stream comes first: among features, and after the last norm along the batch
         hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
         cached=cached,
         uncached=uncached,
@@ -293,7 +265,7 @@ def _base_logits(model: Any, base: Tensor) -> Tensor:
         # of a fused model, whose head reads both streams
         logits = functional.linear(base, head.weight[:, : base.shape[-1]], head.bias)
     elif hasattr(head, "capped"):
-        # where a model is streamed, a module has its weights only while it runs
+        # a module of a streamed model has its weights only while it runs
         with model.expansion_disabled():
             logits = head(base.contiguous())
     else:
@@ -312,49 +284,30 @@ def run_alone(
     run: RunOptions,
     known: Sequence[str] = (),
 ) -> Iterator[PathRun]:
-    """Run each model that an expansion is alone.
-
-    Args:
-        checkpoint: The expanded folder.
-        manifest: Its surgery.json.
-        names: The expansions.
-        batch: The prompts.
-        new_tokens: Tokens to generate, 0 for none.
-        run: How the models run.
-        known: What went wrong when the base was loaded.
-
-    Yields:
-        What each made of the prompts.
-
-    Raises:
-        CheckpointError: If one cannot be loaded, its tensors do not fit its class, or it does not run.
-    """
+    """Run the model with each expansion alone."""
     has_own_code = bool(manifest.first_plan.architecture.own_code)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             link_alone(*only(checkpoint, manifest, name), Path(folder))
-            # without code of the base's own none lies there, and this program's runs
+            # without own code of the base the folder holds none, and this program's code runs
             options = run if has_own_code else replace(run, trust_remote_code=False)
             with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := [problem for problem in problems if problem not in known]:
                     advice = f"{name}: its tensors do not fit its class, so another model would be compared."
                     raise CheckpointError.from_problems([*shorten(unfit), advice])
                 path_run = run_path(model, batch, new_tokens, run.device)
-                # it is gone before the next one comes
+                # free it before the next one is loaded
                 del model
         yield path_run
 
 
 def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
-    """Make a folder that loads as the model that an expansion is alone: links to shards, config.json and an index.
+    """Make a folder that loads as the model with one expansion alone: links to shards, config.json and an index.
 
-    Args:
-        checkpoint: The expanded folder as if it held that expansion alone.
-        manifest: Its surgery.json, from which config.json is made again: the one in the folder may be another.
-        folder: Where the links go.
+    config.json is made from the record, as the one in the folder may have been changed.
     """
     own_code = manifest.first_plan.architecture.own_code
-    # how a model generates is the base's, and so is its code, beside which ours lies
+    # generation settings and own code are the base's
     beside = [file for file in checkpoint.side_files if file == GENERATION_FILE or (own_code and file.endswith(".py"))]
     for file in (*checkpoint.shards, *beside):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -375,14 +328,7 @@ def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
 
 
 def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> PathNumbers:
-    """Compare a path with the model that it is alone.
-
-    Args:
-        name: What the path is called.
-        alone: What that model made of the prompts.
-        chosen: What the path made of them, chosen by name.
-        beside: Its logits beside all other paths.
-    """
+    """Compare a path, chosen by name and beside the others, with the model of that expansion alone."""
     return PathNumbers(
         name=name,
         is_bit_equal=torch.equal(alone.logits, chosen.logits) and torch.equal(alone.logits, beside),
@@ -394,15 +340,7 @@ def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> 
 
 
 def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, write: bool) -> MixtureLoss:
-    """What a router's mixture loses on prompts, and on texts that the paths write.
-
-    Args:
-        model: A model that routes.
-        batch: The prompts.
-        device: Where it computes.
-        rounding: What rounding makes of the largest logit.
-        write: Whether texts are written.
-    """
+    """Measure the loss of a router's mixture on prompts, and on texts that the paths write."""
     texts = [prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
     losses = {name: loss for text in texts for name, loss in excess(model, text, device)}
     # NaN is the worst, and no maximum of Python's
@@ -410,10 +348,6 @@ def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, w
     longest = max(text.ids.shape[1] for text in texts)
     # errors of rounding are as often up as down
     return MixtureLoss(len(losses), longest, losses[worst], worst, 4 * rounding * math.sqrt(longest))
-
-
-def _rounding(logits: Tensor) -> float:
-    return float(logits.abs().max()) * torch.finfo(logits.dtype).eps
 
 
 def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:

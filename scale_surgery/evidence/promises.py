@@ -49,20 +49,7 @@ def judge(
     problems: tuple[str, ...],
     required: tuple[str, ...],
 ) -> tuple[Promise, ...]:
-    """Judge every promise by what was found.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        integrity: What its files showed, beside a given base too.
-        numbers: What the probe prompts showed; None where no model was run.
-        problems: What speaks against every promise about outputs: structure, config, code, recorded
-            facts, loading, token ids.
-        required: Promises that are asked for by name.
-
-    Returns:
-        The promises, those that are not claimed too; of the two about the start that which fits the method, or both.
-    """
+    """Judge every promise that a model of this kind can claim, or that is required."""
     promises = (
         Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
         _output_at_init(manifest, integrity, numbers, problems),
@@ -71,7 +58,7 @@ def judge(
         _paths_as_alone(manifest, integrity, numbers, problems),
         _bounded_forgetting(manifest, numbers, problems),
     )
-    # what a model of its kind never claims is not shown
+    # promises that a model of this kind never claims are not shown
     shown = [promise for promise in promises if promise.name in required or promise.name in promises_of(manifest)]
     if manifest.fused is not None:
         drift = manifest.fused["drift"]
@@ -83,7 +70,7 @@ def judge(
 
 
 def promises_of(manifest: Manifest) -> tuple[str, ...]:
-    """Names of the promises that are told of a folder, whether or not it claims them in its present state."""
+    """Names of the promises of a folder, whether or not it claims them in its present state."""
     starts = (
         []
         if len(manifest.expansions) > 1
@@ -94,7 +81,7 @@ def promises_of(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _is_exact(manifest: Manifest) -> bool:
-    """Whether what an expansion begins as changes no bit of the output."""
+    """Whether an untrained expansion changes no bit of the output."""
     return all(plan.method.is_exact_at_init(plan) for plan in manifest.plans.values())
 
 
@@ -113,7 +100,7 @@ def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:
-    """What was compared of the base, and how much of it is not as it was."""
+    """What was compared of the base, and the number of problems."""
     evidence = f"{counted(integrity.base_tensors, 'base tensor')}, {integrity.base_bytes:,} bytes, sha256 compared"
     count = len(integrity.base)
     return f"{evidence}; {counted(count, 'problem')}" if count else evidence
@@ -136,7 +123,7 @@ def _output_at_init(
 def _near_output_at_init(
     manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
-    """Claimed where copies count other shares than a half, or in float16, whose small numbers cannot be halved."""
+    """Claimed where shares of copies are rounded: more than two copies, or float16, whose small numbers round too."""
     findings, problems = [], []
     if numbers is not None:
         most = TOLERANCES[numbers.dtype] * numbers.largest_logit
@@ -161,7 +148,7 @@ def _at_init(
     *,
     claimed: bool,
 ) -> Promise:
-    """A promise about the start: what files say of it, and what was found where models were run."""
+    """A promise about the start, by the files, and by a run where there was one."""
     start = manifest.first_plan.method.start(len(integrity.nonzero))
     every = (*integrity.nonzero, *(problems if findings else ()))
     evidence = "; ".join([start, *(findings or ["no model was run"])])
@@ -215,7 +202,7 @@ def _paths_as_alone(
 
 
 def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
-    """Claimed without switching; with it, what a text can lose grows with its length."""
+    """Claimed without switching; with it, the possible loss grows with the length of a text."""
     name, routing, count = "bounded_forgetting", manifest.routing, len(manifest.expansions)
     if routing is None or routing.bound is None:
         reason = "this model does not route" if routing is None else f"the {routing.router} router promises no bound"

@@ -1,6 +1,6 @@
-"""Whether the facts on which surgery.json relies are those that the base's config.json gives.
+"""Compare the facts in surgery.json with those that the base's config.json gives.
 
-A record that was edited, such as the name of a norm, would hide tensors from what is proved.
+An edited record, such as another name of a norm, could hide tensors from the checks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,16 @@ from scale_surgery.surgery.record import Manifest
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
 
-# by these tensors are found
+# facts by which tensors are found
 LASTING = ("model_type", "base_model", "layers", "embedding", "final_norm", "transposed", "softcap", "stored_as")
 
 
 def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = RunOptions()) -> tuple[str, ...]:
-    """Compare the recorded facts with those that are derived again.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        run: Whether the base's own code may run: trust_remote_code.
-
-    Returns:
-        A line for each fact that differs, or for what stands in the way of deriving them.
-    """
+    """Compare the recorded facts with those that are derived again."""
     try:
-        derived = _derived(checkpoint, manifest, run)
+        config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
+        code = code_folder(checkpoint, run)
+        derived = derive_stored(config, str(checkpoint.path), manifest.base_tensors, code)
     except (CheckpointError, PlanError) as error:
         return tuple(f"{MANIFEST_FILE}: its facts of the base model cannot be checked: {line}" for line in error.lines)
     return tuple(
@@ -58,13 +51,8 @@ def _differing(plan: Plan, facts: Derived) -> Iterator[str]:
     yield from (f"architecture.{key}" for key in differing_keys(recorded, derived))
 
 
-def _derived(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions) -> Derived:
-    config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
-    return derive_stored(config, str(checkpoint.path), manifest.base_tensors, code_folder(checkpoint, run))
-
-
 def _facts(architecture: Architecture, second: Architecture) -> Mapping[str, Any]:
-    """Facts that are one in every release; how a block is treated is what was proved there and then."""
+    """Facts that do not depend on the release, as treatments of blocks do."""
     facts: dict[str, Any] = plain_json(asdict(architecture))
     layers = range(min(len(architecture.kind_of_layer), len(second.kind_of_layer)))
     pairs = [(architecture.kind(layer), second.kind(layer)) for layer in layers]

@@ -1,20 +1,16 @@
-"""What surgery.json says of rehearsal: on what text a run was asked to keep the model what its base is."""
+"""On which text the training runs in surgery.json rehearsed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# in place of the name of a text: text that the base writes
+# value of --rehearse for text that the base writes
 ITSELF = "self"
 
 
 def rehearsed_text(run: Mapping[str, Any]) -> str:
-    """Say on what text a recorded run rehearsed; nothing where it did not.
-
-    Args:
-        run: What surgery.json records of a training run.
-    """
+    """The text on which a recorded run rehearsed, in words; empty where it did not."""
     settings = run.get("settings")
     texts = settings.get("rehearse") if isinstance(settings, Mapping) else None
     if not texts:

@@ -1,7 +1,7 @@
-"""What training did to an expanded checkpoint: how large each block became, and how far the base stream has gone.
+"""What training did to an expanded checkpoint: the size of each block, and the drift of the base stream.
 
-surgery.json, base tensors --expand's own initialisation--> how each tensor started
-expansion tensors          --norms, effective ranks-->      what became of it
+surgery.json, base tensors --initialisation of expand-->    the start of each tensor
+expansion tensors          --norms, effective ranks-->      its change
 probe text                 --both models-->                 drift and cosine of the base stream, layer by layer
 
 Nothing is written: the page is made by `show.pages.report`.
@@ -40,14 +40,14 @@ def report(
     """Show what training did to an expansion.
 
     Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
-    Vetterli 2007). A block is compared with what `expand` made it, which is made again from the base inside.
+    Vetterli 2007). Each block is compared with its initial values, computed again from the base inside.
 
     Args:
         expanded: Folder of the expanded checkpoint.
-        texts: Probe text for the base stream: a file or saved dataset, or several, as for `data.read_documents`; by
-            default the built-in prompts of `verify`.
+        texts: Probe text for the base stream: a file or saved dataset, or several, as for
+            `documents.read_documents`; by default the built-in prompts of `verify`.
         name: Which expansion, where there are several.
-        files_only: Read tensors, run no model; then nothing is said of the base stream.
+        files_only: Read tensors and run no model; the report then lacks the base stream.
         sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.
         run: How the model runs: device, trust_remote_code, batch_size. Hidden states of all layers are held for a
             batch, so it is one window by default.
@@ -108,7 +108,7 @@ def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
 
 
 def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
-    """What the last training run logged; a line of a log cut short, or with texts for numbers, is left out."""
+    """The log of the last training run, without lines that are cut short or hold no numbers."""
     file = path / TRAINING_FOLDER / LOG_FILE
     lines = read_bytes(file, most=sys.maxsize).decode("utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:
@@ -140,6 +140,6 @@ def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, 
         )
     if streams is not None and streams.path == "adapt":
         yield (
-            "Routed: the preserve path is the base model's bit for bit, so the base stream is that of the adapt path, "
-            "routing disabled."
+            "Routed: these numbers are of the adapt path, routing disabled; the preserve path always equals the base "
+            "bit for bit."
         )

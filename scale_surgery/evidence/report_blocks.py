@@ -1,8 +1,7 @@
-"""What became of each expansion tensor: read it, make its start again, compare; a few tensors in memory at a time.
+"""Compare each expansion tensor with its initial values, a few tensors in memory at a time.
 
-How a tensor started is not stored. Where its bytes are still those that the expansion wrote, it is its own start;
-otherwise the start is made again from the base inside the checkpoint, as `expand` made it, and its sha256 compared with
-the one in surgery.json.
+Initial values are not stored. An untrained tensor still has them; for a trained one they are computed again from the
+base inside the checkpoint, as `expand` computed them, and checked against the sha256 in surgery.json.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 # singular values of a spectrum that are reported; a plot shows no more
 SPECTRUM_POINTS = 64
 SPECTRUM_BLOCK = "w21"
-Found = tuple[Block, Linear]
+LinearOfBlock = tuple[Block, Linear]
 
 
 @dataclass
@@ -87,12 +86,12 @@ class Comparison:
         return self.manifest.expansion_tensors.get(tensor.name) != digest
 
     def _by_rows(self, block: str, value: Tensor) -> Tensor:
-        """A tensor with outputs as rows; a base weight, and what is a copy of one, may be stored the other way."""
+        """A tensor with outputs as rows; base weights and copies of them may be stored transposed."""
         is_transposed = block == "weight" and value.dim() == 2 and self.plan.architecture.transposed
         return value.T if is_transposed else value
 
     def _start_of(self, tensor: TensorPlan) -> Tensor | None:
-        """How a tensor started; None where its base tensor is not the one that it was made from."""
+        """The initial values of a tensor; None where --force put it beside another base tensor."""
         from scale_surgery.checkpoint.shards import tensor_bytes
         from scale_surgery.surgery.initialise import make_tensor
 
@@ -105,7 +104,7 @@ class Comparison:
             self.differing.append(tensor.name)
         return start
 
-    def _split(self, located: Found | None, value: Tensor) -> list[Tensor]:
+    def _split(self, located: LinearOfBlock | None, value: Tensor) -> list[Tensor]:
         """The rows of each role of a fused projection, as matrices; the whole where it is none."""
         from scale_surgery.surgery.initialise import split_roles
 
@@ -115,7 +114,7 @@ class Comparison:
         widths = next(widths for widths in _role_widths(self.plan, *located) if sum(widths) == rows.shape[0])
         return split_roles(rows, located[1], located[0].head_size, widths)
 
-    def _base_norms(self, located: Found | None, tensor: TensorPlan) -> Sequence[float | None]:
+    def _base_norms(self, located: LinearOfBlock | None, tensor: TensorPlan) -> Sequence[float | None]:
         """Norm of the base weight beside a matrix, by role; empty where there is none."""
         if len(tensor.shape) < 2:
             return []
@@ -125,8 +124,8 @@ class Comparison:
             self.base_norms[name] = [norm_of(part) for part in parts]
         return self.base_norms.get(name, [])
 
-    def _originals(self, located: Found | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
-        """What a W21 of copies is copies of, as it is now, by role; empty where it is no copy."""
+    def _originals(self, located: LinearOfBlock | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
+        """The present weights of which a W21 is a copy, by role; empty where it is no copy."""
         if tensor.block != "w21" or tensor.init != "copy":
             return []
         trained = f"{tensor.name.removesuffix('w21')}w11"
@@ -135,13 +134,13 @@ class Comparison:
         return self._split(located, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
 
     def _base_name(self, tensor: TensorPlan) -> str:
-        """Name of the base weight beside a tensor; a tied head has none of its own and is the embedding."""
+        """Name of the base weight beside a tensor; that of a tied head is the embedding."""
         if tensor.source in self.checkpoint.tensors or tensor.layer is not None:
             return tensor.source
         return f"{self.plan.prefix}{self.plan.architecture.embedding_weight}"
 
 
-def find_linear(plan: Plan, tensor: TensorPlan) -> Found | None:
+def find_linear(plan: Plan, tensor: TensorPlan) -> LinearOfBlock | None:
     """The linear that a tensor stands beside, and its block, or None: norm, embedding, head."""
     return None if tensor.layer is None else plan.architecture.find_linear(tensor.source.rpartition(".")[0])
 
@@ -157,7 +156,7 @@ def _place_of(plan: Plan, tensor: TensorPlan) -> str:
 
 
 def _role_widths(plan: Plan, block: Block, linear: Linear) -> Iterator[list[int]]:
-    """Numbers of rows that the roles of a fused projection can have: those of the base, and those that are added."""
+    """Possible numbers of rows of the roles of a fused projection: those of the base, and the added ones."""
     outputs = linear_widths(block, linear, plan.widths).outputs
     yield [base for base, _ in outputs]
     yield [up for _, up in outputs]
@@ -203,7 +202,7 @@ def _measure(
 
 
 def _separation(copies: Tensor, original: Tensor) -> float | None:
-    """How far copies, one below the other, went from their original: norm of the difference over that of as many."""
+    """Distance of stacked copies from their original: norm of the difference over that of as many originals."""
     count = copies.shape[0] // original.shape[0]
     apart = copies.double().view(count, *original.shape) - original.double()
     whole = norm_of(original) * math.sqrt(count)
@@ -215,7 +214,7 @@ def _optional_norm(tensor: Tensor | None) -> float | None:
 
 
 def _values(matrix: Tensor | None) -> Tensor | None:
-    """Singular values of a matrix; None of what is none, and of one with NaN or infinity in it."""
+    """Singular values of a matrix; None for a vector, and with NaN or infinity."""
     if matrix is None or matrix.dim() < 2 or min(matrix.shape) == 1 or not matrix.isfinite().all():
         return None
     return singular_values(matrix)
@@ -226,13 +225,8 @@ def _rank(values: Tensor | None) -> float | None:
 
 
 def _spectrum(start: Tensor, now: Tensor) -> Spectrum:
-    ranks = _some_ranks(len(now))
-    places = [rank - 1 for rank in ranks]
-    return Spectrum(tuple(ranks), tuple(start[places].tolist()), tuple(now[places].tolist()))
-
-
-def _some_ranks(count: int) -> Sequence[int]:
-    """At most SPECTRUM_POINTS ranks from 1 to `count`, evenly spaced, both ends among them."""
-    if count <= SPECTRUM_POINTS:
-        return range(1, count + 1)
-    return [1 + round(point * (count - 1) / (SPECTRUM_POINTS - 1)) for point in range(SPECTRUM_POINTS)]
+    """Singular values at no more than SPECTRUM_POINTS ranks, evenly spaced, the first and the last among them."""
+    count, points = len(now), min(len(now), SPECTRUM_POINTS)
+    places = [round(point * (count - 1) / max(1, points - 1)) for point in range(points)]
+    ranks = tuple(place + 1 for place in places)
+    return Spectrum(ranks, tuple(start[places].tolist()), tuple(now[places].tolist()))

@@ -1,4 +1,4 @@
-"""What a report says: of each expansion tensor, of each layer, of the base stream, of the training runs."""
+"""The records of a report: expansion tensors, layers, the base stream, training runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Layer
     from scale_surgery.modeling.expanded_routers import Router
 
-# what a training log says step by step, and a report draws
+# values of a training log that a report draws
 CURVES = ("loss", "forgetting", "learning", "old_accuracy", "new_accuracy")
-# norms of TensorChange that add up as squares; what is None in one of the tensors is None of all
+# norms that add up as squares; None in one tensor makes the sum None
 ADDED = ("norm", "start_norm", "change", "base_norm")
 
 
@@ -63,7 +63,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """What became of one expansion tensor; of a fused projection, of the rows of one role.
+    """The change of one expansion tensor, or of the rows of one role in a fused projection.
 
     Attributes:
         name: Name of the tensor.
@@ -75,8 +75,8 @@ class TensorChange:
         shape: Its shape, or that of the rows.
         norms: Its norms.
         rank: Its effective rank; None of a vector, and of zeros.
-        start_rank: The same at its start.
-        change_rank: The same of its change.
+        start_rank: Effective rank at its start.
+        change_rank: Effective rank of its change.
         spectrum: Its singular values, of a W21.
         is_trained: Whether its bytes differ from those that the expansion wrote.
         separation: Of copies in a grown model, norm of their difference from what they are copies of, which may have
@@ -106,7 +106,7 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class BlockChange:
-    """What became of all tensors of one block in one group of one layer, taken as one."""
+    """The change of all tensors of one block in one group of one layer, taken as one."""
 
     layer: int
     group: str
@@ -120,10 +120,10 @@ class Streams:
 
     Attributes:
         layers: Drift and cosine after each layer, the last one after the final norm; layer -1 is the embedding.
-        source: What was read.
+        source: The texts.
         tokens: Tokens in it.
         dtype: Dtype of the hidden states.
-        path: What was compared with the base model: the model, or the adapt path of a routed one.
+        path: Compared with the base model: the model, or the adapt path of a routed one.
     """
 
     layers: tuple[Layer, ...]
@@ -144,18 +144,18 @@ class Report:
 
     Attributes:
         path: The expanded checkpoint.
-        base_name: What its base model is called.
+        base_name: Name of its base model.
         method: How it was grown: scale, grow or depth.
         variant: Its variant.
-        routing: How it routes, or None.
+        routing: Its router, or None.
         state: "initial", or "trained" where an expansion tensor changed since the expansion.
         parameters: Parameters of the expansion.
         tensors: Every expansion tensor, in the order of the plan.
         layers: The same by layer, group and block.
         streams: The base stream, or None where no model was run.
         runs: What surgery.json records of each training run.
-        log: What the last run logged, if its log is there; see `train`.
-        notes: What a reader of the numbers must know.
+        log: The log of the last run, if it is there; see `train`.
+        notes: Notes on the numbers.
     """
 
     path: Path
@@ -179,7 +179,7 @@ class Report:
 
     @property
     def measured(self) -> dict[str, float]:
-        """What the last training run measured last; empty where it measured nothing."""
+        """The last measurement of the last training run; empty where there is none."""
         return dict(self.runs[-1].get("measured") or {}) if self.runs else {}
 
     def to_json(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def add_norms(parts: Iterable[Norms]) -> Norms:
 
 
 def by_layer(tensors: Iterable[TensorChange]) -> tuple[BlockChange, ...]:
-    """Take all tensors of a layer, a group and a block as one; what lies outside the layers is left out."""
+    """Take all tensors of a layer, group and block as one; tensors outside layers are left out."""
     norms: dict[tuple[int, str, str], list[Norms]] = {}
     for tensor in tensors:
         if tensor.layer is not None:

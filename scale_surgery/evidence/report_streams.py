@@ -1,7 +1,7 @@
-"""How far an expanded model's base stream has gone from the base model's, layer by layer, on probe text.
+"""The drift of an expanded model's base stream from the base model's, layer by layer, on probe text.
 
-One model in memory gives both: with its expansion disabled it is its base, bit for bit. Of a routed model the preserve
-path is the base's too, so its adapt path is compared.
+One model in memory gives both: with its expansion disabled it is its base, bit for bit. A routed model is compared by
+its adapt path, as its preserve path is the base's.
 """
 
 from __future__ import annotations
@@ -37,31 +37,14 @@ def compare_streams(
     run: RunOptions,
     track: Track,
 ) -> Streams:
-    """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer.
-
-    Args:
-        path: Folder of the expanded checkpoint.
-        name: The expansion that is compared.
-        texts: Files and saved datasets to read; the built-in prompts of `verify` where there are none.
-        width: Base width d.
-        sequence_length: Most tokens of a window of a text; by default the model's context, at most 1024.
-        run: How the model runs: device, trust_remote_code, batch_size.
-        track: Makes progress bars.
-
-    Returns:
-        Drift (largest absolute difference) and cosine (mean over tokens) after each layer.
-
-    Raises:
-        DataError: If a text cannot be read, or there is no tokenizer for it.
-        CheckpointError: If the model cannot be loaded.
-    """
+    """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer."""
     if texts:
         batches = _text_batches(path, texts, sequence_length, run)
         source = ", ".join(map(str, texts))
     else:
         batches, source = _prompt_batches(path, run)
     tokens = sum(int(batch.mask.sum()) for batch in batches)
-    stored = replace(run, dtype=None)  # what is compared is what is stored
+    stored = replace(run, dtype=None)  # models are compared as they are stored
     with track("base stream", tokens) as advance, loaded_whole(path, path.name, stored) as model:
         layers, dtype = _compare(model, name, batches, width, advance)
         is_routed = bool(getattr(model, "is_routing_enabled", False))
@@ -88,9 +71,9 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
     length, _ = choose_lengths([subject], length, None)
     windows = sequences_of(subject, {"probe": documents}, length, length)["probe"]
     batches = []
-    together = run.windows(REPORT_WINDOWS)
-    for start in range(0, len(windows), together):
-        rows = collate([windows[row] for row in range(start, min(start + together, len(windows)))])
+    at_once = run.windows(REPORT_WINDOWS)
+    for start in range(0, len(windows), at_once):
+        rows = collate([windows[row] for row in range(start, min(start + at_once, len(windows)))])
         batches.append(Batch(rows["input_ids"], rows["attention_mask"]))
     return batches
 
@@ -129,12 +112,12 @@ def _states(model: Any, name: str, batch: Batch, width: int) -> Iterator[tuple[T
 
 
 def adapt_path(model: Any, name: str) -> AbstractContextManager[None]:
-    """Run one expansion of a model alone inside a `with` block; a model with duplicated layers has no other."""
+    """Run one expansion of a model alone; a model with duplicated layers has only one."""
     return model.use_expansion(name) if hasattr(model, "use_expansion") else nullcontext()
 
 
 def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:
-    """Hidden states of the model without its head, whose logits nobody needs here."""
+    """Hidden states of the model, without running its head."""
     import torch
 
     device = next(model.parameters()).device

@@ -20,14 +20,7 @@ CHUNK_ELEMENTS = 1 << 23
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Compute the Frobenius norm ||A||_F, added up in float64.
-
-    Args:
-        tensor: Any shape and dtype.
-
-    Returns:
-        The norm; NaN or infinity where the tensor holds such a number.
-    """
+    """Compute the Frobenius norm ||A||_F, added up in float64."""
     import torch
 
     chunks = torch.split(tensor.detach().reshape(-1), CHUNK_ELEMENTS)
@@ -37,14 +30,8 @@ def norm_of(tensor: Tensor) -> float:
 def singular_values(matrix: Tensor) -> Tensor:
     """Compute all singular values, as roots of the eigenvalues of the smaller of A^T A and A A^T.
 
-    Squaring costs precision: a value below 1e-8 of the largest one is rounding noise. The effective rank does not see
-    it.
-
-    Args:
-        matrix: Shape (rows, columns), finite, any dtype.
-
-    Returns:
-        The min(rows, columns) singular values, descending, float64, on the CPU.
+    Squaring costs precision: a value below 1e-8 of the largest one is rounding noise, too small to change the effective
+    rank.
     """
     import torch
 
@@ -55,14 +42,7 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def effective_rank(values: Tensor) -> float | None:
-    """Compute exp(H(p)) of singular values, with p_i = s_i / sum_j s_j (Roy and Vetterli 2007).
-
-    Args:
-        values: Singular values, shape (values,), none negative.
-
-    Returns:
-        From 1 to the number of values; None where all are zero, which use no direction.
-    """
+    """Compute exp(H(p)) of singular values, with p_i = s_i / sum_j s_j (Roy and Vetterli 2007)."""
     import torch
 
     total = float(values.sum())

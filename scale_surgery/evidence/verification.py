@@ -17,7 +17,7 @@ from scale_surgery.surgery.record import tool_versions
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers
 
-# why no model is run beside a base that is not the folder's
+# reason for running no model beside a wrong base
 OTHER_BASE = "the given base is another one"
 
 
@@ -27,17 +27,17 @@ class Verification:
 
     Attributes:
         path: The expanded folder.
-        base_name: What its base model is called.
+        base_name: Name of its base model.
         variant: Its variant; of several expansions "composed".
-        routing: How it routes, or None.
+        routing: Its router, or None.
         state: "initial", or "trained" where expansion tensors changed since the expansion.
-        trained_tensors: How many did.
+        trained_tensors: Number of changed tensors.
         promises: Every promise.
         required: Promises that decide `passed`.
         problems: Problems that no promise covers: code, structure, tokenizer, recorded facts, loading, token ids.
         warnings: What a user should know before running the folder's own code or asking the model; does not decide
             `passed`.
-        numbers: What the probe prompts showed; None where they were not run.
+        numbers: Results of the probe prompts; None where no model was run.
         passed: Whether all is as required.
         fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
         date: When, in UTC.
@@ -79,13 +79,8 @@ class Verification:
 
 
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
-    """Whether a recorded verification ran a model with the same bytes, and another one ran none and found no fault.
-
-    Args:
-        recorded: The last verification in the folder's record.
-        verification: The other.
-    """
-    # of a folder that was given another base than its own nothing is said
+    """Whether the recorded verification of the same bytes ran a model, and this one ran none and found no fault."""
+    # a wrong --base says nothing about the folder
     is_whole = verification.passed or verification.not_run == OTHER_BASE
     if recorded is None or verification.not_run is None or not is_whole:
         return False
@@ -95,18 +90,8 @@ def says_more(recorded: Mapping[str, Any] | None, verification: Verification) ->
 def changed_since(
     verification: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], routing: Mapping[str, Any] | None
 ) -> str | None:
-    """What records tell to be newer than a verification; no tensor is read.
-
-    Args:
-        verification: What was recorded of it.
-        runs: Training runs of all expansions.
-        routing: How the folder routes now, as plain values, or None.
-
-    Returns:
-        That it is, in words; None where nothing is.
-    """
-    # dates in UTC, written in one way, are ordered as texts
-    # what another trainer made is no longer verified when it is adopted
+    """What changed since a verification, by the records alone; None where nothing did."""
+    # dates are in UTC and of one form, so their order is that of the texts; adopt drops the verification itself
     is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
     before = verification.get("routing")
     is_other = (before is None) != (routing is None)
@@ -118,17 +103,8 @@ def changed_since(
 def decide(
     promises: Sequence[Promise], required: tuple[str, ...], problems: tuple[str, ...]
 ) -> tuple[tuple[str, ...], bool]:
-    """Which promises decide, and whether all is as required.
-
-    Args:
-        promises: What was found.
-        required: Promises that are asked for by name.
-        problems: What no promise covers.
-
-    Returns:
-        Names of the promises that decide, all that are claimed where none is asked for; and whether all is well.
-    """
-    # what no model was run for is neither kept nor broken, unless it was asked for by name
+    """Names of the promises that decide, by default those that are claimed, and whether all is as required."""
+    # a promise for which no model was run decides only if it is required by name
     defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
     decisive = required or tuple(promise.name for promise in defaults)
     failed = [promise for promise in promises if promise.name in decisive and not promise.holds]

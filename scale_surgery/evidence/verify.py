@@ -44,7 +44,7 @@ from scale_surgery.surgery.record import Manifest, check_numbering, read_manifes
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers
 
-# what stands for the variant of several expansions
+# variant of several expansions
 SEVERAL = "composed"
 
 
@@ -80,7 +80,7 @@ def verify(
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
-        PlanError: If a promise is asked for that there is none of.
+        PlanError: If a required promise is unknown.
     """
     _check_promises(required)
     path = Path(expanded)
@@ -104,7 +104,7 @@ def verify(
 
 
 def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Checkpoint | None:
-    """The base that was given, if any; a folder that is none, or the one that is verified, is refused."""
+    """The given base, or None; an expanded folder, or the verified one itself, is refused."""
     if base is None:
         return None
     source = find_source(base, revision)
@@ -120,7 +120,7 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
 
 
 def _check_promises(required: tuple[str, ...]) -> None:
-    """Refuse promises that there are none of."""
+    """Refuse unknown promises."""
     if problems := [
         f"--promise {name} is unknown, expected one of: {', '.join(PROMISES)}."
         for name in required
@@ -130,7 +130,7 @@ def _check_promises(required: tuple[str, ...]) -> None:
 
 
 def _why_not(integrity: Integrity, run: RunOptions) -> str | None:
-    """Why no model is to be run, or None where nothing speaks against it."""
+    """Why no model is run; None where it is."""
     if not integrity.is_loadable:
         return "tensors are missing or damaged"
     if integrity.is_other_base:
@@ -148,7 +148,7 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
     try:
         write_json(path / MANIFEST_FILE, replace(manifest, verification=result.to_json()).to_json())
     except OSError:
-        # a model that is read-only can be verified too
+        # a read-only folder can be verified too
         return False
     return True
 
@@ -204,7 +204,7 @@ def _judge(
 
 
 def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
-    """What a user should know before running the folder's own code."""
+    """Warnings about code in the folder that no release of this program wrote."""
     without = "no model of this base" if manifest.first_plan.architecture.own_code else "the code of this program"
     for file in integrity.unreleased_code:
         origin = _origin(file, manifest)
@@ -212,7 +212,7 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
 
 
 def _origin(file: str, manifest: Manifest) -> str:
-    """Where a code file comes from that no release of this program wrote."""
+    """What a code file is that no release of this program wrote."""
     if file in manifest.first_plan.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"

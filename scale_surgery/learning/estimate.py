@@ -1,4 +1,4 @@
-"""What a job takes, said before it starts: its stages, tokens, memory and disk. Time is shown by progress bars alone.
+"""Estimate stages, tokens, memory and disk of a job before it starts; only progress bars show time.
 
 Numbers that nobody can know before a pilot has chosen layers are taken as if its budget were spent.
 """
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.errors import CheckpointError, DataError
-from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.chat_template import tokenize_chat
 from scale_surgery.running.documents import read_documents
+from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# float32: the number that trains, its gradient, and two moments of AdamW
+# bytes in float32: parameter, gradient, and two moments of AdamW
 TRAINED_BYTES = 16
-# of a pilot, whose gradients do not last: two moments of AdamW
+# bytes of a pilot, which frees gradients at once: two moments of AdamW
 MOMENT_BYTES = 8
 SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
 
@@ -42,15 +42,15 @@ class StageLine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job takes.
+    """Estimated tokens, memory and disk of a job.
 
     Attributes:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
-        disk_bytes: What its folder will hold, but for base shards that reflinks or links share with MODEL.
-        free_bytes: What is free there.
-        notes: What it does not do, and why.
+        disk_bytes: Bytes of its folder, without base shards that reflinks or links share with MODEL.
+        free_bytes: Free bytes there.
+        notes: Stages that it leaves out, with the reason.
     """
 
     stages: tuple[StageLine, ...]
@@ -69,20 +69,7 @@ def estimate_cost(
     kept: Mapping[str, Kept],
     notes: Sequence[str],
 ) -> Estimate:
-    """Estimate what a job takes.
-
-    Args:
-        work: The job.
-        stages: Its stages.
-        checkpoint: The base model.
-        plan: Its expansion; of all layers where a pilot will choose.
-        kept: What stages that are done have kept.
-        notes: What the job does not do, and why.
-
-    Raises:
-        DataError: If there is nothing to learn, or the model has no tokenizer.
-        CheckpointError: If the disk has no room for it.
-    """
+    """Estimate tokens, memory and disk of a job; an error where the disk has no room."""
     tokenizer = need_tokenizer(checkpoint.path, work.recipe.model, work.recipe.running)
     added = plan.costs.parameters_added
     if work.recipe.chooses_layers:
@@ -123,24 +110,13 @@ def _disk(work: Work, base_bytes: int, added: int) -> int:
     folders = 3 if work.routes else 2
     base = 0 if work.recipe.base_weights == "link" else base_bytes
     copies = folders if work.taking == "copy" else 1
-    text_bytes = sum(map(_bytes_of, (*work.recipe.data, *work.recipe.old)))
-    # while it trains, AdamW's moments and the numbers in float32 are on disk too
+    text_bytes = sum(parse_source(name).bytes for name in (*work.recipe.data, *work.recipe.old))
+    # during training, moments of AdamW and float32 parameters are on disk too
     return round(base * copies + added * (4 * folders + TRAINED_BYTES) + 1.1 * text_bytes)
 
 
 def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Estimate the tokens of texts, by those of their beginnings.
-
-    Args:
-        files: Files and saved datasets.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Their number, about; 0 where there is no file.
-
-    Raises:
-        DataError: If a file cannot be read, or holds no text.
-    """
+    """Estimate the tokens of texts, by those of their beginnings."""
     return sum(_count(file, tokenizer) for file in files)
 
 
@@ -150,18 +126,14 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
         raise DataError(f"{file}: holds no text, expected at least one document.")
     for document in documents:
         if document.chat is not None:
-            tokenize_chat(document.chat, document.source, tokenizer)  # what cannot be read is refused before any work
+            tokenize_chat(document.chat, document.source, tokenizer)  # an unreadable chat is refused before any work
             break
     texts = [document.prompt + document.text for document in documents]
     sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
     characters = sum(map(len, texts)) + len(texts) - 1
-    # where there are more documents than were read, they are as long as these, byte by byte
-    is_all = len(texts) < SAMPLED_DOCUMENTS or not _bytes_of(file)
-    more = 1.0 if is_all else _bytes_of(file) / sum(len(text.encode()) for text in texts)
+    # documents beyond the sample count by their bytes
+    size = parse_source(file).bytes
+    is_all = len(texts) < SAMPLED_DOCUMENTS or not size
+    more = 1.0 if is_all else size / sum(len(text.encode()) for text in texts)
     return max(1, round(tokens * characters / len(sample) * max(1.0, more)))
-
-
-def _bytes_of(file: str) -> int:
-    """Bytes of a file, or of all files in a folder; 0 for what is not here, such as a dataset of the Hub."""
-    return sum(path.stat().st_size for path in text_files([file]))

@@ -32,10 +32,10 @@ TextSide = Literal["calibrate", "measure"]
 ASIDE: tuple[TextSide, ...] = get_args(TextSide)
 CALIBRATE, MEASURE = ASIDE
 LEARN = "learn"
-# fewer documents are not drawn from: each is a large share of the text, and its end is set aside
+# of fewer documents no whole ones are set aside, but the end of each
 ENOUGH_DOCUMENTS = 20
 LARGEST_SHARE = 0.5
-# characters of a short document: no more of them are set aside than such ones would be
+# characters of a short document, which limits how many documents are set aside
 USUAL_DOCUMENT = 20
 
 
@@ -73,7 +73,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Which documents are set aside, by their hashes; of others, how much of the end."""
+    """The documents to set aside, by their hashes; or the share of each document's end."""
 
     parts: Mapping[bytes, str]
     ends: float
@@ -112,7 +112,7 @@ def hold_out(
     files, target = list(map(str, listed(data))), Path(output)
     places = [parse_source(file).path for file in files]
     check_target(target, [place for place in places if place.exists()], overwrite=False)
-    # a file that is not there is said where it is read
+    # a missing file is an error where it is read
     stamps = take_stamps(text_files(files))
     # every file is read twice
     with track("texts", 2 * sum(stamp.bytes for stamp in stamps.values())) as advance:
@@ -124,19 +124,18 @@ def hold_out(
 
 def _part_problems(settings: HoldOutSettings) -> list[str]:
     unknown = [part for part in settings.parts if part not in ASIDE]
-    said = ", ".join(unknown) if unknown else "nothing"
+    given = ", ".join(unknown) if unknown else "nothing"
     is_wrong = unknown or not settings.parts
-    return [f"--parts is {said}, expected some of: {', '.join(ASIDE)}."] if is_wrong else []
+    return [f"--parts is {given}, expected some of: {', '.join(ASIDE)}."] if is_wrong else []
 
 
 def text_files(given: Sequence[str]) -> list[Path]:
-    """The files that hold texts: those given, and those in folders; of datasets of the Hub there are none here."""
-    paths = [parse_source(name).path for name in given]
-    return [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
+    """The given files and those in folders; none for datasets of the Hub."""
+    return [file for name in given for file in parse_source(name).files]
 
 
 def _draw(files: Sequence[str], settings: HoldOutSettings, advance: Progress) -> Drawn:
-    """Choose what is set aside; of hashes no more are kept than can be chosen."""
+    """Choose the documents to set aside, those of the lowest hashes; no more hashes are kept than can be chosen."""
     count, characters = 0, 0
     most = max(2, len(settings.parts) * settings.most_characters // USUAL_DOCUMENT)
 
@@ -157,23 +156,23 @@ def _draw(files: Sequence[str], settings: HoldOutSettings, advance: Progress) ->
 
 
 def _hash(document: Document, seed: int) -> bytes:
-    said = json.dumps([seed, document.prompt, document.text]).encode()
-    return hashlib.blake2b(said, digest_size=16).digest()
+    content = json.dumps([seed, document.prompt, document.text]).encode()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _share_out(
     lowest: Sequence[tuple[bytes, int]], aside: Sequence[TextSide], wanted: float, most: int
 ) -> dict[bytes, TextSide]:
-    """Give documents to the parts, in turn, until each has what is wanted, or the most documents; each gets one."""
+    """Give documents to the smallest part until each has the wanted characters or the most documents, at least one."""
     parts: dict[bytes, TextSide] = {}
     sizes: dict[TextSide, list[int]] = {part: [] for part in aside}
-    short = [(found, size) for found, size in lowest if size <= wanted]
-    for found, size in short or lowest:
+    short = [(key, size) for key, size in lowest if size <= wanted]
+    for key, size in short or lowest:
         smallest = min(aside, key=lambda part: sum(sizes[part]))
         is_enough = sum(sizes[smallest]) + size / 2 > wanted or len(sizes[smallest]) >= most
         if sizes[smallest] and is_enough:
             break
-        sizes[parts.setdefault(found, smallest)].append(size)
+        sizes[parts.setdefault(key, smallest)].append(size)
     return parts
 
 
@@ -210,7 +209,7 @@ def _line(document: Document) -> str:
 
 
 def _pieces(document: Document, drawn: Drawn, settings: HoldOutSettings) -> Iterator[tuple[str, Document]]:
-    """The document with its part, or where documents are few, its beginning and its ends with theirs."""
+    """The document and its part; where documents are few, its beginning and ends, each with a part."""
     if not drawn.ends:
         part = drawn.parts.get(_hash(document, settings.seed), LEARN)
         yield part, document
@@ -229,8 +228,8 @@ def _cut(text: str, share: float, count: int) -> list[int]:
     size = max(1, math.floor(share * len(text)))
     wanted = [max(0, len(text) - size * number) for number in range(count, 0, -1)]
     for gap in ("\n\n", "\n", " "):
-        found = [text.rfind(gap, 0, place) + len(gap) if place else 0 for place in wanted]
-        # not where an end would be more than twice what was wanted
-        if found[0] >= max(wanted[0] - size, 0) and len(set(found)) == count:
-            return found
+        bounds = [text.rfind(gap, 0, place) + len(gap) if place else 0 for place in wanted]
+        # no end may have more than twice its size
+        if bounds[0] >= max(wanted[0] - size, 0) and len(set(bounds)) == count:
+            return bounds
     return []

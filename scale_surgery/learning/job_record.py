@@ -1,6 +1,6 @@
-"""learn.json: what a job has done, and whether what it made is still there.
+"""learn.json: the stages that a job has done, and whether their outputs are still there.
 
-A stage counts when the record says so, which is written after its outputs are whole.
+A stage is recorded after its outputs are complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scale_surgery.learning.stages import Kept, Stage, Work
 
 @dataclass
 class Record:
-    """What learn.json holds: recipe, files read, what stages kept, their seconds, and whether another job has to go."""
+    """Content of learn.json: recipe, stamps of texts, results and seconds of stages, and whether it has to clear."""
 
     file: Path
     recipe: Mapping[str, Any]
@@ -33,23 +33,12 @@ class Record:
 
     def write(self) -> None:
         """Write it, whole or not at all."""
-        content = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "file"}
+        content = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "file"}
         write_json(self.file, plain_json(content))
 
 
 def take_up(record: Record, recipe: Recipe) -> Record:
-    """Take up what an earlier run of the same recipe did.
-
-    Args:
-        record: Of the job that is to begin.
-        recipe: What it does.
-
-    Returns:
-        The same with what is done.
-
-    Raises:
-        CheckpointError: If the folder is that of another recipe, or of other texts.
-    """
+    """Continue the record of an earlier run of the same recipe."""
     content = {**read_json(record.file), "file": str(record.file)}
     try:
         before = read_record(content, Record)
@@ -71,27 +60,13 @@ def take_up(record: Record, recipe: Recipe) -> Record:
 
 
 def gone_since(stages: Sequence[Stage], record: Record) -> dict[str, Path]:
-    """What stages that are done made and what is no longer there, by the name of the stage.
-
-    Args:
-        stages: All stages of a job.
-        record: What is done.
-    """
+    """Missing outputs of stages that are done, by the name of the stage."""
     done = [(stage.name, output) for stage in stages if stage.name in record.kept for output in stage.outputs]
     return {name: output for name, output in done if not output.exists()}
 
 
 def check_there(work: Work, stages: Sequence[Stage], record: Record) -> None:
-    """Refuse to go on where something is gone that is still needed; of a job that is done that is its result.
-
-    Args:
-        work: The job.
-        stages: Its stages.
-        record: What is done.
-
-    Raises:
-        CheckpointError: If something is; each is named.
-    """
+    """Refuse to continue where a needed output is missing; of a finished job that is its result alone."""
     is_done = all(stage.name in record.kept for stage in stages)
     gone = {name: output for name, output in gone_since(stages, record).items() if output == work.result or not is_done}
     if gone:

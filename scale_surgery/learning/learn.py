@@ -1,4 +1,4 @@
-"""The whole job: check everything, say what it will take, do one stage after the other, write one page.
+"""The whole job: check everything, estimate it, run one stage after the other, write one page.
 
     OUT/learn.json      recipe, files that were read, what each stage that is done has kept
     OUT/recipe.yaml     the recipe, to read and to share
@@ -48,14 +48,14 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
-# what there may be before learn.json is: the lock, and learn.json half written
+# files before learn.json: the lock, and learn.json half written
 BEFORE = (f".{LOCK}.lock", UNFINISHED)
 GO_ON = "Type the same line again to go on."
 
 
 @dataclass(frozen=True)
-class Told:
-    """Who is told how a job goes on.
+class JobEvents:
+    """Functions that are called as a job goes on.
 
     Attributes:
         estimate: Called once, with what the job takes.
@@ -70,7 +70,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was checked and can begin; it started when it would have, had its runs followed each other."""
+    """A job that was checked and can begin; `started` counts the seconds of earlier runs too."""
 
     work: Work
     stages: tuple[Stage, ...]
@@ -80,15 +80,15 @@ class Job:
 
 
 def default_output(recipe: Recipe) -> Path:
-    """Where a job goes when nothing is said: `<name>-learn` in the current folder."""
+    """The default folder of a job: `<name>-learn` in the current folder."""
     return Path(f"{Path(recipe.model).name}-learn")
 
 
-def resolve_recipe(said: Mapping[str, Any]) -> Recipe:
-    """Make a recipe of what was said, over a preset.
+def resolve_recipe(overrides: Mapping[str, Any]) -> Recipe:
+    """Make a recipe of a preset and settings that override it.
 
     Args:
-        said: Settings by name, such as "training.steps"; "preset" names the preset, by default "default".
+        overrides: Settings by name, such as "training.steps"; "preset" names the preset, by default "default".
 
     Returns:
         The recipe, with every setting.
@@ -98,10 +98,10 @@ def resolve_recipe(said: Mapping[str, Any]) -> Recipe:
         DataError: If a text is not there or cannot be read, or the model has no tokenizer.
         CheckpointError: If the model cannot be found.
     """
-    own = {name: value for name, value in said.items() if name != PRESET}
-    asked = make_recipe(own)
-    _stamp_texts(asked)
-    return make_recipe(with_preset(said.get(PRESET) or "default", own, _facts(asked)))
+    settings = {name: value for name, value in overrides.items() if name != PRESET}
+    recipe = make_recipe(settings)
+    _stamp_texts(recipe)
+    return make_recipe(with_preset(overrides.get(PRESET) or "default", settings, _facts(recipe)))
 
 
 def _facts(recipe: Recipe) -> JobFacts:
@@ -147,20 +147,20 @@ def learn(
     output: str | Path,
     *,
     overwrite: bool = False,
-    told: Told = Told(),
+    events: JobEvents = JobEvents(),
     track: Track = no_track,
 ) -> Learned:
     """Do the whole job: set text aside, choose layers, expand, train, route, measure, verify, write one page.
 
     Args:
-        recipe: What is done; see `make_recipe`.
+        recipe: All settings; see `make_recipe`.
         output: Folder of the job. One that an earlier run of the same recipe began is continued.
         overwrite: Whether a folder of another job is replaced.
-        told: Who is told how it goes on.
+        events: Functions that are called as it goes on.
         track: Makes progress bars.
 
     Returns:
-        What the base, the learned and the routed model score, and what was done.
+        Scores of the base, the learned and the routed model, and the stages that ran.
 
     Raises:
         PlanError: If the recipe does not fit the model.
@@ -169,20 +169,20 @@ def learn(
             earlier run made is gone, or the disk has no room.
         TrainingError: If the job was interrupted, or training had to stop.
     """
-    return run(prepare(recipe, output, overwrite=overwrite, track=track), told=told, track=track)
+    return run(prepare(recipe, output, overwrite=overwrite, track=track), events=events, track=track)
 
 
-def run(job: Job, *, told: Told = Told(), track: Track = no_track) -> Learned:
-    """Do what `prepare` checked; see `learn`."""
+def run(job: Job, *, events: JobEvents = JobEvents(), track: Track = no_track) -> Learned:
+    """Run a prepared job; see `learn`."""
     try:
-        return _run(job, told, track)
+        return _run(job, events, track)
     except KeyboardInterrupt as error:
         raise TrainingError(f"{job.work.folder}: interrupted between stages. {GO_ON}") from error
 
 
-def _run(job: Job, told: Told, track: Track) -> Learned:
+def _run(job: Job, events: JobEvents, track: Track) -> Learned:
     work, record = job.work, job.record
-    told.estimate(job.estimate)
+    events.estimate(job.estimate)
     work.folder.mkdir(parents=True, exist_ok=True)
     with locked(work.folder / LOCK, called=work.folder):
         record.write()
@@ -192,14 +192,14 @@ def _run(job: Job, told: Told, track: Track) -> Learned:
         left = [stage for stage in job.stages if stage.name not in record.kept]
         for number, stage in enumerate(job.stages, start=1):
             if stage in left:
-                told.begins(stage.name, stage.line(record.kept), number)
+                events.begins(stage.name, stage.line(record.kept), number)
                 result = _do(stage, job, track)
                 _write_record(job)
-                told.ends(stage.name, result)
+                events.ends(stage.name, result)
     done = _describe(job, record.done)
     gone = [*gone_since(job.stages, record).values(), *([] if done.page.is_file() else [done.page])]
-    said = [f"gone since the job was done: {', '.join(map(str, gone))}."] if gone else []
-    return replace(done, warnings=(*done.warnings, *said))
+    missing = [f"gone since the job was done: {', '.join(map(str, gone))}."] if gone else []
+    return replace(done, warnings=(*done.warnings, *missing))
 
 
 def _write_record(job: Job) -> None:
@@ -208,10 +208,10 @@ def _write_record(job: Job) -> None:
 
 
 def _clear(record: Record) -> None:
-    """Take away what another job left; until that is done, the record says that it has to be."""
-    for own in record.file.parent.iterdir():
-        if own != record.file and not own.name.startswith(BEFORE):
-            _remove(own)
+    """Remove the files of another job; until then the record says that they have to go."""
+    for path in record.file.parent.iterdir():
+        if path != record.file and not path.name.startswith(BEFORE):
+            _remove(path)
     record.clears = False
     record.write()
 
@@ -221,7 +221,7 @@ def _remove(output: Path) -> None:
 
 
 def _do(stage: Stage, job: Job, track: Track) -> Any:
-    """Do a stage and keep what it found; what an interrupted one left is taken away first."""
+    """Run a stage and record its result; outputs of an interrupted run are removed first."""
     record, started = job.record, time.monotonic()
     line = stage.line(record.kept)
     if stage.renews:
@@ -232,7 +232,7 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
         if stage is job.stages[-1]:
             _write_page(job, stage, result, time.monotonic() - started)
     except (KeyboardInterrupt, SurgeryError) as error:
-        with suppress(OSError, SurgeryError):  # a full disk may be what ended it
+        with suppress(OSError, SurgeryError):  # a full disk may be the reason
             _write_record(job)
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
             raise TrainingError(f"{job.work.folder}: interrupted in the stage {stage.name}. {GO_ON}") from error
@@ -264,8 +264,8 @@ def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
         else None,
         rows=rows_of(kept["evaluate"], routed=work.routes, name=work.training.name),
         verified=verification["passed"],
-        promises={own["name"]: _promised(own) for own in verification["promises"]},
-        stages=tuple(StageDone(name, own["line"], own["seconds"]) for name, own in done.items()),
+        promises={promise["name"]: _promised(promise) for promise in verification["promises"]},
+        stages=tuple(StageDone(name, stage["line"], stage["seconds"]) for name, stage in done.items()),
         seconds=job.record.seconds,
         page=work.folder / PAGE_FILE,
         warnings=warnings_of(kept, has_old=bool(work.measured("old")), routed=work.routes),
@@ -287,11 +287,15 @@ def _check_alone() -> None:
 
 
 def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
-    """Check that a folder is new, empty or a job's own, and holds nothing that is read."""
+    """Check that a folder is new, empty or of a job, and is no input."""
     problems = []
     if folder.exists() and not folder.is_dir():
         problems.append(f"{folder}: is a file, expected a folder to be. Choose another with -o.")
-    elif folder.is_dir() and not (folder / JOB_FILE).is_file() and _holds_others(folder):
+    elif (
+        folder.is_dir()
+        and not (folder / JOB_FILE).is_file()
+        and any(not path.name.startswith(BEFORE) for path in folder.iterdir())
+    ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
     texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
@@ -300,19 +304,15 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         read = path.resolve()
         if read.exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
             problems.append(f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o.")
-    parent = next(own for own in (place, *place.parents) if own.exists())
+    parent = next(existing for existing in (place, *place.parents) if existing.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         problems.append(f"{folder}: {parent} is not a folder you may write to. Choose another with -o.")
     if problems:
         raise CheckpointError.from_problems(problems)
 
 
-def _holds_others(folder: Path) -> bool:
-    return not all(own.name.startswith(BEFORE) for own in folder.iterdir())
-
-
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
-    """Sizes and times of all texts: a job that goes on has to read what it began with."""
+    """Sizes and times of all texts, which must not change until the job ends."""
     given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
     sources = {name: parse_source(name) for name in given}
     missing = [
@@ -326,7 +326,7 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
 
 
 def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
-    """The plan, or where a pilot will choose, that of all layers: what does not fit the model is said now."""
+    """The plan, or that of all layers where a pilot will choose, so that misfits are errors now."""
     request = chosen_request(recipe, kept)
     if recipe.chooses_layers and "layers" not in kept:
         request = replace(request, layers="all")

@@ -1,4 +1,4 @@
-"""What a job did, made of what it keeps in its folder: so the same is said of a job that was done in several runs."""
+"""The result of a job, from the record in its folder, so that it is the same after several runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from scale_surgery.running.sources import NO_OLD_TEXT
 
-# how rows of an evaluation are called here, by kind: first of a model with a router, then of one without
+# names of the rows of an evaluation by kind, with a router and without
 NAMES = {
     True: {"base": "base", "adapt": "learned", "expanded": "routed"},
     False: {"base": "base", "expanded": "learned"},
@@ -59,14 +59,14 @@ class Learned:
         result: The model that the job ends with: routed, or trained where it has no router.
         layers: Layers that were expanded.
         parameters_added: Parameters that were added.
-        router: How the result routes, or None.
-        rows: What the base, the learned and the routed model score.
+        router: The router of the result in words, or None.
+        rows: Scores of the base, the learned and the routed model.
         verified: Whether every promise of the result holds.
         promises: Result and evidence of each promise, by its name.
-        stages: What was done, in order.
+        stages: The stages, in order.
         seconds: Wall time of all runs of this job, with what is before and between its stages.
         page: The page with all of it.
-        warnings: What may be better.
+        warnings: Warnings of the job and its stages.
     """
 
     path: Path
@@ -85,15 +85,15 @@ class Learned:
 
 
 def rows_of(evaluation: Mapping[str, Any], *, routed: bool, name: str | None = None) -> tuple[Row, ...]:
-    """The rows of an evaluation that matter here, from what `evaluate` prints as JSON; of one expansion of several."""
+    """The rows of base, learned and routed model, from the JSON of `evaluate`; `name` is an expansion among several."""
     names = NAMES[routed or name is not None]
     called = {score["name"]: names.get(score["kind"]) for score in evaluation["scores"]}
-    called |= {own: "learned" for own in called if own.endswith(f", {name} alone")}
-    found = {called[score["name"]]: score for score in evaluation["scores"] if called[score["name"]]}
+    called |= {model: "learned" for model in called if model.endswith(f", {name} alone")}
+    scores = {called[score["name"]]: score for score in evaluation["scores"] if called[score["name"]]}
     return tuple(
-        Row(name, _side(found[name], "old", "forgetting"), _side(found[name], "new", "learning"))
+        Row(name, _side(scores[name], "old", "forgetting"), _side(scores[name], "new", "learning"))
         for name in names.values()
-        if name in found
+        if name in scores
     )
 
 
@@ -105,12 +105,12 @@ def _side(score: Mapping[str, Any], side: str, change: str) -> Side | None:
 
 
 def warnings_of(kept: Mapping[str, Mapping[str, Any]], *, has_old: bool, routed: bool) -> tuple[str, ...]:
-    """What a user should know of a job beside its numbers."""
-    found = [warning for stage in ("expand", "train") for warning in kept.get(stage, {}).get("warnings", ())]
+    """Warnings of a job and its stages."""
+    warnings = [warning for stage in ("expand", "train") for warning in kept.get(stage, {}).get("warnings", ())]
     if not has_old:
-        found.append(
+        warnings.append(
             "there was no old text, so nothing is known of what was forgotten. Give some with --old. " + NO_OLD_TEXT
         )
     if routed and not kept.get("calibrate", {}).get("within", True):
-        found.append("no setting of the router forgets as little as was asked for; it keeps its own.")
-    return tuple(found)
+        warnings.append("no setting of the router forgets as little as was asked for; it keeps its own.")
+    return tuple(warnings)

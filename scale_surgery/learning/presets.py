@@ -1,4 +1,4 @@
-"""Presets: settings that go together, by name; a recipe and options say what is to be otherwise.
+"""Presets: named settings that go together; a recipe and options override them.
 
 default  W12 in attention and MLP, and a router; the learning rate is the best of three that were tried on the shipped
          model; texts that are short are read up to twelve times, in batches that leave a hundred steps
@@ -19,17 +19,17 @@ from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
 
 PresetValues = dict[str, Any]
-# of 16 layers, the lowest ones have no W12
+# share of the lowest layers that have no W12
 PRESERVED = 3 / 16
-PAPER_LENGTH, PAPER_BATCH, TOGETHER = 8192, 512, 8
+PAPER_LENGTH, PAPER_BATCH, ROWS = 8192, 512, 8
 STEPS, MOST_PASSES = 100, 12
-# settings that say how long training is
+# settings of the length of training
 LENGTHS = {"training.steps", "training.epochs", "training.batch_size"}
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What presets depend on: layers and context length of the base model, and tokens of the text to learn, about."""
+    """Layers and context of the base model, and about how many tokens there are to learn."""
 
     layers: int
     context: int
@@ -56,8 +56,8 @@ def _paper(facts: JobFacts) -> PresetValues:
         "expansion.collaborate": "both",
         "expansion.collaborative_layers": f"last:{facts.layers - round(facts.layers * PRESERVED)}",
         "training.sequence_length": min(PAPER_LENGTH, facts.context),
-        "training.batch_size": TOGETHER,
-        "training.gradient_accumulation": PAPER_BATCH // TOGETHER,
+        "training.batch_size": ROWS,
+        "training.gradient_accumulation": PAPER_BATCH // ROWS,
         "training.epochs": 1.0,
         "training.learning_rate": 1e-3,
         "training.schedule": "linear",
@@ -69,27 +69,16 @@ def _paper(facts: JobFacts) -> PresetValues:
 PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {"default": _default, "paper": _paper}
 
 
-def with_preset(name: str, said: Mapping[str, Any], facts: JobFacts) -> PresetValues:
-    """Put what was said over a preset.
+def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:
+    """A preset with overrides.
 
-    Of a preset, the expansion does not count where another method or variant was said, nor the length of the training
-    where a part of that was said.
-
-    Args:
-        name: Name of the preset.
-        said: Settings by name.
-        facts: What it depends on.
-
-    Returns:
-        Settings by name.
-
-    Raises:
-        PlanError: If there is no such preset.
+    A method or variant in the overrides drops the expansion of the preset but for its layers, and a setting of the
+    length of training drops that length.
     """
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
     values = PRESETS[name](facts)
-    dropped = set(LENGTHS) if said.keys() & LENGTHS else set()
-    if said.keys() & {"expansion.method", "expansion.variant"}:
-        dropped |= {own for own in values if own.startswith("expansion.") and own != "expansion.layers"}
-    return {own: value for own, value in values.items() if own not in dropped} | dict(said)
+    dropped = set(LENGTHS) if overrides.keys() & LENGTHS else set()
+    if overrides.keys() & {"expansion.method", "expansion.variant"}:
+        dropped |= {key for key in values if key.startswith("expansion.") and key != "expansion.layers"}
+    return {key: value for key, value in values.items() if key not in dropped} | dict(overrides)

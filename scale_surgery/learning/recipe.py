@@ -1,4 +1,4 @@
-"""A recipe: everything that `learn` does, said in full; and the ways to say it, as one flat mapping.
+"""A recipe: every setting of `learn`, also as one flat mapping.
 
 preset  <  recipe file  <  options      {"training.steps": 200, "expansion.layers": "last:4", ...}
 """
@@ -83,8 +83,8 @@ SECTIONS: dict[str, type] = {
     "calibration": CalibrationSettings,
     "running": RunOptions,
 }
-# what a stage fills in by itself
-OWN = {
+# settings that stages fill in
+FILLED_BY_STAGES = {
     *("hold_out.parts", "training.name"),
     *("calibration.write", "calibration.plot", "running.memory_bytes"),
 }
@@ -93,21 +93,23 @@ OWN = {
 @cache
 def settings() -> Mapping[str, Field]:
     """Every setting of a recipe, by its name with that of its section: "training.steps"."""
-    top = {name: own for name, own in fields_of(Recipe).items() if name not in SECTIONS}
-    inner = {f"{section}.{name}": own for section, kind in SECTIONS.items() for name, own in fields_of(kind).items()}
-    return {name: own for name, own in (top | inner).items() if name not in OWN}
+    top = {name: field for name, field in fields_of(Recipe).items() if name not in SECTIONS}
+    inner = {
+        f"{section}.{name}": field for section, kind in SECTIONS.items() for name, field in fields_of(kind).items()
+    }
+    return {name: field for name, field in (top | inner).items() if name not in FILLED_BY_STAGES}
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
     """A recipe as a flat mapping."""
     content = asdict(recipe)
-    found = {name: content[name] for name in content if name not in SECTIONS}
-    found |= {f"{section}.{name}": value for section in SECTIONS for name, value in content[section].items()}
-    return {name: found[name] for name in settings()}
+    values = {name: content[name] for name in content if name not in SECTIONS}
+    values |= {f"{section}.{name}": value for section in SECTIONS for name, value in content[section].items()}
+    return {name: values[name] for name in settings()}
 
 
 def unknown_setting(name: str) -> str:
-    """Say that there is no such setting, and which one may have been meant."""
+    """The error for an unknown setting, with the one that may have been meant."""
     last = name.rpartition(".")[2]
     near = [known for known in settings() if "." not in name and known.rpartition(".")[2] == last]
     near = near or get_close_matches(name, settings(), 1, 0.6)
@@ -117,7 +119,7 @@ def unknown_setting(name: str) -> str:
 
 
 def value_problem(name: str, value: Any) -> str | None:
-    """Say what the value of a setting should have been; None where it is fine."""
+    """The error for the value of a setting; None where it is fine."""
     setting = settings()[name]
     expected = setting.expects(value)
     if setting.kind is tuple and not setting.choices and expected is not None:
@@ -126,45 +128,32 @@ def value_problem(name: str, value: Any) -> str | None:
 
 
 def make_recipe(values: RecipeValues) -> Recipe:
-    """Make a recipe of settings; those that are missing are as they usually are.
-
-    Args:
-        values: Settings by name, such as "training.steps".
-
-    Returns:
-        The recipe.
-
-    Raises:
-        PlanError: If there is no model or no text, a setting is unknown, or a value cannot be; all are named.
-    """
+    """Make a recipe of settings by name, with defaults for missing ones; all problems are one PlanError."""
     unknown = [unknown_setting(name) for name in values if name not in settings()]
     known = {name: settings()[name].read(value) for name, value in values.items() if name in settings()}
     problems = [*unknown, *filter(None, (value_problem(name, value) for name, value in known.items()))]
-    problems += [_missing(name) for name in ("model", "data") if not known.get(name)]
+    required = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}
+    missing = {name: what for name, what in required.items() if not known.get(name)}
+    problems += [f"{name}: there is {what}, or {name} in a recipe." for name, what in missing.items()]
     if problems:
         raise PlanError.from_problems(problems)
-    sections = {section: kind(**_own(known, section)) for section, kind in SECTIONS.items()}
+    sections = {section: kind(**_of_section(known, section)) for section, kind in SECTIONS.items()}
     return Recipe(**{name: known[name] for name in known if "." not in name}, **sections)
 
 
-def _missing(name: str) -> str:
-    what = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}[name]
-    return f"{name}: there is {what}, or {name} in a recipe."
-
-
-def _own(values: RecipeValues, section: str) -> dict[str, Any]:
+def _of_section(values: RecipeValues, section: str) -> dict[str, Any]:
     usual = {"layers": AUTO} if section == "expansion" else {}
     named = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
     return usual | named
 
 
-def differences(one: Recipe, other: RecipeValues) -> Iterator[str]:
-    """Say in which settings a recipe is another than one that was kept as plain values."""
-    for name, value in values_of(one).items():
-        was = other.get(name)
+def differences(recipe: Recipe, before: RecipeValues) -> Iterator[str]:
+    """Settings in which a recipe differs from an earlier one, which was kept as plain values."""
+    for name, value in values_of(recipe).items():
+        was = before.get(name)
         if settings()[name].read(was) != value and not (was is None and value == ()):
-            yield f"{name} {_said(was)}, now {_said(value)}"
+            yield f"{name} {_text(was)}, now {_text(value)}"
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Recipes as YAML files: read with the lines of what is wrong, written with comments and defaults."""
+"""Recipes as YAML files: read with line numbers in errors, written with comments and defaults."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
         file: A YAML file: settings at the top, others in sections, such as `training:` with `steps: 200` below it.
 
     Returns:
-        What it says, by the name of the setting: "training.steps"; and "preset", where it names one.
+        Its values by the name of the setting, such as "training.steps"; and "preset", where it names one.
 
     Raises:
-        PlanError: If it is no YAML, names settings that there are none, or values that cannot be; every problem is
-            named with its line.
+        PlanError: If it is no YAML, or holds unknown settings or invalid values; every problem is named with its line.
     """
     path = Path(file)
     values: dict[str, Any] = {}
@@ -60,7 +59,7 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
 
 
 def _read(name: str, node: yaml.Node) -> tuple[Any, str | None]:
-    """What stands for a setting, and what is wrong with it."""
+    """The value of a setting, and what is wrong with it."""
     try:
         value = yaml.SafeLoader("").construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -87,22 +86,22 @@ def _parse(path: Path) -> yaml.Node | None:
 
 def _first_line(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
-    said = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    return f"line {mark.line + 1}: {said}" if mark is not None else said
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return f"line {mark.line + 1}: {problem}" if mark is not None else problem
 
 
 def _entries(path: Path, node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
-    """Settings and what stands for them; those of a section bear its name."""
+    """Settings with their nodes; names of a section begin with its name."""
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
         raise PlanError(f"{path}: holds no settings, expected settings, one a line. {FORM}")
-    for key, own in node.value:
+    for key, value in node.value:
         name = _plain(key)
-        if name in SECTIONS and isinstance(own, yaml.MappingNode):
-            yield from ((f"{name}.{_plain(inner)}", value) for inner, value in own.value)
-        elif not (name in SECTIONS and _is_empty(own)):
-            yield name, own
+        if name in SECTIONS and isinstance(value, yaml.MappingNode):
+            yield from ((f"{name}.{_plain(inner)}", entry) for inner, entry in value.value)
+        elif not (name in SECTIONS and _is_empty(value)):
+            yield name, value
 
 
 def _is_empty(node: yaml.Node) -> bool:
@@ -110,7 +109,7 @@ def _is_empty(node: yaml.Node) -> bool:
 
 
 def _plain(key: yaml.Node) -> str:
-    """A name, with or without dashes, as options are written with."""
+    """A name, in which dashes are underscores."""
     return str(key.value).replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a list"
 
 
@@ -118,7 +117,7 @@ def write_recipe(recipe: Recipe, file: str | Path) -> None:
     """Write a recipe with all its settings, whole or not at all; an existing file is replaced.
 
     Args:
-        recipe: What is to be written.
+        recipe: The recipe.
         file: YAML file to be.
 
     Raises:
@@ -148,11 +147,11 @@ def _lines(values: RecipeValues) -> Iterator[str]:
 def _setting(setting: Field, value: Any) -> Iterator[str]:
     yield from _comment(setting.help + _extra(setting))
     plain = list(value) if isinstance(value, tuple) else value
-    # letters stay as they are; YAML would take some control characters for line ends
+    # only printable text is written unescaped: YAML takes some control characters for line ends
     is_plain = "".join(map(str, plain if isinstance(plain, list) else [plain])).isprintable()
-    said = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=is_plain, width=10**6)
+    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=is_plain, width=10**6)
     # after a bare value YAML ends the document
-    yield f"{setting.name}: {said.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
+    yield f"{setting.name}: {text.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
 
 
 def _extra(setting: Field) -> str:
@@ -161,8 +160,8 @@ def _extra(setting: Field) -> str:
         "" if setting.range is None else setting.range.bounds,
         "" if setting.default in (None, MISSING, ()) else f"default: {_shown(setting.default)}",
     ]
-    said = "; ".join(filter(None, parts))
-    return f" [{said}]" if said else ""
+    extra = "; ".join(filter(None, parts))
+    return f" [{extra}]" if extra else ""
 
 
 def _shown(value: Any) -> str:

@@ -35,7 +35,7 @@ from scale_surgery.progress import Track
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
-from scale_surgery.show.commands import command, said
+from scale_surgery.show.commands import changed_options, command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.routers import RouterOptions, describe_router
@@ -45,21 +45,14 @@ from scale_surgery.training.run_folder import SETTINGS_FILE
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
 
-# what a stage leaves for the stages after it and for the page, as plain JSON values
+# values that a stage keeps for later stages and for the page, as plain JSON
 Kept = Mapping[str, Any]
 CHOSEN = "(chosen by the pilot)"
 
 
 @dataclass(frozen=True)
 class Work:
-    """A job and its folder.
-
-    Attributes:
-        recipe: What is done.
-        folder: Where everything goes.
-        routes: Whether the model gets a router: the recipe may want none, and not every expansion has two paths.
-        is_one_of_several: Whether the model has other expansions already, which stay as they are.
-    """
+    """A job and its folder; `routes` is False without a router, as a recipe or a method may have it."""
 
     recipe: Recipe
     folder: Path
@@ -103,13 +96,13 @@ class Work:
 
     @property
     def new_parts(self) -> tuple[TextSide, ...]:
-        """What is set aside of the new text: what sets the router, and what nobody gave to measure on."""
+        """Parts to set aside of the new text: for setting the router, and for measuring unless that is given."""
         sets_router = self.routes and bool(self.recipe.old)
         return (CALIBRATE,) * sets_router + (MEASURE,) * (not self.recipe.measure_new)
 
     @property
     def old_parts(self) -> tuple[TextSide, ...]:
-        """What is set aside of the old text: what sets the router, and the same."""
+        """Parts to set aside of the old text, likewise."""
         return ((CALIBRATE,) * self.routes + (MEASURE,) * (not self.recipe.measure_old)) * bool(self.recipe.old)
 
     @property
@@ -119,7 +112,7 @@ class Work:
 
     @property
     def training(self) -> TrainingSettings:
-        """How the new blocks train, and which they are where there are others."""
+        """Settings of the training, with the name of the expansion where there are several."""
         name = self.recipe.expansion.name if self.is_one_of_several else None
         return replace(self.recipe.training, name=name)
 
@@ -131,13 +124,13 @@ class Work:
 
     @property
     def taking(self) -> BaseWeights:
-        """How one folder of the job takes base shards over from another."""
+        """How folders of the job share base shards."""
         return "copy" if self.recipe.base_weights == "copy" else "link"
 
     def running(self, *names: str) -> list[str]:
         """Options that say how models run, those that a command has."""
         without = {"device", "dtype", "trust_remote_code", "memory_bytes", "batch_size"} - set(names)
-        return list(said(self.recipe.running, RunOptions(), without))
+        return list(changed_options(self.recipe.running, RunOptions(), without))
 
 
 @dataclass(frozen=True)
@@ -145,11 +138,11 @@ class Stage:
     """A stage of a job.
 
     Attributes:
-        name: What it is called.
-        line: The command to type for it, with what earlier stages found.
+        name: Name of the stage.
+        line: Its command, which may depend on results of earlier stages.
         outputs: Folders and files that it makes.
-        run: Does it, and gives what is shown of it and what is kept.
-        renews: Whether outputs that an interrupted run left are taken away first; train goes on with them.
+        run: Runs it; gives the result to show, and the values to keep.
+        renews: Whether outputs of an interrupted run are removed first; train continues from them.
     """
 
     name: str
@@ -194,7 +187,7 @@ def _texts(option: str, files: Sequence[str | Path]) -> Iterator[str]:
 
 
 def _hold_out(work: Work, name: str, files: Sequence[str], settings: HoldOutSettings, output: Path) -> Stage:
-    line = command("hold-out", *files, "-o", output, *said(settings, HoldOutSettings()))
+    line = command("hold-out", *files, "-o", output, *changed_options(settings, HoldOutSettings()))
     return Stage(
         name, lambda kept: line, [output], lambda kept, track: (hold_out(files, output, settings, track=track), {})
     )
@@ -207,8 +200,8 @@ def _rank_layers(work: Work) -> Stage:
         "rank-layers",
         recipe.model,
         *_texts("--data", work.to_learn),
-        *said(expansion, Request("all"), {"seed", "name"}),
-        *said(recipe.ranking, RankingSettings()),
+        *changed_options(expansion, Request("all"), {"seed", "name"}),
+        *changed_options(recipe.ranking, RankingSettings()),
         *_revision(recipe),
         *work.running("device", "trust_remote_code"),
         "-o",
@@ -229,7 +222,7 @@ def _revision(recipe: Recipe) -> list[str]:
 
 
 def chosen_request(recipe: Recipe, kept: Kept) -> Request:
-    """What is to be expanded, with the layers that a pilot chose."""
+    """The request, with the layers that a pilot chose."""
     if not recipe.chooses_layers:
         return recipe.expansion
     return replace(recipe.expansion, layers=kept.get("layers", {}).get("layers", CHOSEN))
@@ -240,7 +233,7 @@ def _plan(work: Work) -> Stage:
 
     def line(kept: Kept) -> str:
         request = chosen_request(recipe, kept)
-        options = said(request, Request(request.layers), {"layers"})
+        options = changed_options(request, Request(request.layers), {"layers"})
         running = (*_revision(recipe), *work.running("trust_remote_code"))
         return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
 
@@ -290,7 +283,7 @@ def _train(work: Work) -> Stage:
             for file in work.measured(side)
             for word in ("--eval-data", f"{side}={file}")
         ),
-        *said(work.training, TrainingSettings()),
+        *changed_options(work.training, TrainingSettings()),
         "--base-weights",
         work.taking,
         *work.running("device", "trust_remote_code"),
@@ -317,7 +310,7 @@ def _route(work: Work) -> Stage:
         work.learned,
         "-o",
         work.routed,
-        *said(recipe.routing, RouterOptions()),
+        *changed_options(recipe.routing, RouterOptions()),
         "--base-weights",
         work.taking,
     )
@@ -336,7 +329,7 @@ def _calibrate(work: Work) -> Stage:
         work.routed,
         *_texts("--old", old),
         *_texts("--new", new),
-        *said(recipe.calibration, CalibrationSettings(), {"write", "plot"}),
+        *changed_options(recipe.calibration, CalibrationSettings(), {"write", "plot"}),
         *work.running("batch_size", "dtype", "device", "trust_remote_code"),
         "--write",
         "-o",
@@ -345,13 +338,13 @@ def _calibrate(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         settings = replace(recipe.calibration, write=False, plot=drawn)
-        found = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
-        # where no setting forgets as little as was asked for, the router keeps its own
-        if found.is_within and (proposed := found.proposed.routing) is not None:
+        calibration = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
+        if calibration.is_within and (proposed := calibration.proposed.routing) is not None:
             set_routing(work.routed, proposed)
-            found = replace(found, written=True)
-        routing = found.proposed.routing if found.written else found.present.routing
-        return found, {"within": found.is_within, "router": "" if routing is None else describe_router(routing)}
+            calibration = replace(calibration, written=True)
+        routing = calibration.proposed.routing if calibration.written else calibration.present.routing
+        router = "" if routing is None else describe_router(routing)
+        return calibration, {"within": calibration.is_within, "router": router}
 
     return Stage("calibrate", lambda kept: line, [drawn], run)
 
@@ -370,9 +363,9 @@ def _evaluate(work: Work) -> Stage:
     )
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        found = evaluate([work.result], old, new, run=work.recipe.running, track=track)
-        write_json(file, _plain(found))
-        return found, _plain(found)
+        evaluation = evaluate([work.result], old, new, run=work.recipe.running, track=track)
+        write_json(file, _plain(evaluation))
+        return evaluation, _plain(evaluation)
 
     return Stage("evaluate", lambda kept: line, [file], run)
 
@@ -382,9 +375,9 @@ def _verify(work: Work) -> Stage:
     line = command("verify", work.result, *work.running("device", "trust_remote_code"), "-o", file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        found = verify(work.result, run=work.recipe.running, track=track)
-        write_json(file, _plain(found))
-        return found, _plain(found)
+        verification = verify(work.result, run=work.recipe.running, track=track)
+        write_json(file, _plain(verification))
+        return verification, _plain(verification)
 
     return Stage("verify", lambda kept: line, [file], run)
 
@@ -396,9 +389,9 @@ def _report(work: Work) -> Stage:
     line = command("report", work.result, *named, *work.running("device", "trust_remote_code"), "-o", file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        found = report(work.result, name=name, run=replace(work.recipe.running, batch_size=None), track=track)
-        write_json(file, _plain(found))
-        return found, {}
+        made = report(work.result, name=name, run=replace(work.recipe.running, batch_size=None), track=track)
+        write_json(file, _plain(made))
+        return made, {}
 
     return Stage("report", lambda kept: line, [file], run)
 

@@ -48,7 +48,7 @@ STREAMS: Mapping[Role, tuple[Stream, Stream]] = {
 
 
 def numberless(name: str) -> str:
-    """A name inside a layer with a star for each number: one for all experts."""
+    """A name inside a layer with stars for numbers, so that all experts share it."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
@@ -58,7 +58,7 @@ class Linear:
 
     Attributes:
         name: Module name inside the layer.
-        roles: What it computes; several roles are one fused projection.
+        roles: Its roles; several are one fused projection.
         inputs: Features that it reads.
         outputs: Features that it writes, for each role.
         fused_by: Rows of fused roles: all of q, then all of k, ... (`section`), or head by head: the queries that share
@@ -83,7 +83,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over all of a stream; `style` is the formula that gives what it gives."""
+    """A norm over all of a stream; `style` is its formula."""
 
     name: str
     style: NormStyle = "rms"
@@ -95,7 +95,7 @@ class InnerNorm:
 
     Attributes:
         name: Module name inside the layer.
-        stream: What it normalises.
+        stream: The stream that it normalises.
         head_axis: Axis of the heads, None for a norm over the whole projection.
         style: Its formula.
     """
@@ -121,13 +121,13 @@ class Block:
         linears: The linears that are expanded; none for "block".
         activations: Activation modules between them, of a split MLP.
         inner_norms: Norms on queries or keys, of split attention.
-        query_heads: Of split attention, otherwise 0.
-        key_value_heads: Of split attention, otherwise 0.
+        query_heads: Query heads of split attention, otherwise 0.
+        key_value_heads: Key/value heads of split attention, otherwise 0.
         head_size: Features of a head of split attention, otherwise 0.
         inner: Features inside a split MLP, otherwise 0.
         attributes: Attributes that split attention reads from itself, each to query_heads, key_value_heads or
             query_features.
-        config: The same of what it reads from its config.
+        config: Keys of the config that it reads, likewise.
         mute: Names of tensors in memory, inside the layer and `numberless`: if they are zero, the block adds nothing.
         norm: Norm of the layer whose output it reads; empty where it reads the residual stream as it is.
     """
@@ -155,14 +155,14 @@ class Block:
         return self.query_heads // max(1, self.key_value_heads)
 
     def heads_through(self, norm: InnerNorm) -> int:
-        """Heads that pass through an inner norm; of one through which queries and keys pass, those of keys."""
+        """Heads that an inner norm reads; the fewer where queries and keys share one norm."""
         heads = {"query": self.query_heads, "key_value": self.key_value_heads}
-        return min(heads[own.stream] for own in self.inner_norms if own.name == norm.name)
+        return min(heads[inner.stream] for inner in self.inner_norms if inner.name == norm.name)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of layer is made of; a model may have several.
+    """Blocks and norms of one kind of layer; a model may have several kinds.
 
     Attributes:
         blocks: Its blocks, in the order in which they run.
@@ -199,7 +199,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known about the architecture of one model.
+    """Facts about the architecture of one model.
 
     Attributes:
         model_type: `model_type` of the base model's config.json.
@@ -211,7 +211,7 @@ class Architecture:
         final_norm: Norm after the last layer, inside the base model.
         head: Name of the head's module, as in the base's files.
         kinds: The kinds of layers.
-        kind_of_layer: Of each layer, the number of its kind.
+        kind_of_layer: For each layer the number of its kind.
         padded: Modules inside the base model that add to the embeddings, such as learned positions.
         first_norms: Norms of the embeddings, inside the base model.
         enters: Whether the up stream begins in the embedding, or as zeros before the first layer ("hook"), because
@@ -223,10 +223,10 @@ class Architecture:
         weightless: Norms that have no weight: "layers.0.input_layernorm", or "norm".
         stored_as: Modules around the layers that have another name in the checkpoint's files; both inside the base
             model.
-        unread: Patterns of names of tensors that old files hold, and of which the stock class makes nothing.
+        unread: Patterns of names of tensors in old files that the stock class ignores.
         fixed_heads: Why the stock class has no form with more heads, all else equal; empty where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
-        alters_logits: Whether logits are others than the head gives, but for a cap.
+        alters_logits: Whether logits are changed after the head, other than by a cap.
         is_numbered: Whether layers compute with their number.
         keeps_batch: Whether what leaves the last norm has to be as many texts as were given.
         keeps_width: Whether what leaves the last norm has to be as wide as what entered the first layer.
@@ -293,7 +293,7 @@ class Architecture:
         return f"{self.base_model}.{self.final_norm.name}" if self.base_model else self.final_norm.name
 
     def kind(self, layer: int) -> Kind:
-        """What a layer is made of."""
+        """The kind of a layer."""
         return self.kinds[self.kind_of_layer[layer]]
 
     @property
@@ -302,7 +302,7 @@ class Architecture:
         return (self.embedding, *self.padded, *(norm.name for norm in self.first_norms), self.final_norm.name)
 
     def on_disk(self, name: str) -> str:
-        """Name of a module around the layers, as it is in files; those of a layer are asked of their kind."""
+        """Name on disk of a module around the layers; see `Kind.on_disk` for those of a layer."""
         return self.stored_as.get(name, name)
 
     @property
@@ -312,26 +312,19 @@ class Architecture:
 
     @property
     def mute_gain(self) -> int:
-        """What a norm before the residual stream stores where it gives zeros."""
+        """The weight with which a post norm gives zeros."""
         styles = [norm.style for kind in self.kinds for norm in kind.post_norms]
         return -1 if any(style.endswith("_plus_one") for style in styles) else 0
 
     def find_linear(self, module: str) -> tuple[Block, Linear] | None:
-        """Find a linear that is expanded, and its block.
-
-        Args:
-            module: Its name on disk, such as `model.layers.3.mlp.up_proj`.
-
-        Returns:
-            Both, or None where there is none of this name.
-        """
+        """Find a linear that is expanded, and its block."""
         _, _, inside = f".{module}".rpartition(f".{self.layers}.")
         number, _, name = inside.partition(".")
         if not number.isdecimal() or int(number) >= len(self.kind_of_layer):
             return None
         kind = self.kind(int(number))
-        linears = ((block, one) for block in kind.blocks for one in block.linears)
-        return next((found for found in linears if kind.on_disk(found[1].name) == name), None)
+        pairs = ((block, linear) for block in kind.blocks for linear in block.linears)
+        return next(((block, linear) for block, linear in pairs if kind.on_disk(linear.name) == name), None)
 
     @property
     def is_uniform(self) -> bool:

@@ -1,4 +1,4 @@
-"""A base model as planning sees it, checked against what its family and its config say it has to hold."""
+"""A base model as planning sees it, checked against its config and the facts about its architecture."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from scale_surgery.planning.stored import expected_shapes, find_prefix, module_p
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """What planning knows of a base model beside its config and headers; with the request, a plan follows from them.
+    """Facts about a base model beside its config and headers; with the request, a plan follows from them.
 
     Attributes:
         architecture: Facts of its architecture, as they were derived, names on disk included.
         sizes: Its sizes, by its config.
-        proof: What was proved of the facts on a tiny twin: checks, sizes of twins, versions.
-        in_memory: What transformers calls tensors when it has loaded them, where that is not their name on disk.
+        proof: The proof of the facts on a tiny twin: checks, sizes of twins, versions.
+        in_memory: Names of loaded tensors, where they differ from those on disk.
     """
 
     architecture: Architecture
@@ -57,31 +57,27 @@ class Base:
 
     @cached_property
     def prefix(self) -> str:
-        """What stands before its names on disk."""
+        """Prefix of its names on disk."""
         return find_prefix(self.architecture, self.checkpoint.tensors)
 
     @property
     def head(self) -> str:
-        """Name of the head on disk; releases of transformers name some otherwise, and a tied one is not stored."""
+        """Name of the head on disk, which may differ from the module's; a tied head is not stored."""
         embedding = f"{self.prefix}{self.architecture.embedding_weight}"
         shape = (self.sizes.vocabulary, self.sizes.hidden)
         layers = f"{self.prefix}{self.architecture.layers}."
-        found = [
+        heads = [
             name.removesuffix(".weight")
             for name, info in self.checkpoint.tensors.items()
             if info.shape == shape and name.endswith(".weight") and name != embedding and not name.startswith(layers)
         ]
-        if self.architecture.head in found or self.sizes.is_tied or not found:
+        if self.architecture.head in heads or self.sizes.is_tied or not heads:
             return self.architecture.head
-        return min(found, key=len)
+        return min(heads, key=len)
 
 
 def check_facts(facts: BaseFacts) -> None:
-    """Check that facts which were read from a file fit together.
-
-    Raises:
-        PlanError: If they do not; every problem is listed.
-    """
+    """Check that facts which were read from a file fit together."""
     kinds, numbers = facts.architecture.kinds, facts.architecture.kind_of_layer
     if len(numbers) != facts.sizes.layers or not kinds:
         raise PlanError(f"facts.architecture.kind_of_layer names {len(numbers)} layers, expected {facts.sizes.layers}")
@@ -111,22 +107,13 @@ def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:
 
 
 def check_layers(architecture: Architecture, layers: int, names: Iterable[str]) -> None:
-    """Check that there are as many layers as config.json says, before anything counts up to that number.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: Number of base layers that config.json promises.
-        names: Names of tensors.
-
-    Raises:
-        CheckpointError: If there are fewer.
-    """
+    """Check that there are as many layers as config.json says, before anything counts up to that number."""
     numbered = re.compile(rf"(?:.*\.)?{re.escape(architecture.layers)}\.(\d+)\.")
-    found = {match[1] for name in names if (match := numbered.match(name))}
-    if layers > len(found):
+    numbers = {match[1] for name in names if (match := numbered.match(name))}
+    if layers > len(numbers):
         key = architecture.keys.get("layers", "num_hidden_layers")
         raise CheckpointError(
-            f"config.json: {key} is {layers}, found tensors of {len(found)} layers. Is config.json "
+            f"config.json: {key} is {layers}, found tensors of {len(numbers)} layers. Is config.json "
             "from this checkpoint, and is the checkpoint complete?"
         )
 
@@ -139,18 +126,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """The base on which an expansion is planned: a base model, or that of an expanded folder, by itself.
-
-    Args:
-        checkpoint: The folder.
-        name: What the expansion is to be called.
-
-    Returns:
-        Config and tensors of the base alone.
-
-    Raises:
-        CheckpointError: If the folder has such an expansion, or is one to which none can be added.
-    """
+    """The base on which an expansion of this name is planned: a base model, or that of an expanded folder."""
     base = base_alone(checkpoint)
     if checkpoint.manifest is not None and name in checkpoint.manifest["expansions"]:
         raise CheckpointError(
@@ -161,7 +137,7 @@ def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def base_alone(checkpoint: Checkpoint) -> Checkpoint:
-    """Config and tensors of the base of a folder to which expansions can be added; errors as in `base_in`."""
+    """Config and tensors of the base of a folder to which expansions can be added."""
     record, path = checkpoint.manifest, checkpoint.path
     if record is None and CONFIG_KEY not in checkpoint.config:
         return checkpoint
@@ -184,18 +160,14 @@ def base_alone(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         config=config,
-        tensors={own: info for own, info in checkpoint.tensors.items() if own in names},
+        tensors={name: info for name, info in checkpoint.tensors.items() if name in names},
         shards=tuple(shard for shard in checkpoint.shards if shard in stored),
         side_files=tuple(file for file in checkpoint.side_files if file in stored),
     )
 
 
 def check_base(base: Base) -> None:
-    """Check that every tensor beside which something may be added is there, in the shape that its config says.
-
-    Raises:
-        CheckpointError: If not; every problem is listed.
-    """
+    """Check that every tensor beside which something may be added is there, in the shape that its config says."""
     if (how := quantisation_of(base)) is not None:
         raise CheckpointError(f"{base.checkpoint.path}: {how}")
     tensors, problems = base.checkpoint.tensors, _missing_biases(base)
@@ -214,17 +186,17 @@ def check_base(base: Base) -> None:
 
 
 def quantisation_of(base: Base) -> str | None:
-    """What to say of a base whose weights, beside which blocks would stand, are quantised; None where none is.
+    """The error for a base with quantised weights beside which blocks would stand; None where there are none.
 
-    Experts may be: a mixture is expanded as a block, which reads none of its weights.
+    Experts may be quantised: beside a mixture stands a small MLP, which is computed from none of its weights.
     """
-    tensors, said = base.checkpoint.tensors, base.checkpoint.config.get("quantization_config")
+    tensors, quantisation = base.checkpoint.tensors, base.checkpoint.config.get("quantization_config")
     needed = [tensors.get(name) for name in _needed_shapes(base)]
     dtypes = sorted({info.dtype for info in needed if info is not None} - {*FLOAT_DTYPES.values(), "F64"})
-    # some ways to quantise store other tensors in place of a weight
-    if not dtypes and (not isinstance(said, Mapping) or None not in needed):
+    # some quantisers store other tensors in place of a weight
+    if not dtypes and (not isinstance(quantisation, Mapping) or None not in needed):
         return None
-    method = str(said["quant_method"]) if isinstance(said, Mapping) and "quant_method" in said else ""
+    method = str(quantisation.get("quant_method", "")) if isinstance(quantisation, Mapping) else ""
     return (
         f"is quantised ({', '.join([*filter(None, [method]), *dtypes])}), expected floating-point weights, from which "
         "new blocks are computed. Expand the unquantised model; its base can be quantised while it trains: "
@@ -239,7 +211,7 @@ def _needed_shapes(base: Base) -> dict[str, tuple[int, ...]]:
 
 
 def _optional_shapes(base: Base) -> dict[str, tuple[int, ...]]:
-    """Shapes of what only some models of an architecture store: a head of its own, biases."""
+    """Shapes of tensors that only some models of an architecture store: an untied head, biases."""
     sizes, tensors, head = base.sizes, base.checkpoint.tensors, f"{base.head}.weight"
     shapes: dict[str, tuple[int, ...]] = {}
     if head in tensors or not sizes.is_tied:
@@ -252,7 +224,7 @@ def _optional_shapes(base: Base) -> dict[str, tuple[int, ...]]:
 
 
 def _missing_biases(base: Base) -> list[str]:
-    """A bias that stands in some layers of a kind must stand in all: the model has one switch for it."""
+    """Biases that some layers of a kind lack: a config has one switch for all of them."""
     architecture, tensors, problems = base.architecture, base.checkpoint.tensors, list[str]()
     for number, kind in enumerate(architecture.kinds):
         layers = [layer for layer in range(base.sizes.layers) if architecture.kind_of_layer[layer] == number]

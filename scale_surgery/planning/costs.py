@@ -1,4 +1,4 @@
-"""What an expansion costs: parameters, bytes, forward cost, training depth, and an estimate of memory."""
+"""Costs of an expansion: parameters, bytes, forward cost, training depth, and an estimate of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROCESS_BYTES = 500_000_000
 
 @dataclass(frozen=True)
 class Costs:
-    """What an expansion adds, and what it takes.
+    """Costs of an expansion.
 
     Attributes:
         parameters_before: Parameters of the base model as stored.
@@ -32,7 +32,7 @@ class Costs:
         up_stream_from: Lowest layer through which training backpropagates the up stream.
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
         peak_memory_bytes: Estimated peak memory of the expansion.
-        stock: What the stock form would cost, a plain checkpoint of the base's architecture; None where there is none.
+        stock: Cost of the stock form, a plain checkpoint of the base's architecture; None where there is none.
         stock_problems: Why there is none.
     """
 
@@ -49,17 +49,7 @@ class Costs:
 
 
 def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:
-    """Add up what a plan costs.
-
-    Args:
-        base: The base model.
-        specs: Module specifications of the plan.
-        tensors: New tensors of the plan.
-        svd: "exact" or "fast".
-
-    Returns:
-        Counts, which are exact, and an estimate of memory, which is not.
-    """
+    """Costs of a plan."""
     checkpoint = base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
     beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
@@ -87,7 +77,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
 
 
 def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> Costs:
-    """Add up what duplicated layers cost; as `count_costs`, nothing is decomposed.
+    """Costs of duplicated layers.
 
     Training reaches down to the lowest copy, which stands after the first of the chosen layers.
     """
@@ -136,7 +126,7 @@ def _peak_memory(
     for tensor in tensors:
         if tensor.init == "copy" and tensor.block == "w12":
             info = checkpoint.tensors[tensor.source]
-            # in float32 the share of one copy; of several also what keeps them apart
+            # in float32 the share of one copy; of several also the noise that keeps them apart
             matrices = 1 if tensor.elements == info.elements else 5
             working = max(working, info.elements * (DTYPE_BYTES[info.dtype] + 4 * matrices))
     return PROCESS_BYTES + working + 2 * max(shards.values(), default=0)

@@ -10,23 +10,60 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
-from scale_surgery.planning.added import NewTensor
+from scale_surgery.errors import PlanError
 from scale_surgery.planning.architecture import Architecture, Kind, numberless
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
-from scale_surgery.planning.duplicable import binding_problems, check_depth_config, per_layer_lists
 from scale_surgery.planning.method import Method, Resolved, parameters_row
 from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import FORMAT, Spec
 from scale_surgery.planning.stored import layer_path
-from scale_surgery.planning.tensors import TensorPlan
+from scale_surgery.planning.tensors import NewTensor, TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
     from scale_surgery.planning.request import Request
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A key of config.json by which layers are bound to each other or to their numbers, so that none can be copied.
+
+    Attributes:
+        key: The key.
+        reason: How it binds layers.
+        harmless: Values by which nothing is bound; a key that is missing, null, false, 0 or empty never binds.
+        switch: Key that turns it off where it is false, or None.
+    """
+
+    key: str
+    reason: str
+    harmless: tuple[object, ...] = ()
+    switch: str | None = None
+
+    def holds(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config binds its layers so."""
+        value = config.get(self.key)
+        is_on = self.switch is None or bool(config.get(self.switch, True))
+        return is_on and bool(value) and value not in self.harmless
+
+
+BINDINGS = (
+    Binding("num_kv_shared_layers", "its last layers read the key/value caches of lower ones"),
+    Binding("num_kv_reuse_layers", "its last layers read the key/value caches of lower ones"),
+    Binding("cla_share_factor", "neighbouring layers share one key/value cache", harmless=(1,), switch="use_cla"),
+    Binding("use_cross_layer_attention", "layers read the key/value caches of others"),
+    Binding("num_hidden_groups", "layers share their weights in groups"),
+    Binding("num_mem_blocks", "layers share the weights of a few blocks"),
+    Binding("hidden_size_per_layer_input", "each layer has a part of the embedding of its own"),
+    Binding("per_layer_config", "layers have sizes of their own, by their numbers"),
+    Binding("scale_attn_by_inverse_layer_idx", "each layer divides its attention by its number"),
+    Binding("scale_depth", "each layer is scaled by the number of layers"),
+)
 
 
 class Depth(Method):
@@ -89,15 +126,15 @@ class Depth(Method):
         return estimate_depth(base, specs, tensors)
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
-        """What keeps a copy from adding anything."""
+        """Tensors whose zeros keep a copy from adding anything."""
         return tuple(tensor for tensor in plan.tensors if tensor.init in ("zero", "mute"))
 
     def start(self, changed: int) -> str:
         """Whether copies still add nothing."""
         if not changed:
             return "new layers write zero"
-        found = "1 tensor of a new layer is" if changed == 1 else f"{changed} tensors of new layers are"
-        return f"{found} not as at the start"
+        tensors = "1 tensor of a new layer is" if changed == 1 else f"{changed} tensors of new layers are"
+        return f"{tensors} not as at the start"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
         """Where the copies stand, and how they begin."""
@@ -123,7 +160,7 @@ class Depth(Method):
         )
 
     def beginning(self, request: Request) -> str:
-        """What is zero, and what is copied."""
+        """Which tensors start as zeros, and which as copies."""
         return "what is added to the hidden state zero, everything else as in the layer below"
 
     def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
@@ -140,15 +177,7 @@ class Depth(Method):
 
 
 def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec:
-    """What config.json says of duplicated layers, under a key of our own that stock code does not read.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: Base layers that get a copy, ascending.
-
-    Returns:
-        Plain JSON values; `new_layers` are the positions of the copies.
-    """
+    """Specifications of duplicated layers, for the key `scale_surgery` of config.json, which stock code ignores."""
     numbering = Numbering(architecture.base_model, architecture.layers, tuple(layers))
     return {
         "format": FORMAT,
@@ -158,7 +187,7 @@ def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec
         "layers": architecture.layers,
         "expanded_layers": list(layers),
         "new_layers": list(numbering.new),
-        # which of its modules are attention and which are MLPs, for what trains alone
+        # groups of its modules, for --train-only
         "groups": _groups(architecture),
     }
 
@@ -182,15 +211,7 @@ def mute_tensors(kind: Kind) -> tuple[str, ...]:
 
 
 def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
-    """List the tensors of every copy: what writes into the residual stream begins mute, all else is copied.
-
-    Args:
-        base: The base model.
-        layers: Its layers that get a copy.
-
-    Yields:
-        The new tensors; see numbering.py for their names.
-    """
+    """The tensors of every copy: those of `mute_tensors` begin with zeros as output, all others are copies."""
     architecture, tensors = base.architecture, base.checkpoint.tensors
     for layer in layers:
         path, kind = layer_path(architecture, base.prefix, layer), architecture.kind(layer)
@@ -198,7 +219,10 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
         norms = {kind.on_disk(name) for name in (*(norm.name for norm in (*kind.pre_norms, *kind.post_norms)), *inner)}
         place, mute = f"{architecture.layers}.{layer}.", mute_tensors(kind)
         for source in (
-            info for name, info in tensors.items() if name.startswith(path) and _is_read(name, architecture)
+            info
+            for name, info in tensors.items()
+            # no module holds what only old files have
+            if name.startswith(path) and not any(re.search(pattern, name) for pattern in architecture.unread)
         ):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")
@@ -208,24 +232,11 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
             yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)
 
 
-def _is_read(name: str, architecture: Architecture) -> bool:
-    """Whether a module holds a tensor; what only old files hold learns nothing, and is not copied."""
-    return not any(re.search(pattern, name) for pattern in architecture.unread)
-
-
 def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     """Edit a base model's config.json: more layers, each copy of the type of its source, everything else as it was.
 
     Where the config leaves the types of layers to their numbers, they are written out: a copy changes the numbers
     above it. Where all layers are alike nothing is written, since a list makes some classes behave in another way.
-
-    Args:
-        config: Parsed config.json of the base.
-        specs: Result of `build_depth_specs`.
-        architecture: Facts of the architecture.
-
-    Returns:
-        The new config.
     """
     copied = specs["expanded_layers"]
     layers = len(architecture.kind_of_layer)
@@ -236,3 +247,39 @@ def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], archite
     for name, values in per_layer.items():
         edited[name] = [value for i, value in enumerate(values) for _ in range(2 if i in copied else 1)]
     return edited
+
+
+def binding_problems(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json by which layers share caches or weights, or depend on their numbers, a line each."""
+    nested = config.get("text_config")
+    places = {"config.json": config, "config.json: text_config": nested if isinstance(nested, Mapping) else {}}
+    return [
+        f"{place}: {binding.key} is {values[binding.key]!r}: {binding.reason}, so no layer can be duplicated. Use "
+        "--method scale or grow."
+        for place, values in places.items()
+        for binding in BINDINGS
+        if binding.holds(values)
+    ]
+
+
+def per_layer_lists(config: Mapping[str, Any], layers: int) -> dict[str, list[Any]]:
+    """Lists of a config.json that hold one value for each layer, by key."""
+    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
+    return {key: value for key, value in lists.items() if "layer" in key or key.endswith("_types")}
+
+
+def check_depth_config(architecture: Architecture, config: Mapping[str, Any], layers: int) -> None:
+    """Check that a config.json can describe more layers."""
+    problems = []
+    if config.get("layer_types") is not None and "layer_types" not in per_layer_lists(config, layers):
+        problems.append(
+            f"config.json: layer_types is {config['layer_types']!r}, expected a list of {layers}, one for each layer. "
+            "Is this config.json from this checkpoint?"
+        )
+    if architecture.keys.get("layers") not in config:
+        problems.append(
+            "config.json: does not say itself how many layers there are, expected a language model without a part for "
+            "images or sound. Use --method scale or grow."
+        )
+    if problems:
+        raise PlanError.from_problems(problems)

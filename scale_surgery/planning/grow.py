@@ -1,4 +1,4 @@
-"""Grow MLPs: copies of an MLP that together give what the one gave (Grow, Don't Overwrite, arXiv 2603.08647)."""
+"""Grow MLPs: the outputs of copies of an MLP add up to the original's (Grow, Don't Overwrite, arXiv 2603.08647)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from scale_surgery.planning.request import Request
 
 DEFAULT_COPIES = 2
-# beyond any model that there is
+# the largest number is beyond any model
 COPIES = Range(least=2, most=1000)
-# halving rounds nothing in them, as long as no number is as small as the smallest that they can hold
+# halving is exact in these, but for subnormal numbers
 HALVING_DTYPES = ("F32", "BF16")
-# copies that count a half each
-HALVES = 2
 
 
 class Grow(Method):
@@ -63,11 +61,11 @@ class Grow(Method):
         return [f"--copies is {request.copies}, expected {COPIES}: the original is one of them, and 1 adds nothing."]
 
     def complete(self, request: Request) -> Request:
-        """Two copies where nothing is said."""
+        """Two copies by default."""
         return replace(super().complete(request), copies=request.copies or DEFAULT_COPIES)
 
     def resolve(self, base: Base, request: Request) -> Resolved:
-        """What a grown layer adds is written by W12 of its down projection, and by nothing else."""
+        """The copies of each layer; W12 of the down projection writes their output."""
         assert request.copies is not None
         layers = select_layers(request.layers, base.sizes.layers)
         inner = copied_inner(base.architecture, layers)
@@ -75,12 +73,14 @@ class Grow(Method):
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """The inner stream alone is widened, by linears that are copies."""
-        own = resolved.widths, resolved.layers, resolved.collaboration
-        specs = build_specs(base.architecture, base.sizes, *own, name=request.name)
+        specs = build_specs(
+            base.architecture, base.sizes, resolved.widths, resolved.layers, resolved.collaboration, request.name
+        )
         trains, copies = request.variant == "grow-train", request.copies or DEFAULT_COPIES
         if "kinds" in specs:
             kinds = [
-                own | {"expanded": grown_specs(own["expanded"], copies, trains_base=trains)} for own in specs["kinds"]
+                kind | {"expanded": grown_specs(kind["expanded"], copies, trains_base=trains)}
+                for kind in specs["kinds"]
             ]
             grown: Spec = {"kinds": kinds}
         else:
@@ -88,12 +88,12 @@ class Grow(Method):
         return {**specs, **grown, "variant": request.variant, "dtype": None}
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
-        """Every new tensor: a copy that is none any more adds something else."""
+        """Every new tensor: each is a copy that has to stay one."""
         return plan.tensors
 
     def is_exact_at_init(self, plan: Plan) -> bool:
         """Two copies count a half each, and halves are exact; other shares are rounded."""
-        return plan.request.copies == HALVES and {tensor.dtype for tensor in plan.tensors} <= set(HALVING_DTYPES)
+        return plan.request.copies == 2 and {tensor.dtype for tensor in plan.tensors} <= set(HALVING_DTYPES)
 
     def start(self, changed: int) -> str:
         """Whether copies are still the base's."""
@@ -102,7 +102,7 @@ class Grow(Method):
         return "1 copy is not the base's" if changed == 1 else f"{changed} copies are not the base's"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """How many MLPs there are, and what each counts."""
+        """The number of MLPs and the share of each."""
         return [("MLPs in each", f"{plan.request.copies}, of which each counts 1/{plan.request.copies}")]
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
@@ -125,18 +125,7 @@ class Grow(Method):
 
 
 def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
-    """Inner features of the MLPs of layers, which are to be copied.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: The chosen layers.
-
-    Returns:
-        Their one width.
-
-    Raises:
-        PlanError: If one cannot be copied, or widths differ; each layer is named with the reason.
-    """
+    """Inner features of the MLPs that are copied, the same in all layers."""
     problems, widths = list[str](), set[int]()
     for layer in layers:
         blocks = [block for block in architecture.kind(layer).blocks if block.inner]
@@ -145,9 +134,9 @@ def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
             reasons = [
                 f"{block.name}: {block.reason}" for block in architecture.kind(layer).blocks if block.group == "ffn"
             ]
-            found = "; ".join(reasons) or "it has none"
+            why = "; ".join(reasons) or "it has none"
             problems.append(
-                f"--layers: layer {layer} has no MLP that can be copied ({found}). A mixture's experts are not copied: "
+                f"--layers: layer {layer} has no MLP that can be copied ({why}). A mixture's experts are not copied: "
                 "choose layers with a dense MLP, or use --method scale."
             )
     if len(widths) > 1:
@@ -158,21 +147,15 @@ def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
 
 
 def grown_specs(specs: Spec, copies: int, *, trains_base: bool) -> Spec:
-    """Make the linears of an expanded MLP those of a grown one (arXiv 2603.08647).
+    """The linears of an expanded MLP as those of a grown one (arXiv 2603.08647).
 
-    Args:
-        specs: Specifications of a layer in which the inner stream alone is widened.
-        copies: How many MLPs there are, the original included.
-        trains_base: Whether the original gate and up projection train too.
-
-    Returns:
-        The specifications. `share` is what the base product of the down projection counts, 1 over the number of
-        copies; where `trains_base` is set, a trained copy W11 takes the place of W.
+    The base product of the down projection counts a `share` of 1 / copies; `trains_base` lets trained copies W11 take
+    the place of W in gate and up projection.
     """
     share = 1 / copies
     grown: Spec = {}
     for name, spec in specs.items():
         is_down = spec["kind"] == "linear" and spec["in_features"][1]
-        own = {"share": share} if is_down else {"trains_base": trains_base}
-        grown[name] = {**spec, "kind": "grown", **own} if spec["kind"] == "linear" else spec
+        settings = {"share": share} if is_down else {"trains_base": trains_base}
+        grown[name] = {**spec, "kind": "grown", **settings} if spec["kind"] == "linear" else spec
     return grown

@@ -1,4 +1,4 @@
-"""What one way to grow a model says and does; each way is a class in a module of its own, and a row of `methods`."""
+"""The interface of a way to grow a model; each way is a class in a module of its own, and a row of `methods`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scale_surgery.planning.added import NewTensor, new_tensors
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, count_costs
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths
-from scale_surgery.planning.tensors import TensorPlan
+from scale_surgery.planning.tensors import NewTensor, TensorPlan, new_tensors
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a request comes to on a model: layers to expand, widths to add, and where W12 exists."""
+    """A request on a given model: layers to expand, widths to add, and where W12 exists."""
 
     layers: tuple[int, ...]
     widths: Widths = field(default_factory=Widths)
@@ -32,22 +31,22 @@ class Method(ABC):
     """A way to grow a model.
 
     Attributes:
-        name: What it is called in requests.
-        variants: What may train; the first is the default.
+        name: Its name in requests.
+        variants: Its variants; the first is the default.
         options: Fields of a request that have a meaning for it alone, or for it and some other.
-        verb: What it does to a layer, as a participle.
+        verb: A participle for its layers, such as "expanded".
         preserving: Variants whose base stream stays the base model's, bit for bit, however they are trained.
         adds_layers: Whether the result is a stock checkpoint of more layers, which needs no code of ours.
         starts_at_zero: Whether W12 starts at zero, so that its norm is that of its change.
-        refused: What cannot be done to its models, by the name of the operation, each with the reason.
-        about_rows: What a row of a table of tensors is, where that has to be said.
-        about_w12: What the change of W12 is; empty where it has none.
-        opening: How a model card begins, by the form of what is pushed; what is missing is said as for scale.
+        refused: Operations that its models do not allow, each with the reason.
+        about_rows: Explanation of a row in tables of tensors, if needed.
+        about_w12: Explanation of the change of W12; empty where it has none.
+        opening: First sentence of a model card, by the form of the folder; the default is that of scale.
         title: Heading of the part of a card that tells what was done.
         source: Whose idea it is.
         citation: BibTeX of the paper.
         cites: Methods whose papers a card cites.
-        about_loading: What a card adds on loading.
+        about_loading: Text of a card on loading.
     """
 
     name: ClassVar[str]
@@ -68,40 +67,36 @@ class Method(ABC):
     about_loading: ClassVar[str] = ""
 
     def problems(self, request: Request) -> list[str]:
-        """What is wrong with the values of its own options, before the model is known."""
+        """Problems with the values of its options, before the model is known."""
         return []
 
     def complete(self, request: Request) -> Request:
-        """Put in what a request leaves to its method."""
+        """Fill in the defaults of the method."""
         return replace(request, variant=request.variant or self.variants[0])
 
     def config_problems(self, config: Mapping[str, Any]) -> list[str]:
-        """What in a config.json, whatever its family, keeps a model from being grown in this way."""
+        """Problems with a config.json, whatever its family."""
         return []
 
     @abstractmethod
     def resolve(self, base: Base, request: Request) -> Resolved:
-        """Resolve a request, said in full, against a base model.
-
-        Raises:
-            PlanError: If the request does not fit the model; every problem is listed.
-        """
+        """Resolve a complete request against a base model."""
 
     @abstractmethod
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """The key `scale_surgery` of the new config.json, as plain JSON values."""
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
-        """List every tensor that its specifications add; by default what stands beside modules."""
+        """Every tensor that the specifications add; by default the tensors beside modules."""
         return new_tensors(base.architecture, base.sizes, specs, base.prefix, base.head, base.checkpoint.tensors)
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
-        """Add up what a plan costs."""
+        """Costs of a plan."""
         return count_costs(base, specs, tensors, request.svd)
 
     @abstractmethod
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
-        """New tensors that keep the output the base's as long as they are as they began."""
+        """New tensors that keep the output the base's as long as they keep their initial values."""
 
     def is_exact_at_init(self, plan: Plan) -> bool:
         """Whether the output starts as the base's bit for bit, and not only up to rounding."""
@@ -109,41 +104,31 @@ class Method(ABC):
 
     @abstractmethod
     def start(self, changed: int) -> str:
-        """What the files say of how the expansion starts.
-
-        Args:
-            changed: How many of `guards` are not as they began.
-        """
+        """How the expansion starts, given how many of `guards` changed."""
 
     @abstractmethod
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """What only plans of this method say, as rows of a table."""
+        """Rows of a plan's table that only this method has."""
 
     def stock_form(self, plan: Plan) -> str | None:
-        """What the stock form is, where nothing has to be merged for it; otherwise None."""
+        """The stock form in words, where the folder itself is one; otherwise None."""
         return None
 
     def refusal(self, operation: str) -> str | None:
-        """Why an operation makes no sense for its models, without what the message of that command begins with."""
+        """Why an operation makes no sense for its models."""
         reason = self.refused.get(operation)
         return reason and reason.removeprefix("--to fused: ")
 
     @abstractmethod
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """How a model is made, for its card.
-
-        Args:
-            request: Its request.
-            is_stock: Whether it is a stock export, which holds no base tensor by itself.
-            has_up_stream: Whether a second stream was added.
-        """
+        """How a model is made, for its card."""
 
     @abstractmethod
     def beginning(self, request: Request) -> str:
         """How the new tensors began, for a card."""
 
     def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """What was planned, as rows of a card's table."""
+        """The plan as rows of a card's table."""
         layers, groups = plan.collaboration.layers, " and ".join(plan.collaboration.groups)
         widths, costs = plan.widths, plan.costs
         return [

@@ -1,4 +1,4 @@
-"""Ways to grow a model, a row each; a new one is a module with a class of its own, and one more row here.
+"""The table of methods; a new one is a module with a class, and a row here.
 
 scale  new blocks beside the base's, in attention and MLP, with an up stream (SCALE, arXiv 2511.03270)
 grow   copies of the MLP that together give what the one gave (Grow, Don't Overwrite, arXiv 2603.08647)
@@ -18,22 +18,12 @@ DEFAULT_METHOD = Scale.name
 
 
 def variants() -> tuple[str, ...]:
-    """What may train, of all methods."""
+    """Variants of all methods."""
     return tuple(variant for method in METHODS.values() for variant in method.variants)
 
 
 def get_method(name: object) -> Method:
-    """Find a method.
-
-    Args:
-        name: What a request or a record calls it.
-
-    Returns:
-        The method.
-
-    Raises:
-        PlanError: If there is none of this name; the message lists those that are.
-    """
+    """Find a method."""
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
         raise PlanError(f"plan.request.method is {name!r}, expected one of: {', '.join(METHODS)}")
@@ -41,11 +31,7 @@ def get_method(name: object) -> Method:
 
 
 def method_of_variant(variant: object) -> Method:
-    """Find the method that a variant belongs to.
-
-    Raises:
-        PlanError: If no method has it.
-    """
+    """Find the method that a variant belongs to."""
     for method in METHODS.values():
         if variant in method.variants:
             return method
@@ -53,15 +39,6 @@ def method_of_variant(variant: object) -> Method:
 
 
 def refuse(method: Method, operation: str, title: object) -> None:
-    """Refuse an operation that makes no sense for the models of a method.
-
-    Args:
-        method: How the model was made.
-        operation: A key of `Method.refused`, such as "route".
-        title: What the model is called.
-
-    Raises:
-        PlanError: If it makes none.
-    """
+    """Refuse an operation that makes no sense for the models of a method."""
     if operation in method.refused:
         raise PlanError(f"{title}: was made by --method {method.name}. {method.refused[operation]}")

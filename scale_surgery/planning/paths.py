@@ -1,6 +1,6 @@
-"""What every path of a model passes through, and why two cannot pass.
+"""The modules that every path of a model passes through, and why a model cannot run two paths.
 
-What comes out is `base` under the key `scale_surgery` of config.json, which the exported modeling code executes.
+The result is `base` under the key `scale_surgery` of config.json, which the exported modeling code executes.
 """
 
 from __future__ import annotations
@@ -8,26 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Sizes
 from scale_surgery.planning.specs import Spec, attention_values
 
 
 def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Spec:
-    """Say what the paths of a model pass through, whatever expansions it has.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        config: Parsed config.json of the base.
-
-    Returns:
-        Names and sizes as plain JSON values; of each kind of layer the modules that a base stream passes through, and
-        the heads of its attention.
-    """
+    """Names, sizes and modules of the base, which hold whatever expansions a model has."""
     kinds = [
         {
             "modules": _modules(kind, sizes),
-            "attention": {block.name: _old_heads(block) for block in kind.blocks if block.query_heads},
+            "attention": {
+                block.name: {"heads": block.query_heads, "kv_heads": block.key_value_heads}
+                | attention_values(block, block.query_heads)
+                for block in kind.blocks
+                if block.query_heads
+            },
         }
         for kind in architecture.kinds
     ]
@@ -44,32 +39,19 @@ def base_specs(architecture: Architecture, sizes: Sizes, config: Mapping[str, An
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the language model; that of a model that sees images says it by itself."""
+    """The part of a config.json about the language model: `text_config`, or all of it."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
-def _old_heads(block: Block) -> Spec:
-    heads = {"heads": block.query_heads, "kv_heads": block.key_value_heads}
-    return heads | attention_values(block, block.query_heads)
-
-
 def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
-    """Why a model cannot be routed: blocks through which two paths cannot pass, or logits that are changed later.
-
-    Args:
-        architecture: Facts of the architecture.
-        fork: The first layer with W12, where the paths begin; None where there is none.
-
-    Returns:
-        A line for each reason.
-    """
+    """Why a model cannot be routed: blocks through which two paths cannot pass, or logits that are changed later."""
     later = "its logits are changed after the head, where a router gives out probabilities; expected logits as they are"
     shape = "what leaves its last norm has to be as many texts as were given, expected room for two paths"
     kinds = [] if fork is None else [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
     blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
-    about = [later] * architecture.alters_logits + [shape] * (architecture.keeps_batch and fork is not None)
-    return [f"{architecture.model_type}: {reason}. Use the expanded model without a router." for reason in about] + [
+    reasons = [later] * architecture.alters_logits + [shape] * (architecture.keeps_batch and fork is not None)
+    return [f"{architecture.model_type}: {reason}. Use the expanded model without a router." for reason in reasons] + [
         f"the block {block.name} ({block.kind}) stays as it is inside ({block.reason}), where one path runs; expected "
         "one that is split. Route an expansion of --variant preserve, which needs no second path there."
         for block in blocks.values()
@@ -87,18 +69,16 @@ def _stock(sections: tuple[int, ...] = ()) -> Spec:
 
 def _modules(kind: Kind, sizes: Sizes) -> Spec:
     """Modules of a layer through which a base stream passes."""
-    specs = {linear.name: _stock(_sections(linear)) for linear in kind.linears}
+    specs = {
+        linear.name: _stock(linear.outputs if len(linear.roles) > 1 and linear.fused_by == "section" else ())
+        for linear in kind.linears
+    }
     specs |= {norm.name: _stock() for norm in (*kind.pre_norms, *kind.post_norms)}
     for block in kind.blocks:
         for norm in block.inner_norms:
-            own = {"kind": "head_norm", "heads": block.heads_through(norm), "axis": norm.head_axis}
-            specs[norm.name] = _stock() if norm.head_axis is None else own
+            by_head = {"kind": "head_norm", "heads": block.heads_through(norm), "axis": norm.head_axis}
+            specs[norm.name] = _stock() if norm.head_axis is None else by_head
         specs |= {name: {"kind": "activation", "base": block.inner} for name in block.activations}
         if block.treatment == "block":
             specs[block.name] = {"kind": "block", "base": sizes.hidden, "up": 0}
     return specs
-
-
-def _sections(linear: Linear) -> tuple[int, ...]:
-    is_one = len(linear.roles) == 1 or linear.fused_by == "head"
-    return () if is_one else linear.outputs

@@ -3,8 +3,8 @@
     Request + config.json + headers  ->  Plan   (print it, save it, review it, execute it)
 
 A plan is a value: `expand` executes it. Saved as JSON it can be executed later; `load_plan` plans again from the same
-request and refuses if anything differs, so what was reviewed is what is done. Facts about the architecture come in with
-the base: they are derived from the model itself, see `deriving`.
+request and refuses if anything differs. Facts about the architecture come in with the base: they are derived from the
+model itself, see `deriving`.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES, TensorInfo
+from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
 from scale_surgery.errors import PlanError
 from scale_surgery.planning import costs
-from scale_surgery.planning.added import NewTensor
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import Base, BaseFacts, check_base, fingerprint
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, specs_of_layer
-from scale_surgery.planning.tensors import Init, TensorPlan
+from scale_surgery.planning.tensors import Init, NewTensor, TensorPlan
 
 SHARD_BYTES = 512 * 1024 * 1024
-# what names of shards of expansions begin with; the name of the expansion follows
+# start of the names of an expansion's shards; its name follows
 SHARD_STEM = "expansion-"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Base and request, of which a plan can be made again: a trainer that saves a model keeps config.json alone.
+    """Base and request, from which a plan can be made again; config.json keeps them, as all trainers save it.
 
     Attributes:
         base_name: Hub id, or name of the base model's folder.
         base_revision: Commit of the Hub repository, where known.
-        request: What was asked for.
+        request: The request.
     """
 
     base_name: str
@@ -58,11 +58,11 @@ class Plan:
         base_revision: Commit of the Hub repository, where known.
         base_fingerprint: sha256 over the base's config and the names, dtypes and shapes of its tensors.
         family: `model_type` of the base model.
-        facts: What is known of it: its architecture, sizes, and what was proved.
-        request: What was asked for.
-        widths: What is added.
+        facts: Facts about it: architecture, sizes, and their proof.
+        request: The request.
+        widths: Added widths.
         layers: Expanded layers.
-        collaboration: Where W12 exists.
+        collaboration: Layers and groups with W12.
         prefix: What stands before the base model's names on disk.
         head: Name of the head on disk.
         specs: Module specifications, the key `scale_surgery` of the new config.json.
@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def head_parts(self) -> tuple[TensorPlan, ...]:
-        """Up parts of the head: what stands neither in a layer nor in a module of the base model."""
+        """Up parts of the head: tensors neither in a layer nor in a module of the base model."""
         around = map(self.architecture.on_disk, self.specs.get("model", ()))
         inside = tuple(f"{self.prefix}{part}." for part in (self.architecture.layers, *around))
         return tuple(tensor for tensor in self.tensors if not tensor.name.startswith(inside))
@@ -145,21 +145,7 @@ class Plan:
 
 
 def plan_expansion(base: Base, request: Request, *, name: str, revision: str | None = None) -> Plan:
-    """Decide everything that an expansion will do; no weight is read.
-
-    Args:
-        base: The base model.
-        request: What the user asks for.
-        name: Hub id or folder name of the base model.
-        revision: Commit of the Hub repository, where known.
-
-    Returns:
-        The plan.
-
-    Raises:
-        PlanError: If the request does not fit the model; every problem is listed.
-        CheckpointError: If a base tensor is missing or has a wrong shape.
-    """
+    """Decide everything that an expansion will do; no weight is read."""
     request = complete(request, base.sizes.layers)
     check_base(base)
     method = METHODS[request.method]
@@ -186,15 +172,17 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
 
 
 def _place(
-    found: tuple[NewTensor, ...], request: Request, base: Base
+    added: tuple[NewTensor, ...], request: Request, base: Base
 ) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
+    """Give new tensors their dtypes, initial values and shards."""
     # a tied head has no tensor of its own on disk: it lies with the embedding
     stored = base.checkpoint.tensors
     embedding = stored[f"{base.prefix}{base.architecture.embedding_weight}"]
-    # and what stands beside quantised tensors is of the dtype of those that are not
-    beside = [_float_dtype(stored.get(tensor.source, embedding), embedding) for tensor in found]
-    dtypes = [FLOAT_DTYPES[request.dtype] for _ in found] if request.dtype else beside
-    numbers = _shard_numbers(found, dtypes)
+    sources = [stored.get(tensor.source, embedding).dtype for tensor in added]
+    # beside a quantised tensor the dtype is that of the embedding
+    beside = [dtype if dtype in FLOAT_DTYPES.values() else embedding.dtype for dtype in sources]
+    dtypes = [FLOAT_DTYPES[request.dtype] for _ in added] if request.dtype else beside
+    numbers = _shard_numbers(added, dtypes)
     count = max(numbers)
     stem = f"{SHARD_STEM}{request.name}"
     names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -209,21 +197,15 @@ def _place(
             init=_init(tensor, request, has_source=tensor.source in stored),
             source=tensor.source,
         )
-        for tensor, dtype, number in zip(found, dtypes, numbers, strict=True)
+        for tensor, dtype, number in zip(added, dtypes, numbers, strict=True)
     )
     return tensors, tuple(names)
 
 
-def _float_dtype(source: TensorInfo, other: TensorInfo) -> str:
-    return source.dtype if source.dtype in FLOAT_DTYPES.values() else other.dtype
-
-
-def _shard_numbers(found: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]:
+def _shard_numbers(added: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]:
     numbers, number, filled = [], 1, 0
-    for tensor, dtype in zip(found, dtypes, strict=True):
-        size = DTYPE_BYTES[dtype]
-        for width in tensor.shape:
-            size *= width
+    for tensor, dtype in zip(added, dtypes, strict=True):
+        size = DTYPE_BYTES[dtype] * prod(tensor.shape)
         if filled and filled + size > SHARD_BYTES:
             number, filled = number + 1, 0
         filled += size
@@ -250,11 +232,7 @@ def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Check that a plan was made for a base model.
-
-    Raises:
-        PlanError: If it was made for another.
-    """
+    """Check that a plan was made for a base model."""
     if plan.base_fingerprint != fingerprint(checkpoint):
         raise PlanError(
             f"{checkpoint.path}: is not the base model that the plan was made for, {plan.base_name}: config, or names, "

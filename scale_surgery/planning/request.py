@@ -1,4 +1,4 @@
-"""What the user asks for, and what it resolves to on a given model: layers, widths, collaboration."""
+"""The request of a user: layers, method, widths, and how new tensors start."""
 
 from __future__ import annotations
 
@@ -62,19 +62,8 @@ class Request:
 
 
 def complete(request: Request, layers: int | None = None) -> Request:
-    """Put in what a request leaves to its method: the variant, and how many copies.
-
-    Args:
-        request: What was asked for.
-        layers: Layers of the model, where it is known; then its choice of layers is checked too.
-
-    Returns:
-        The same request, said in full.
-
-    Raises:
-        PlanError: If a value is none of those that it may be, or does not belong to the method; every one is named.
-    """
-    # the command line asks the same; a Python caller may not have, and a saved plan may have been edited
+    """Check a request, and fill in the defaults of its method: the variant, and how many copies."""
+    # the command line checks the same, but Python callers and edited plans come here unchecked
     problems = problems_of(request, with_ranges=False)
     if problems:
         raise PlanError.from_problems(problems)
@@ -82,7 +71,7 @@ def complete(request: Request, layers: int | None = None) -> Request:
     problems = [*_foreign_problems(request), *method.problems(request)]
     if problems:
         raise PlanError.from_problems([*problems, *_layer_problems(request, layers)])
-    # a record gives the same number back
+    # as a record gives it back
     return method.complete(replace(request, ratio=float(request.ratio)))
 
 
@@ -95,7 +84,7 @@ def _layer_problems(request: Request, layers: int | None) -> list[str]:
 
 
 def _foreign_problems(request: Request) -> list[str]:
-    """What a request says that has no meaning for its method."""
+    """A variant of another method, and values that only other methods read."""
     facts = METHODS[request.method]
     problems = []
     if request.variant not in (None, *facts.variants):

@@ -1,7 +1,7 @@
-"""Names that an expanded folder, or what is made of one, needs for files and tensors of its own: no base may have them.
+"""Names of files and tensors that expanded folders need, and that no base may have.
 
-A base is asked for all of them before anything is written. What is made of an expanded folder later, such as a run of
-training or a composed folder, cannot rename a file of the base any more.
+A base is checked for all of them before anything is written: later commands, such as train and compose, cannot rename a
+file of the base any more.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")
 
 
 def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
-    """Check that a base has no tensor and no file of a name that is needed.
-
-    Args:
-        base: The base model.
-        tensors: The new tensors, where they are planned.
-
-    Raises:
-        CheckpointError: If it has; every one is named.
-    """
+    """Check that a base has no tensor and no file of a reserved name."""
     names = [tensor.name for tensor in tensors if tensor.name in base.tensors]
     problems = [f"{name}: the base model has a tensor of this name already." for name in names]
     problems += [
@@ -52,7 +44,7 @@ def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
 
 
 def reserved_names(base: Checkpoint) -> list[str]:
-    """Files of a base that have names which are needed."""
+    """Files of a base that have reserved names."""
     return [
         name
         for name in (*base.shards, *base.side_files)
@@ -61,7 +53,7 @@ def reserved_names(base: Checkpoint) -> list[str]:
 
 
 def name_clash(name: str) -> str:
-    """What to say of a file of a base whose name is needed."""
+    """The error for a file of a base with a reserved name."""
     return (
         f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
         "rename it."

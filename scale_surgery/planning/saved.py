@@ -1,4 +1,4 @@
-"""Plans as JSON, which hold what was decided: base, facts and request. The plan is made again of them, and reviewed."""
+"""Plans as JSON: base, facts and request, from which the plan is made again and compared."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from scale_surgery.planning.plan import Origin, Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
-# among the versions that a proof names
+# key of this package in the versions of a proof
 PACKAGE = "scale-surgery"
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What a plan in a file holds; see `Plan`."""
+    """The content of a plan file; see `Plan`."""
 
     base_name: str
     base_revision: str | None
@@ -36,43 +36,25 @@ class SavedPlan:
 
 
 def save_plan(plan: Plan, file: Path) -> None:
-    """Write what was decided as JSON."""
+    """Write a plan as JSON."""
     decided = SavedPlan(plan.base_name, plan.base_revision, plan.base_fingerprint, plan.facts, plan.request)
     write_json(file, asdict(decided))
 
 
 def read_plan(file: Path) -> SavedPlan:
-    """Read what was decided, of a plan in a file.
-
-    Args:
-        file: A plan that `save_plan` wrote.
-
-    Raises:
-        PlanError: If the file is no plan.
-    """
+    """Read a plan from a file."""
     missing = "" if file.exists() else "there is no such file, it "
     try:
         saved = read_record(read_json(file), SavedPlan)
         check_facts(saved.facts)
     except (ValueError, PlanError, CheckpointError) as error:
-        found = "" if missing else f" ({error})"
-        raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{found}. Make one with plan -o.") from error
+        reason = "" if missing else f" ({error})"
+        raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{reason}. Make one with plan -o.") from error
     return saved
 
 
 def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
-    """Check that what a file holds gives a plan that was made now; the facts may be others, if the same follows.
-
-    Args:
-        saved: Content of the file.
-        base: The base model.
-        plan: A plan that was made of it now, of the same request.
-        file: The file.
-
-    Raises:
-        PlanError: If it was made for another base model or by another release, or another plan or none follows; the
-            message names what differs, and what both were proved with.
-    """
+    """Check that a saved plan is the plan made now for the same request; its facts may be worded otherwise."""
     if (saved.base_fingerprint, saved.base_revision) != (plan.base_fingerprint, plan.base_revision):
         raise PlanError(
             f"{file}: was made for another base model, {_named(saved)}, found {_named(plan)}. Give the model that it "
@@ -87,13 +69,14 @@ def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
             f"{file}: {'; '.join(treatments)}. {made_with} What passes its proof may depend on releases and on the "
             "processor. Expand where the plan was made, or make it again with plan -o, and review it."
         )
-    there = replace(base, facts=saved.facts)
     try:
-        reviewed = plan_expansion(there, saved.request, name=plan.base_name, revision=plan.base_revision)
+        reviewed = plan_expansion(
+            replace(base, facts=saved.facts), saved.request, name=plan.base_name, revision=plan.base_revision
+        )
     except (SurgeryError, *DAMAGE) as error:
         raise PlanError(f"{file}: no plan follows from its facts ({error}). Make it again with plan -o.") from error
-    # what is known of a base may be said in other words; what follows is the same
-    names = [own.name for own in fields(Plan) if own.name != "facts"]
+    # facts may be worded otherwise, if the same plan follows
+    names = [field.name for field in fields(Plan) if field.name != "facts"]
     differing = [name for name in names if getattr(reviewed, name) != getattr(plan, name)]
     if before.get(PACKAGE) != now.get(PACKAGE):
         differing.append("the release of this program")
@@ -118,14 +101,14 @@ def _listed(versions: Mapping[str, Any]) -> str:
 
 
 def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[str]:
-    """Blocks that are treated in another way here, each with its layers."""
-    found: dict[tuple[str, str, str, str], list[int]] = {}
+    """Blocks whose treatment differs from the file, each with its layers."""
+    layers_of: dict[tuple[str, str, str, str], list[int]] = {}
     for layer in range(len(made.kind_of_layer)):
         for there, here in zip(saved.kind(layer).blocks, made.kind(layer).blocks, strict=False):
             if there.treatment != here.treatment:
                 key = here.name or here.group, there.treatment, here.treatment, there.reason or here.reason
-                found.setdefault(key, []).append(layer)
-    for (name, before, now, reason), layers in found.items():
+                layers_of.setdefault(key, []).append(layer)
+    for (name, before, now, reason), layers in layers_of.items():
         title = f"layer{'s' * (len(layers) > 1)} {format_layers(tuple(layers))}"
         yield f"{name} of {title} is treated as {before} in the file, and as {now} here ({reason})"
     if saved.enters != made.enters:
@@ -133,17 +116,8 @@ def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[str]:
 
 
 def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
-    """Read what a config.json keeps of the plan of each of its expansions, by the names that they have there.
-
-    Args:
-        config: Parsed config.json of an expanded model.
-        title: What the model is called.
-
-    Raises:
-        PlanError: If it keeps nothing of one.
-        CheckpointError: If a value is of the wrong kind.
-    """
-    found = []
+    """Base and request of each expansion in a config.json, with the names that the expansions have there."""
+    origins = []
     for number, specs in enumerate(specs_of_expansions(config[CONFIG_KEY])):
         plain, place = specs.get(ORIGIN_KEY), place_of_specs(config[CONFIG_KEY], number)
         if plain is None:
@@ -153,7 +127,7 @@ def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
             )
         with reading(Path(title) / CONFIG_FILE):
             origin = read_record(plain, Origin, f"{place}.{ORIGIN_KEY}")
-        # one that was made by itself may have got another name since
+        # an expansion may have been renamed since
         request = replace(origin.request, name=specs.get("name", origin.request.name))
-        found.append(replace(origin, request=request))
-    return found
+        origins.append(replace(origin, request=request))
+    return origins

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, counted
 from scale_surgery.fields import Range
-from scale_surgery.planning.architecture import Block, Kind, Sizes
+from scale_surgery.planning.architecture import Architecture, Kind, Sizes
 from scale_surgery.planning.base import Base
-from scale_surgery.planning.collaboration import no_up_stream, resolve_collaboration
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
-from scale_surgery.planning.specs import Spec, Widths, build_specs
+from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
     from scale_surgery.planning.request import Request
 RATIO = Range(above=0, most=4)
-# beyond any model that there is; its costs are still numbers
+# the largest is beyond any model, and its costs are still numbers
 WIDTH = Range(least=0, most=10**7)
 # inner features of an MLP over features of the residual stream
 USUAL_INNER = 4
-# a share that differs from the ratio by more than this part of it is explained
+# shares of widths that differ more from the ratio are explained
 SHARE_TOLERANCE = 0.2
 
 
@@ -74,27 +73,28 @@ class Scale(Method):
         widths = _resolve_widths(sizes, request)
         problems += _width_problems(sizes, request, widths)
         problems += _sealed_layers(base, request, layers, widths)
-        collaboration, found = resolve_collaboration(base.architecture, request, layers, widths)
-        problems += found
+        collaboration, unmet = _resolve_collaboration(base.architecture, request, layers, widths)
+        problems += unmet
         if problems:
             raise PlanError.from_problems(problems)
         return Resolved(layers, widths, collaboration)
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """Every module that is expanded, and how wide."""
-        own = resolved.widths, resolved.layers, resolved.collaboration
-        specs = build_specs(base.architecture, base.sizes, *own, name=request.name)
+        specs = build_specs(
+            base.architecture, base.sizes, resolved.widths, resolved.layers, resolved.collaboration, request.name
+        )
         kept = "float32" if request.dtype == "float32" else None
         return {**specs, "variant": request.variant, "dtype": kept}
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """W12 and the head's up part, which start at zero."""
-        # by name, as the model's classes find them: a record may say anything of their block
+        # by name, as the model's classes find them; the block in a record may be wrong
         heads = {tensor.name for tensor in plan.head_parts}
         return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
 
     def start(self, changed: int) -> str:
-        """Whether what writes into the base stream and into the logits is still zero."""
+        """Whether W12 and the head's up part are still zero."""
         if not changed:
             return "W12 and head up part are zero"
         return f"{counted(changed, 'tensor')} of W12 and the head's up part left zero"
@@ -138,12 +138,12 @@ class Scale(Method):
 
 
 def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
-    """New tensors that get no gradient, whatever trains: what they read is zero in every step.
+    """New tensors that never get a gradient, as they read zeros in every step.
 
-    Where the embedding is not widened, the up stream that enters the lowest expanded layer is zero. W12 and W22 of what
-    reads it there, such as q, k and v, read zeros, and so does the norm before them. A norm that adds a bias makes
-    something of zeros, but begins with a bias of zero, which learns only if what reads it is not zero too. Of a second
-    norm that reads the same stream nothing is said.
+    Where the embedding is not widened, zeros enter the lowest expanded layer as its up stream. W12 and W22 of the
+    linears that read them, such as q, k and v, stay as they are, and so does the norm before them. A norm with a bias
+    turns zeros into its bias, which starts at zero and learns only if W22 is not zero. A second norm that reads the
+    same stream is not listed.
     """
     first = plan.layers[0]
     kind = plan.architecture.kind(first)
@@ -157,18 +157,13 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
 
     has_bias = any(tensor.name.endswith(named(norm, "up_bias")) for tensor in plan.tensors)
     if not has_bias or plan.request.init_w22 == "zero":
-        reading = _first_blocks(kind)
+        # the first block, and those that read the same norm
+        reading = [kind.blocks[0], *(block for block in kind.blocks[1:] if block.norm and block.norm == norm)]
         linears = (linear.name for block in reading for linear in block.linears if linear.reads == "residual")
         modules |= {norm: ("up_weight", "up_bias")} | dict.fromkeys(linears, ("w12", "w22"))
         modules |= {block.name: ("w22",) for block in reading if block.treatment == "block"}
     names = tuple(named(name, part) for name, parts in modules.items() for part in parts)
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(names))
-
-
-def _first_blocks(kind: Kind) -> list[Block]:
-    """The blocks that read what enters a layer: the first, and those that read the same norm."""
-    first = kind.blocks[0]
-    return [first, *(block for block in kind.blocks[1:] if block.norm and block.norm == first.norm)]
 
 
 def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
@@ -191,29 +186,24 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
 
 
 def _shares(plan: Plan) -> str:
-    """What is added as shares of the base's widths, and why they are not the ratio that was asked for."""
+    """Added widths as shares of the base's, and why they differ from the ratio."""
     sizes, widths, request = plan.sizes, plan.widths, plan.request
     pairs = {
         "residual stream": (widths.up_width, sizes.hidden, request.up_width),
         "key/value heads": (widths.up_kv_heads, sizes.key_value_heads, request.up_kv_heads),
         "inner": (widths.up_inner_width, sizes.inner, request.up_inner_width),
     }
-    pairs = {name: own for name, own in pairs.items() if own[1]}
+    pairs = {name: (up, base, given) for name, (up, base, given) in pairs.items() if base}
     shares = ", ".join(f"{name} {up / base:.1%}" for name, (up, base, _) in pairs.items())
-    far = [name for name, (up, base, given) in pairs.items() if given is None and _is_far(up / base, request.ratio)]
-    if not far:
-        return shares
-    if not sizes.key_value_heads:
+    unexplained = {name: up / base / request.ratio for name, (up, base, given) in pairs.items() if given is None}
+    far = [name for name, factor in unexplained.items() if not 1 - SHARE_TOLERANCE <= factor <= 1 + SHARE_TOLERANCE]
+    if not far or not sizes.key_value_heads:
         return shares
     return (
         f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%} of each, but key/value heads are added "
         f"whole to {sizes.key_value_heads}, and the residual stream is made as wide as the new query heads. Other "
         "widths: --up-width, --up-kv-heads, --up-inner-width."
     )
-
-
-def _is_far(share: float, ratio: float) -> bool:
-    return not 1 - SHARE_TOLERANCE <= share / ratio <= 1 + SHARE_TOLERANCE
 
 
 def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:
@@ -239,7 +229,7 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
 
 
 def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths: Widths) -> list[str]:
-    """Layers that would get nothing, for want of heads and inner features, or of an MLP beside blocks that stay."""
+    """Layers to which these widths add nothing: they lack heads and inner features, or get no MLP beside a block."""
     if not any(asdict(widths).values()):
         return []
     closed = tuple(layer for layer in layers if not _is_open(base.architecture.kind(layer), widths))
@@ -251,7 +241,7 @@ def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths
             "it there is nothing to add. Give an --up-inner-width, or other --layers."
         ]
     return [
-        f"{no_up_stream(request)}: layers {format_layers(closed)} have neither attention that can be given new heads "
+        f"{_no_up_stream(request)}: layers {format_layers(closed)} have neither attention that can be given new heads "
         "nor an MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
     ]
 
@@ -262,3 +252,104 @@ def _is_open(kind: Kind, widths: Widths) -> bool:
     return any(
         (block.query_heads and widths.up_kv_heads) or (block.inner and widths.up_inner_width) for block in kind.blocks
     )
+
+
+def _resolve_collaboration(
+    architecture: Architecture, request: Request, layers: tuple[int, ...], widths: Widths
+) -> tuple[Collaboration, list[str]]:
+    """The layers and groups in which W12 exists, and the parts of the request that cannot be met, a line each."""
+    if request.variant == "preserve":
+        return Collaboration((), ()), _preserve_problems(request, widths)
+    problems: list[str] = []
+    chosen = layers
+    if request.collaborative_layers is not None:
+        try:
+            chosen = select_layers(
+                request.collaborative_layers, len(architecture.kind_of_layer), "--collaborative-layers"
+            )
+        except PlanError as error:
+            problems.append(str(error))
+    groups = _resolve_groups(request, widths)
+    outside = sorted(set(chosen) - set(layers))
+    if layers and outside:
+        problems.append(
+            f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
+            f"expanded layers, which are {format_layers(layers)}. Choose among those, or add to --layers."
+        )
+    problems += _sealed_problems(request, layers, chosen, groups, widths)
+    problems += [] if problems else _idle_problems(architecture, chosen, groups, widths)
+    return Collaboration(chosen, groups), problems
+
+
+def _resolve_groups(request: Request, widths: Widths) -> tuple[str, ...]:
+    if request.collaborate == "both":
+        return ("attn", "ffn")
+    if request.collaborate is not None:
+        return (request.collaborate,)
+    if widths.up_width:
+        return ("attn",)
+    # without an up stream W12 is the only way out of what is added
+    return _needed_groups(widths)
+
+
+def _needed_groups(widths: Widths) -> tuple[str, ...]:
+    return (("attn",) if widths.up_kv_heads else ()) + (("ffn",) if widths.up_inner_width else ())
+
+
+def _preserve_problems(request: Request, widths: Widths) -> list[str]:
+    problems = []
+    if widths.up_width == 0:
+        problems.append(
+            f"{_no_up_stream(request)} with --variant preserve: without an up stream, W12 is the only way out of the "
+            "new heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
+        )
+    for option, value in (
+        ("--collaborative-layers", request.collaborative_layers),
+        ("--collaborate", request.collaborate),
+    ):
+        if value is not None:
+            problems.append(f"{option} {value} with --variant preserve: it has no W12. Use --variant adapt.")
+    return problems
+
+
+def _no_up_stream(request: Request) -> str:
+    """Why there is no up stream: the up width is 0, or the heads from which it follows are."""
+    if request.up_width is None and request.up_kv_heads == 0:
+        return "--up-kv-heads is 0 (and so the up width, which is that of the new heads)"
+    return "--up-width is 0"
+
+
+def _sealed_problems(
+    request: Request, layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
+) -> list[str]:
+    if widths.up_width:
+        return []
+    problems = []
+    if set(layers) - set(chosen):
+        problems.append(
+            f"{_no_up_stream(request)}: --collaborative-layers names {format_layers(chosen)}, expected every expanded "
+            f"layer, {format_layers(layers)}. Leave the option out."
+        )
+    missing = [group for group in _needed_groups(widths) if group not in groups]
+    if missing:
+        problems.append(
+            f"{_no_up_stream(request)} and --collaborate leaves out {' and '.join(missing)}: what is added there would "
+            "have no way out. Use --collaborate both, or add nothing there."
+        )
+    return problems
+
+
+def _idle_problems(
+    architecture: Architecture, chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
+) -> list[str]:
+    """Refuse groups that none of the chosen layers has, such as attention in layers of MLPs alone."""
+    blocks = [block for layer in chosen for block in architecture.kind(layer).blocks]
+    open_groups = {block.group for block in blocks if block.treatment != "block" or widths.up_inner_width}
+    if not (chosen and groups) or open_groups & set(groups):
+        return []
+    return [
+        f"--collaborate {' and '.join(groups)}: layers {format_layers(chosen)} have nothing of that kind in which W12 "
+        "could stand, so nothing would be written into the base stream. Use "
+        + "".join(f"--collaborate {group}, " for group in sorted(open_groups))
+        + "other --collaborative-layers, or --variant preserve."
+    ]

@@ -1,4 +1,4 @@
-"""Which layers: turn what a user types, such as `20-31,-1`, into layer numbers."""
+"""Turn a selection of layers, such as `20-31,-1`, into layer numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple
 
     Layers count from zero; ranges include both ends; negative numbers count from the last layer;
     `every:n` takes layers 0, n, 2n, ...
-
-    Args:
-        text: One or more of 20-31, 7, -1, last:4, every:4, all, joined by commas.
-        num_layers: Number of layers of the model.
-        option: Name of the option, for messages.
-
-    Returns:
-        The chosen layers, ascending.
-
-    Raises:
-        PlanError: If a part is not understood, a layer is out of range or named twice, or none is left.
     """
     chosen: list[int] = []
     problems: list[str] = []
@@ -36,7 +25,7 @@ def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple
             problems.append(f"{option} {text}: {error}")
     repeated = sorted(layer for layer, count in Counter(chosen).items() if count > 1)
     if repeated:
-        problems.append(f"{option} {text}: names layer {_listed(repeated)} twice. Name each layer once.")
+        problems.append(f"{option} {text}: names layer {', '.join(map(str, repeated))} twice. Name each layer once.")
     if not chosen and not problems:
         problems.append(f"{option} {text!r}: selects no layer. Forms: {LAYER_FORMS}.")
     if problems:
@@ -70,10 +59,6 @@ def _resolve(layer: int, num_layers: int) -> int:
     if not 0 <= resolved < num_layers:
         raise ValueError(f"layer {layer} is out of range, the model has layers 0 to {num_layers - 1}.")
     return resolved
-
-
-def _listed(layers: list[int]) -> str:
-    return ", ".join(map(str, layers))
 
 
 def format_layers(layers: tuple[int, ...]) -> str:

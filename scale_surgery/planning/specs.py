@@ -1,7 +1,7 @@
 """From facts about an architecture to module specifications: which stock modules are expanded, and how wide.
 
-What comes out is what the key `scale_surgery` of config.json says of an expansion, which the exported modeling code
-executes; the tensors that belong to it are listed in `added`.
+The result stands under the key `scale_surgery` of config.json, which the exported modeling code executes; `tensors`
+lists the tensors that belong to it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm, Sizes, Stream
 
 FORMAT = 2
-# blocks that take the place of base tensors, and add nothing beside them
+# blocks that replace base tensors
 REPLACING = ("w11", "bias11")
 Spec = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Widths:
-    """What is added: features of the residual stream, key/value heads, and features inside the MLP."""
+    """Added widths: features of the residual stream, key/value heads, and features inside the MLP."""
 
     up_width: int = 0
     up_kv_heads: int = 0
@@ -54,7 +54,7 @@ class Collaboration:
 
 @dataclass(frozen=True)
 class LinearWidths:
-    """Base and up width of what a linear reads, and of what it writes for each role."""
+    """Base and up width of a linear's input, and of its output for each role."""
 
     inputs: list[int]
     outputs: list[list[int]]
@@ -66,13 +66,7 @@ class LinearWidths:
 
 
 def linear_widths(block: Block, linear: Linear, widths: Widths) -> LinearWidths:
-    """How wide a linear becomes.
-
-    Args:
-        block: The block it belongs to.
-        linear: The linear.
-        widths: What is added.
-    """
+    """How wide a linear becomes."""
     up = widths.up_streams(block)
     outputs = [[size, up[stream]] for size, stream in zip(linear.outputs, linear.writes(), strict=True)]
     return LinearWidths([linear.inputs, up[linear.reads]], outputs)
@@ -86,19 +80,7 @@ def build_specs(
     collaboration: Collaboration,
     name: str = DEFAULT_NAME,
 ) -> Spec:
-    """Say for every stock module whether and how it is expanded.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        widths: What is added.
-        layers: The expanded layers.
-        collaboration: Where W12 exists.
-        name: What the expansion is called.
-
-    Returns:
-        The module specifications as plain JSON values; where layers are of several kinds, a list of those of each.
-    """
+    """Say for every stock module whether and how it is expanded."""
     kinds, kind_of_layer = _layer_kinds(architecture, sizes, widths, layers, collaboration)
     several = {"kinds": kinds, "kind_of_layer": kind_of_layer}
     return {
@@ -119,28 +101,23 @@ def build_specs(
 def _layer_kinds(
     architecture: Architecture, sizes: Sizes, widths: Widths, layers: tuple[int, ...], collaboration: Collaboration
 ) -> tuple[list[Spec], list[int]]:
-    """What is said of layers of each kind, and which of it of each layer: those of one kind may have W12 or not."""
+    """Specifications of each kind of layer, with and without W12, and for each layer the number of its own."""
     w12 = dict.fromkeys(layers, ()) | dict.fromkeys(collaboration.layers, collaboration.groups)
-    # of a layer that is not expanded nothing is said that another of its kind does not say
-    asked = [(number, w12.get(layer, collaboration.groups)) for layer, number in enumerate(architecture.kind_of_layer)]
-    found: list[tuple[int, Spec]] = []
+    # a layer that is not expanded shares the entry of any other of its kind
+    keys = [(number, w12.get(layer, collaboration.groups)) for layer, number in enumerate(architecture.kind_of_layer)]
+    entries: list[tuple[int, Spec]] = []
     places: dict[tuple[int, tuple[str, ...]], int] = {}
-    for number, groups in sorted(set(asked)):
-        own = number, _kind_specs(architecture.kinds[number], sizes, widths, groups)
-        found += [own] * (own not in found)
-        places[number, groups] = found.index(own)
-    return [own for _, own in found], [places[key] for key in asked]
+    for number, groups in sorted(set(keys)):
+        entry = number, _kind_specs(architecture.kinds[number], sizes, widths, groups)
+        entries += [entry] * (entry not in entries)
+        places[number, groups] = entries.index(entry)
+    return [specs for _, specs in entries], [places[key] for key in keys]
 
 
 def specs_of_layer(specs: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
-    """What specifications say of one layer: "expanded", "passing" and "attention".
-
-    Args:
-        specs: Result of `build_specs`.
-        layer: Number of the layer.
-    """
-    found: Mapping[str, Any] = specs["kinds"][specs["kind_of_layer"][layer]] if "kinds" in specs else specs
-    return found
+    """The specifications of one layer: "expanded", "passing" and "attention"."""
+    of_layer: Mapping[str, Any] = specs["kinds"][specs["kind_of_layer"][layer]] if "kinds" in specs else specs
+    return of_layer
 
 
 def _norm_spec(norm: Norm, sizes: Sizes, base: int, up: int) -> Spec:
@@ -164,13 +141,17 @@ def _model_specs(architecture: Architecture, sizes: Sizes, up: int, *, is_embedd
 
 def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...]) -> Spec:
     blocks = [_block_specs(block, sizes, widths) for block in kind.blocks]
-    expanded: Spec = {name: spec for own in blocks for name, spec in own.items() if spec["kind"] in ("linear", "block")}
+    modules = {name: spec for block in blocks for name, spec in block.items()}
+    expanded: Spec = {name: spec for name, spec in modules.items() if spec["kind"] in ("linear", "block")}
     if widths.up_width:
         norms = (*kind.pre_norms, *kind.post_norms)
         expanded |= {norm.name: _norm_spec(norm, sizes, sizes.hidden, widths.up_width) for norm in norms}
-    expanded |= {name: spec for own in blocks for name, spec in own.items() if name not in expanded}
+    expanded |= {name: spec for name, spec in modules.items() if name not in expanded}
     if widths.up_width:
-        idle = _unread(kind, sizes, widths, groups) | _unwritten(kind, sizes, widths)
+        idle = _unread(kind, sizes, widths, groups)
+        # after blocks that run as they are without an MLP beside them the up part is zero
+        for name in [] if widths.up_inner_width else _norms_after_whole(kind):
+            idle[name] = {"kind": "passing", "base": sizes.hidden, "up": widths.up_width}
         expanded = {name: spec for name, spec in (expanded | idle).items() if spec}
     heads = [block for block in kind.blocks if block.query_heads] if widths.up_kv_heads else []
     attention = {block.name: _attention_spec(block, widths) for block in heads}
@@ -182,7 +163,7 @@ def _kind_specs(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...
 
 
 def _unread(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...]) -> Spec:
-    """Norms whose up part nothing would read: they and what follows them see the base stream alone."""
+    """Norms whose up part nothing would read, and their linears: these read the base stream alone."""
     specs: Spec = {}
     for norm in kind.pre_norms:
         readers = [block for block in kind.blocks if block.norm == norm.name]
@@ -194,21 +175,15 @@ def _unread(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...]) -
 
 
 def _reads_up(block: Block, widths: Widths, *, has_w12: bool) -> bool:
-    """Whether anything in a block reads the up stream: W12 of its edges, or what makes new heads or inner features."""
+    """Whether a block reads the up stream: by W12 of its edges, or for new heads or inner features."""
     if block.treatment == "block":
         return bool(widths.up_inner_width)
     linears = [linear_widths(block, linear, widths) for linear in block.linears if linear.reads == "residual"]
     return has_w12 or any(up for linear in linears for _, up in linear.outputs)
 
 
-def _unwritten(kind: Kind, sizes: Sizes, widths: Widths) -> Spec:
-    """Norms of what blocks give that run as they are, with no MLP beside them: the up part of that is zero."""
-    names = [] if widths.up_inner_width else _norms_after_whole(kind)
-    return {name: {"kind": "passing", "base": sizes.hidden, "up": widths.up_width} for name in names}
-
-
 def _norms_after_whole(kind: Kind) -> list[str]:
-    """Norms of what blocks give that run as they are; none where norms are not those of blocks, one each."""
+    """Norms after blocks that run as they are; none where norms and blocks are no pairs."""
     if len(kind.post_norms) != len(kind.blocks):
         return []
     pairs = zip(kind.post_norms, kind.blocks, strict=True)
@@ -218,17 +193,19 @@ def _norms_after_whole(kind: Kind) -> list[str]:
 def _block_specs(block: Block, sizes: Sizes, widths: Widths) -> Spec:
     up = widths.up_streams(block)
     if block.treatment == "block":
-        own = {"kind": "block", "base": sizes.hidden, "up": widths.up_width, "inner": widths.up_inner_width}
-        return {block.name: {**own, "group": block.group}} if widths.up_width else {}
+        if not widths.up_width:
+            return {}
+        sides = {"base": sizes.hidden, "up": widths.up_width, "inner": widths.up_inner_width}
+        return {block.name: {"kind": "block", **sides, "group": block.group}}
     specs: Spec = {}
     for linear in block.linears:
         wide = linear_widths(block, linear, widths)
         if wide.is_wider:
-            # where heads are mixed, new heads come after the old ones as a whole
+            # rows in order of heads: new heads come after all old ones
             is_mixed = linear.fused_by == "head"
-            outputs = [[sum(one) for one in zip(*wide.outputs, strict=True)]] if is_mixed else wide.outputs
-            own = {"kind": "linear", "group": block.group, "in_features": wide.inputs, "out_features": outputs}
-            specs[linear.name] = own
+            outputs = [[sum(sizes) for sizes in zip(*wide.outputs, strict=True)]] if is_mixed else wide.outputs
+            features = {"in_features": wide.inputs, "out_features": outputs}
+            specs[linear.name] = {"kind": "linear", "group": block.group, **features}
     specs |= _inner_norm_specs(block, sizes, up)
     return specs | ({name: {"kind": "activation", "base": block.inner} for name in block.activations if up["inner"]})
 
@@ -245,16 +222,16 @@ def _inner_norm_specs(block: Block, sizes: Sizes, up: Mapping[Stream, int]) -> S
 
 
 def _passing_specs(kind: Kind, base: int, up: int) -> Spec:
-    """The borders of the residual stream in a layer that is not expanded: base in, and zeros beside what comes out."""
+    """A layer that is not expanded: its readers see the base stream, its writers add zeros to the up stream."""
     if not up:
         return {}
-    linears = list(kind.linears)
-    readers = [norm.name for norm in kind.pre_norms] or [one.name for one in linears if one.reads == "residual"]
-    readers += kind.direct
-    writers = [norm.name for norm in kind.post_norms] or [one.name for one in linears if "residual" in one.writes()]
+    reading = [linear.name for linear in kind.linears if linear.reads == "residual"]
+    writing = [linear.name for linear in kind.linears if "residual" in linear.writes()]
+    readers = ([norm.name for norm in kind.pre_norms] or reading) + list(kind.direct)
+    writers = [norm.name for norm in kind.post_norms] or writing
     specs = {name: {"kind": "passing", "base": base, "up": 0} for name in readers}
     specs |= {name: {"kind": "passing", "base": None, "up": up} for name in writers}
-    # a block that runs as it is takes off the up stream itself, and a norm after it has zeros beside what it reads
+    # a block that runs as it is drops the up stream itself, and a norm after it reads zeros there
     whole = [block.name for block in kind.blocks if block.treatment == "block"]
     specs |= {name: {"kind": "passing", "base": base, "up": up} for name in _norms_after_whole(kind)}
     return specs | {name: {"kind": "block", "base": base, "up": up} for name in whole}
@@ -267,15 +244,7 @@ def _attention_spec(block: Block, widths: Widths) -> Spec:
 
 
 def attention_values(block: Block, query_heads: int) -> Spec:
-    """What an attention module's stock forward has to read where it has so many query heads.
-
-    Args:
-        block: The attention.
-        query_heads: Query heads in all, a multiple of those that share one key/value head.
-
-    Returns:
-        Values of the module's attributes and of its config.
-    """
+    """Attributes and config values that a stock attention has to read with so many query heads."""
     values = {
         "query_heads": query_heads,
         "key_value_heads": query_heads // block.queries_per_key_value,

@@ -1,33 +1,25 @@
-"""What modules of a base model are called in its files, and the shapes that their weights must have there."""
+"""Names on disk of the modules of a base model, and the shapes of their weights there."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from scale_surgery.planning.architecture import Architecture, Block, Linear, Sizes
+from scale_surgery.planning.architecture import Architecture, Block, Sizes
 
 
 def find_prefix(architecture: Architecture, names: Collection[str]) -> str:
-    """Find what stands before the base model's names on disk.
-
-    Args:
-        architecture: Facts of the architecture.
-        names: Names of tensors.
-
-    Returns:
-        `model.` or longer, or nothing where the base model was saved alone.
-    """
+    """The prefix of the base model's names on disk."""
     embedding, first = architecture.embedding_weight, f"{architecture.layers}.0."
     for name in sorted(names, key=len):
         prefix = name.removesuffix(embedding)
         is_whole = name.endswith(embedding) and (not prefix or prefix.endswith("."))
-        if is_whole and any(other.startswith(prefix + first) for other in names):
+        if is_whole and any(tensor.startswith(prefix + first) for tensor in names):
             return prefix
     return f"{architecture.base_model}." if architecture.base_model else ""
 
 
 def layer_path(architecture: Architecture, prefix: str, layer: int) -> str:
-    """What names of tensors of a layer begin with."""
+    """Start of the names of a layer's tensors."""
     return f"{prefix}{architecture.layers}.{layer}."
 
 
@@ -37,16 +29,7 @@ def module_path(architecture: Architecture, prefix: str, layer: int, name: str) 
 
 
 def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shapes that weights beside which something is added must have on disk, by the model that config.json makes.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        prefix: What stands before the base model's names on disk.
-
-    Returns:
-        Shapes by name; norms that have no weight are among them.
-    """
+    """Shapes that weights beside which something is added must have on disk, by the model that config.json makes."""
     hidden = (sizes.hidden,)
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}{architecture.embedding_weight}": (sizes.embedded, sizes.hidden),
@@ -57,15 +40,11 @@ def expected_shapes(architecture: Architecture, sizes: Sizes, prefix: str) -> di
         inside: dict[str, tuple[int, ...]] = {norm.name: hidden for norm in (*kind.pre_norms, *kind.post_norms)}
         for block in kind.blocks:
             inside |= {name: (size,) for name, size in _inner_norm_sizes(block).items()}
-            inside |= {linear.name: _linear_shape(architecture, linear) for linear in block.linears}
-        shapes |= {f"{module_path(architecture, prefix, layer, name)}.weight": own for name, own in inside.items()}
+            for linear in block.linears:
+                shape = (sum(linear.outputs), linear.inputs)
+                inside[linear.name] = shape[::-1] if architecture.transposed else shape
+        shapes |= {f"{module_path(architecture, prefix, layer, name)}.weight": shape for name, shape in inside.items()}
     return shapes
-
-
-def _linear_shape(architecture: Architecture, linear: Linear) -> tuple[int, ...]:
-    """Shape on disk of the weight of a linear."""
-    shape = (sum(linear.outputs), linear.inputs)
-    return shape[::-1] if architecture.transposed else shape
 
 
 def _inner_norm_sizes(block: Block) -> dict[str, int]:

@@ -9,23 +9,19 @@ from scale_surgery.planning.selection import format_layers
 
 
 def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None = None) -> list[tuple[str, str]]:
-    """How each kind of layer is expanded, and why no more of it.
-
-    Args:
-        architecture: Facts of the architecture.
-        added: New parameters of each expanded layer; then only kinds that have such layers are shown.
-
-    Returns:
-        Names and values; one row where all layers are alike and nothing stays as it is.
-    """
+    """How each kind of layer is expanded, and why no more of it."""
     rows = []
     for number, kind in enumerate(architecture.kinds):
-        own = [layer for layer, of in enumerate(architecture.kind_of_layer) if of == number]
-        chosen = own if added is None else [layer for layer in own if layer in added]
+        chosen = [
+            layer
+            for layer, kind_number in enumerate(architecture.kind_of_layer)
+            if kind_number == number and (added is None or layer in added)
+        ]
         if chosen:
             counts = sorted({added[layer] for layer in chosen}) if added is not None else []
             title = f"layer{'s' * (len(chosen) > 1)} {format_layers(tuple(chosen))}"
-            rows.append((title, _kind(kind) + _counted(counts, len(chosen))))
+            added_text = f": +{counts[-1]:,}{' each' * (len(chosen) > 1)}" if counts else ""
+            rows.append((title, _kind(kind) + added_text))
     if architecture.is_uniform:
         return [("treatment", _kind(architecture.kinds[0]))]
     return rows
@@ -37,7 +33,3 @@ def _kind(kind: Kind) -> str:
         reason = f" ({block.reason})" if block.reason else ""
         parts.append(f"{block.name or block.group} {block.treatment}{reason}")
     return ", ".join(parts)
-
-
-def _counted(counts: list[int], layers: int) -> str:
-    return f": +{counts[-1]:,}{' each' * (layers > 1)}" if counts else ""

@@ -1,6 +1,6 @@
 """Try the numbers of a router on old and on new text, and set the best: forgetting against learning.
 
-old and new text --one pass--> path_scores --every setting--> routing_sweep --the rule--> proposed --> config.json
+old and new text --one pass--> path_scores --every setting--> sweep --the rule--> proposed --> config.json
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from scale_surgery.surgery.routers import is_even, router_of, sides_of, weights_
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
 
-# what is measured on which text
+# measurement by text
 SIDES = {"old": "forgetting", "new": "learning"}
 
 
@@ -52,15 +52,15 @@ class Calibration:
 
     Attributes:
         path: The model.
-        name: What it is called.
+        name: Name of the model.
         paths: Names of the paths that the router weighs, the base's first.
-        base: What its base model scores.
-        adapt: What its adapt path alone scores; of a composed model the best path of each window.
-        present: What it scores as it was found.
-        proposed: What it scores with the setting that is to be: see `route_calibrate`.
-        best: The same with the best of the settings that are allowed; the present one may stay all the same.
-        loosest: The same with the best of all settings, whatever texts and short prompts may lose.
-        limits: What the best setting may lose, and what it must gain.
+        base: Scores of its base model.
+        adapt: Scores of its adapt path alone; of a composed model those of the best path of each window.
+        present: Scores with the setting that it had.
+        proposed: Scores with the proposed setting: see `route_calibrate`.
+        best: Scores with the best allowed setting, even where the present one stays.
+        loosest: Scores with the best of all settings, without limits on texts and short prompts.
+        limits: Limits of the best setting, and its needed gain.
         needed_gain: Nats per token that the best must learn more than the present one, to replace it.
         is_within: Whether the proposed setting forgets at most `most_forgetting`.
         outcomes: Every setting in the order of its numbers, those named above among them.
@@ -69,8 +69,8 @@ class Calibration:
         new: Files of new text.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: What weights were cast to, or None where they stayed as stored.
-        plot: Where it was drawn, or None.
+        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        plot: File of the figure, or None.
         written: Whether the proposed setting was written into the model; not where it was there already.
     """
 
@@ -138,15 +138,15 @@ def route_calibrate(
     """Sweep the threshold of a cosine router, or prior and switch rate of a posterior one, and propose the best.
 
     The best setting is the one that learns most among those that forget at most `most_forgetting`; where there is
-    none, the one that forgets least. Settings are left out with which any text, or a short prompt, may lose more than
-    now, unless that is asked for, and the present one is only changed for a gain that matters: see
-    `CalibrationSettings`. Of equal ones the present wins, then the default. Nothing is written unless all went well.
+    none, the one that forgets least. Settings with which a text or a short prompt may lose more than now are left out
+    unless they are allowed, and the present one is only replaced for a gain that matters: see `CalibrationSettings`. Of
+    equal ones the present wins, then the default. Nothing is written unless all went well.
 
     Args:
         routed: Folder of a routed checkpoint, or a composed folder.
-        old: A file or saved dataset that tells what the base knows, or several, as for `data.read_documents`.
-        new: The same with what was to be learned.
-        settings: What may be lost, and what is written.
+        old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
+        new: New text, which was to be learned, likewise.
+        settings: Limits, and what is written.
         sequence_length: Most tokens that are read at once; by default the context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
         run: How the model runs: device, dtype, trust_remote_code, batch_size.
@@ -216,7 +216,7 @@ def _say_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> str:
 
 
 def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
-    """How a model routes, as its config.json says, and names of what the router weighs."""
+    """The router in a model's config.json, and the names of its paths."""
     specs = open_checkpoint(folder).config.get("scale_surgery")
     if specs is None:
         raise CheckpointError(
@@ -230,7 +230,7 @@ def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
 
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
-    """Refuse before any work what could not be written after it."""
+    """Check before any work that the outputs can be written."""
     problems = output_file_problems([plot], [folder, *texts])
     if write:
         read_manifest(folder)
@@ -293,7 +293,7 @@ def _write(result: Calibration) -> None:
     try:
         with ExitStack() as stack:
             if result.plot is not None:
-                # it gets its name when the setting is written
+                # the file gets its name once the setting is written
                 plot_calibration(result, stack.enter_context(finished_file(result.plot)))
             if result.written:
                 assert result.proposed.routing is not None

@@ -1,4 +1,4 @@
-"""Which setting of a router is the best: learning, within limits on what may be lost, for a gain that matters.
+"""Choose the best setting of a router: most learning, within limits of forgetting, for a gain that matters.
 
 every setting --bound, short prompts--> allowed --forgetting--> learns most --gain--> proposed, or the present one
 """
@@ -16,7 +16,7 @@ from scale_surgery.fields import NO_OPTION, Range, problems_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.outcome import Outcome
 
-# nats per token of old text that are not worth keeping: what may be forgotten, and what is no loss of short prompts
+# nats per token of old text that may be forgotten, also on short prompts
 NEGLIGIBLE = 0.02
 # logarithms of the same number may differ by this
 ROUNDING = 1e-9
@@ -54,7 +54,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the best setting may lose, in nats, and what it must gain.
+    """Limits of the best setting in nats, and its needed gain.
 
     Attributes:
         forgetting: Most per token of old text.
@@ -80,8 +80,7 @@ class Limits:
         if self.short is not None:
             return outcome.short.forgetting <= self.short
         change = outcome.short.change
-        # few texts must not pass because they show little: what is lost at the worst has to be negligible. One text
-        # alone does not tell its worst, so it may lose nothing
+        # loss plus error has to be negligible, so that few texts do not pass by chance; one text may lose nothing
         return change.value + change.noise <= NEGLIGIBLE if math.isfinite(change.noise) else change.value <= 0.0
 
     def allows(self, outcome: Outcome) -> bool:
@@ -91,13 +90,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class RouterChoice:
-    """What was chosen.
+    """The chosen settings.
 
     Attributes:
         proposed: The setting to be: the best, or the present one where that gains too little.
         best: Of the settings that are allowed, the one that learns most among those that forget little enough; where
             there is none, the one that forgets least.
-        loosest: The same of all settings, whatever texts and short prompts may lose.
+        loosest: The best of all settings, without limits on texts and short prompts.
         needed: Nats per token that the best must learn more than the present setting, to replace it.
     """
 
@@ -108,15 +107,7 @@ class RouterChoice:
 
 
 def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
-    """What a user asks for, and for the rest what the present setting keeps.
-
-    Args:
-        settings: What was asked for.
-        present: How the model routes.
-
-    Raises:
-        PlanError: If a number is out of range, or a bound is asked of a router that has none.
-    """
+    """Limits of the user, and those of the present setting for the rest."""
     problems = problems_of(settings)
     asked = {"--bound": settings.bound, "bound_per_token": settings.bound_per_token}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -136,16 +127,7 @@ def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
 
 
 def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> RouterChoice:
-    """Choose the best setting, and whether it is worth a change.
-
-    Args:
-        outcomes: What settings score, the present one first, then the preferred of equal ones.
-        limits: What may be lost, and what must be gained.
-        adapt: What the adapt path alone scores.
-
-    Raises:
-        PlanError: If no setting keeps what was asked for.
-    """
+    """Choose the best allowed setting, and keep the present one where the gain is too small."""
     present, allowed = outcomes[0], [outcome for outcome in outcomes if limits.allows(outcome)]
     if not allowed:
         raise PlanError.from_problems(list(_say_lowest(outcomes, limits)))
@@ -157,15 +139,7 @@ def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Route
 
 
 def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
-    """The one that learns most among those that forget little enough, or else the one that forgets least.
-
-    Args:
-        outcomes: What settings score, the preferred of equal ones first.
-        most_forgetting: Nats per token that may be lost against the base.
-
-    Returns:
-        One of them.
-    """
+    """The outcome that learns most within the limit of forgetting, or else forgets least."""
     within = [outcome for outcome in outcomes if outcome.forgetting <= most_forgetting]
     if within:
         return max(within, key=lambda outcome: (outcome.learning, -outcome.forgetting))
@@ -173,7 +147,7 @@ def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
 
 
 def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
-    """What settings could keep, where none keeps what was asked for."""
+    """Errors where no setting is allowed, with the lowest values that settings reach."""
     within = [outcome for outcome in outcomes if limits.keeps_bound(outcome)]
     if within:
         lowest = min(within, key=lambda outcome: outcome.short.forgetting)
@@ -190,7 +164,7 @@ def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
 
 
 def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
-    """What bounds there are, where none is as low as was asked for, or no setting has both."""
+    """Errors where no setting keeps the bounds, with the lowest bounds."""
     by_text = min(outcomes, key=lambda outcome: outcome.bound or 0.0)
     by_token = min(outcomes, key=lambda outcome: outcome.bound_per_token or 0.0)
     unmet = [
@@ -208,7 +182,7 @@ def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[s
 
 
 def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:
-    """The options with which a setting that is not allowed would be chosen."""
+    """The options that would allow a setting."""
     words = [
         _option("--bound ", outcome.bound, limits.bound),
         _option("--set bound_per_token=", outcome.bound_per_token, limits.bound_per_token),
@@ -239,7 +213,7 @@ def _option(name: str, value: Any, most: Any) -> str:
 
 
 def _round_up(number: float) -> float:
-    """Three figures after what is lost to the next: a limit that is written so still holds for the number."""
+    """Round up to three figures, so that the number stays within a limit that is written so."""
     digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
     scale: float = 10.0**digits
     return math.ceil(number * scale) / scale

@@ -1,25 +1,63 @@
-"""What a model scores with one setting of its router, beside what its base scores."""
+"""Scores of a model with one setting of its router against its base, with their standard error over texts."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.modeling.expanded_routers import Router
-from scale_surgery.routing.noise import MeanWithError
 from scale_surgery.running.loss import Measurement
 from scale_surgery.surgery.routers import numbers_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# standard errors within which a difference may be chance
+ERRORS = 2.0
+
+
+@dataclass(frozen=True)
+class MeanWithError:
+    """A mean over texts.
+
+    Attributes:
+        value: The mean, nats per token.
+        error: Its standard error over texts; infinity where there is one text alone, which tells nothing of others.
+    """
+
+    value: float
+    error: float
+
+    @property
+    def noise(self) -> float:
+        """The difference that may be chance, nats per token."""
+        return ERRORS * self.error
+
+
+def mean_with_error(nats: Tensor, tokens: Tensor) -> MeanWithError:
+    """Mean per token over texts, and its standard error as that of a ratio of two sums.
+
+        m = sum_i d_i / sum_i n_i,    error = sqrt(N / (N - 1) sum_i (d_i - m n_i)^2) / sum_i n_i
+
+    Two settings read the same texts, so the error of their difference is that of a paired comparison.
+    """
+    total, texts = float(tokens.sum()), int((tokens > 0).sum())
+    value = float(nats.sum()) / total
+    rest = float((nats - value * tokens).square().sum())
+    return MeanWithError(value, math.sqrt(rest * texts / (texts - 1)) / total if texts > 1 else math.inf)
 
 
 @dataclass(frozen=True)
 class ShortPrompt:
-    """What old texts look like to a model that has read so few tokens of them.
+    """Continuations of old texts after a few tokens.
 
     Attributes:
         tokens: Tokens that were read, a start token among them.
         texts: Old texts that are longer.
         weight: Mean weight of the adapt path in what is said next.
-        forgetting: How much higher than the base's the loss on the next token is, nats.
+        forgetting: Loss on the next token minus that of the base, nats.
     """
 
     tokens: int
@@ -30,7 +68,7 @@ class ShortPrompt:
 
 @dataclass(frozen=True)
 class ShortPrompts:
-    """What becomes of short prompts: the beginnings of old texts.
+    """Scores on short prompts, the beginnings of old texts.
 
     Attributes:
         lengths: By the number of tokens that were read, ascending.
@@ -49,15 +87,15 @@ class Outcome:
 
     Attributes:
         routing: The setting; None for the base model and for the adapt path alone.
-        old: What it scores on old text.
-        new: The same on new text.
+        old: Score on old text.
+        new: Score on new text.
         forgetting: Its nats per token on old text minus those of the base.
         learning: The base's nats per token on new text minus its own.
         kept: Learning as a share of what the adapt path alone learns; None where that learns nothing.
         routed_old: Routed share of old text: the mean weight of the adapt path over the scored tokens.
-        routed_new: The same of new text.
+        routed_new: Routed share of new text.
         gain: Learning minus that of the present setting, and the error of it over texts.
-        short: What becomes of short prompts.
+        short: Scores on short prompts.
     """
 
     routing: Router | None
@@ -78,7 +116,7 @@ class Outcome:
 
     @property
     def bound(self) -> float | None:
-        """Nats that a text may lose, whatever it says: against the base, or the best of many paths; see the setting."""
+        """Most nats that any text may lose against the base, or the best of many paths; see the setting."""
         return None if self.routing is None else self.routing.bound
 
     @property

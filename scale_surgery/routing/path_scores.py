@@ -1,4 +1,4 @@
-"""What all paths of a model say of a text, noted in one pass; from it follows what any router would score.
+"""Scores of all paths of a model on a text, from one forward pass; any router's loss follows from them.
 
 text   --forward pass-->     log-probability of each token on every path, and what a router reads  `read_paths`
 these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers        `measure_batches`
@@ -22,8 +22,8 @@ from scale_surgery.running.loss import Measurement
 from scale_surgery.running.sequences import PROMPT, Sequences
 from scale_surgery.running.texts import collate, pad
 
-# numbers of windows that are weighed together: each batch costs a walk through its longest window
-TOGETHER = 2**22
+# most numbers of a batch; each batch costs a walk through its longest window
+BATCH_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,7 @@ class Answers:
 
 
 def joined_answers(parts: Sequence[Answers], rows: Sequence[int] | None = None) -> Answers:
-    """Answers of several parts as one.
-
-    Args:
-        parts: What was found in each.
-        rows: Of each part the number that its first row has now; by default all parts are of the same rows.
-    """
+    """Answers of several parts as one."""
     moved = [0] * len(parts) if rows is None else rows
     parts = [replace(part, row=part.row + first) for part, first in zip(parts, moved, strict=True)]
     if not parts:
@@ -67,7 +62,7 @@ def joined_answers(parts: Sequence[Answers], rows: Sequence[int] | None = None) 
 
 @dataclass(frozen=True)
 class PathBatch:
-    """What all paths say of some windows, on the CPU.
+    """Scores of all paths on some windows, on the CPU.
 
     Attributes:
         scores: Scores of each token but the first (b, t - 1), routed as the model's own router does.
@@ -81,10 +76,9 @@ class PathBatch:
 
 
 class PathObserver(Observer):
-    """Notes beside what a router weighs the cosine of two paths, and what decides about first tokens of answers.
+    """Records the cosine of two paths, and the weights with which first tokens of answers are the most likely.
 
-    A mixture of many paths gives the largest probability at weights that no two numbers tell, so there nothing is noted
-    of answers.
+    With more paths these weights are no interval, so answers are recorded for two paths only.
     """
 
     def __init__(self, router: Any, labels: Tensor) -> None:
@@ -93,7 +87,7 @@ class PathObserver(Observer):
         self.answers: list[Answers] = []
 
     def read_logits(self, features: Any) -> tuple[list[Tensor], Tensor | None]:
-        """What the router reads, and of two paths the cosine of their base logits."""
+        """The input of the router, and for two paths the cosine of their base logits."""
         sides, observed = self.router.read_logits(features)
         start, self.done = self.done, self.done + sides[0].shape[1]
         if len(sides) != 2:
@@ -125,17 +119,10 @@ class PathObserver(Observer):
 
 
 def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the weights of the second path with which a token is the most likely one of the mixture.
+    """Smallest and largest weight of the second path with which each target is the mixture's most likely token.
 
-    What the token is ahead of another is a line over the weight, so each other token bounds the weight from one side.
-
-    Args:
-        first: Logits of the first path (n, v).
-        second: Logits of the second path (n, v).
-        targets: Token ids (n,).
-
-    Returns:
-        Smallest and largest weight (n,), float64; the largest is below the smallest where there is none.
+    Logits are (n, v), targets (n,), weights (n,) in float64; the largest is below the smallest where there is none. The
+    lead of a token over another is linear in the weight, so each other token bounds the weight from one side.
     """
     at_zero, at_one = (
         likely.gather(1, targets[:, None]) - likely
@@ -152,17 +139,7 @@ def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Ten
 def read_paths(
     model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress
 ) -> tuple[PathBatch, ...]:
-    """Read token sequences once, in the order of `reading_order`, in the batches of `loss.measure`.
-
-    Args:
-        model: A model in evaluation mode that routes, on any device.
-        sequences: What to read and what to score.
-        batch_size: Sequences in one forward pass.
-        advance: Called with the tokens done after each pass.
-
-    Returns:
-        What the paths say; batches of several passes are joined.
-    """
+    """Read token sequences once, in the order of `reading_order`, in the batches of `loss.measure`."""
     order = reading_order(sequences)
     batches = []
     for start in range(0, len(order), batch_size):
@@ -188,7 +165,7 @@ def _read_batch(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> PathBatch:
 
 
 def _scores_of(scores: Sequence[TokenScores], make: Callable[[Sequence[Tensor]], Tensor]) -> TokenScores:
-    """Scores whose numbers are made of the same ones of others, which may be of a class of the model's folder."""
+    """Combine scores field by field; they may be of a class of the model's folder."""
     *numbers, observed = zip(*scores, strict=True)
     base, sides, weights, routed = map(make, numbers)
     return TokenScores(base, sides, weights, routed, None if observed[0] is None else make(observed))
@@ -199,7 +176,7 @@ def _joined(batches: Sequence[PathBatch]) -> Iterator[PathBatch]:
     group: list[PathBatch] = []
     for batch in batches:
         windows = sum(len(item.is_scored) for item in (*group, batch))
-        if group and windows * group[0].scores.sides[0].numel() > TOGETHER:
+        if group and windows * group[0].scores.sides[0].numel() > BATCH_NUMBERS:
             yield _join(group)
             group = []
         group.append(batch)
@@ -221,7 +198,7 @@ def _join(batches: Sequence[PathBatch]) -> PathBatch:
 
 @dataclass(frozen=True)
 class PathLosses:
-    """What texts score with one setting.
+    """Losses of texts with one setting.
 
     Attributes:
         total: The sums.
@@ -246,22 +223,18 @@ class PathLosses:
         return self.routed / self.total.scored
 
     def by_text(self, numbers: Sequence[int]) -> PathLosses:
-        """The same with the windows of a text as one: what follows in a text is no new sample.
-
-        Args:
-            numbers: Of which text each window is, from 0.
-        """
+        """The same with all windows of a text as one, since they are no independent samples."""
         texts = torch.tensor(numbers)
         nats, scored = (part.new_zeros(max(numbers) + 1).index_add(0, texts, part) for part in (self.nats, self.scored))
         return replace(self, nats=nats, scored=scored)
 
 
-# how a batch is routed: its scores with what comes out and the weights of the paths
+# routes a batch: its scores with routed output and weights of the paths
 Weigh = Callable[[PathBatch], TokenScores]
 
 
 def routed_by(router: Any) -> Weigh:
-    """Route as a router does that gives out the same paths, with any numbers."""
+    """Route by a router of the same paths, with any numbers."""
 
     def by_router(batch: PathBatch) -> TokenScores:
         scores = batch.scores
@@ -274,7 +247,7 @@ def routed_by(router: Any) -> Weigh:
 
 def weigh_base(batch: PathBatch) -> TokenScores:
     """Route everything to the base model."""
-    # what a cosine router gives out on the preserve side is not the base model alone
+    # the preserve side of a cosine router is not the base model alone
     return _alone(batch, torch.zeros(len(batch.is_scored), dtype=torch.long))._replace(routed=batch.scores.base)
 
 
@@ -308,15 +281,7 @@ def weight_of(scores: TokenScores) -> Tensor:
 
 
 def measure_batches(batches: Sequence[PathBatch], weigh: Weigh) -> PathLosses:
-    """What texts that were read score.
-
-    Args:
-        batches: What the paths say.
-        weigh: How they are routed.
-
-    Returns:
-        The sums, and those of each window.
-    """
+    """Losses of texts with one routing."""
     parts = [_measure(batch, weigh(batch), is_base=weigh is weigh_base) for batch in batches]
     return PathLosses(
         total=sum((part.total for part in parts), Measurement(0.0, 0, 0, 0)),

@@ -1,4 +1,4 @@
-"""What is known of each token that a routed model read; see `route_report`."""
+"""Records of `route_report`: each token, document and file that a routed model read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIGITS = 6
 
 
 def rounded(number: float) -> float:
-    """A number of a token as it is written."""
+    """A number of a token, rounded for writing."""
     return float(f"{number:.{DIGITS}g}")
 
 
@@ -30,8 +30,8 @@ class TokenRoute:
 
     Attributes:
         position: Its place in the document, from 0.
-        text: What it reads as; a character that is split over several tokens stands at one of them.
-        piece: How the tokenizer's vocabulary spells it.
+        text: Its text; a character that is split over several tokens stands at one of them.
+        piece: Its spelling in the tokenizer's vocabulary.
         id: Its id.
         is_counted: Whether totals count it; they leave out prompts, start tokens and the first token, which nothing
             predicts.
@@ -101,15 +101,15 @@ class RouteReport:
     """The result of `route_report`.
 
     Attributes:
-        model: What the model is called.
-        base: What its base model is called.
-        routing: How it routes.
+        model: Name of the model.
+        base: Name of its base model.
+        routing: Its router.
         paths: Names of the paths that the router weighs: the base, or `preserve side` where an up stream goes with it,
             and the expansions. Numbers of paths are in this order.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: What weights were cast to, or None where they stayed as stored.
-        files: What happened on each file.
+        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        files: Totals and tokens of each file.
     """
 
     model: str
@@ -160,15 +160,7 @@ class RouteReport:
 
 
 def token_of(place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float]) -> TokenRoute:
-    """What is known of a token.
-
-    Args:
-        place: Its place in the document.
-        names: What it reads as, its piece and its id.
-        is_counted: Whether totals count it.
-        scores: Its log-probability under the base and under what comes out, the cosine, NaN where there is none, its
-            log-probability on each path, and the weight of each.
-    """
+    """The record of a token."""
     if not place:
         return TokenRoute(place, *names, is_counted)
     base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))

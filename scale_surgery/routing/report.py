@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """A file as the model reads it.
-
-    Attributes:
-        file: Its name.
-        documents: Its documents.
-        sequences: Their tokens, a sequence each; labels are negative where totals do not count.
-        windows: The same in overlapping windows; labels are negative where a token was in the window before.
-    """
+    """A file: its documents, each as one sequence, and the windows in which they are read."""
 
     file: str
     documents: Sequence[Document]
@@ -59,11 +52,11 @@ def route_report(
     revision: str | None = None,
     track: Track = no_track,
 ) -> RouteReport:
-    """Show for each token of texts what each path of a routed model makes of it, and which it came from.
+    """Show each token of texts with its log-probability on each path of a routed model, and the weights of the paths.
 
     Args:
         model: A routed model, a folder or Hub id.
-        texts: A file or saved dataset, or several, as for `data.read_documents`.
+        texts: A file or saved dataset, or several, as for `documents.read_documents`.
         sequence_length: Most tokens that are read at once; by default the model's context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
         run: How the model runs: device, dtype, trust_remote_code, batch_size.
@@ -101,7 +94,7 @@ def write_tokens(report: RouteReport, file: Path) -> None:
 
 
 def _read_routing(model: str | Path, revision: str | None) -> tuple[Router, tuple[str, ...]]:
-    """How a model's config.json says that it routes, and names of what the router weighs."""
+    """The router in a model's config.json, and the names of its paths."""
     _, checkpoint = open_model(model, revision)
     specs = checkpoint.config.get("scale_surgery")
     if specs is None:

@@ -1,4 +1,4 @@
-"""The beginnings of texts: what a model says next after one token, two, and so on, before a router knows the text."""
+"""Short prompts: how a model continues the first tokens of texts, before a router knows the text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from scale_surgery.routing.noise import mean_with_error
-from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts
+from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts, mean_with_error
 from scale_surgery.routing.path_scores import PathBatch, Weigh, weight_of
 from scale_surgery.running.sequences import Sequences
 
@@ -20,11 +19,11 @@ LONGEST = 8
 
 @dataclass(frozen=True)
 class Beginnings:
-    """What becomes of each short prompt with one setting; all (texts, LONGEST), zero where a text is shorter.
+    """Each short prompt with one setting; tensors are (texts, LONGEST), zero where a text is shorter.
 
     Attributes:
         is_read: Where there is a next token.
-        lost: How much higher than the base's the loss on it is, nats, float64.
+        lost: Loss on it minus that of the base, nats, float64.
         weight: Weight of all paths but the base's there, float64.
     """
 
@@ -34,14 +33,7 @@ class Beginnings:
 
 
 def beginnings(texts: Sequences) -> Sequences:
-    """The first tokens of each text, with one more that the longest short prompt predicts; prompts are scored too.
-
-    Args:
-        texts: A sequence a document.
-
-    Returns:
-        As many sequences.
-    """
+    """The first tokens of each text, with one more that the longest short prompt predicts; prompts are scored too."""
     ids = [texts.ids[start : min(start + LONGEST + 1, end)] for start, end in pairwise(texts.starts)]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0).tolist()
     joined = torch.cat(ids)
@@ -49,15 +41,7 @@ def beginnings(texts: Sequences) -> Sequences:
 
 
 def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
-    """Route short prompts.
-
-    Args:
-        batches: What the paths say of the beginnings of texts.
-        weigh: How they are routed.
-
-    Returns:
-        Loss, and weight of all paths but the base's, prompt by prompt.
-    """
+    """Route short prompts."""
     parts = []
     for batch in batches:
         scores, is_read = weigh(batch), batch.is_scored
@@ -68,17 +52,10 @@ def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
 
 
 def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPrompts:
-    """Compare short prompts with what becomes of them now.
+    """Means of short prompts by length and over all, and their change against the present setting.
 
-    The next token is one of an old text, which the base knows: the mean of what is lost on it estimates
+    The next token is from an old text, which the base knows, so the mean loss against the base estimates
     KL(base || routed).
-
-    Args:
-        beginnings: What becomes of them with a setting.
-        present: The same with the present one.
-
-    Returns:
-        Means by length and over all, and the loss against that of the present setting.
     """
     texts = beginnings.is_read.sum(0).tolist()
     sums = zip(texts, beginnings.weight.sum(0).tolist(), beginnings.lost.sum(0).tolist(), strict=True)

@@ -1,38 +1,42 @@
-"""What a model scores with each setting of its router on old and on new text, which it reads once."""
+"""Score every router setting that is worth trying on old and new text, which the model reads once.
+
+cosine      the paper's threshold, round ones, and quantiles of the cosines of the text
+posterior   weights of the base, times ways to split the rest, times switch rates
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.eval_targets import Subject
-from scale_surgery.modeling.expanded_routers import Router
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.progress import Progress, Track, no_progress
-from scale_surgery.routing.noise import mean_with_error
-from scale_surgery.routing.outcome import Outcome
-from scale_surgery.routing.settings import settings_of
+from scale_surgery.routing.outcome import Outcome, mean_with_error
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import describe_router
+from scale_surgery.surgery.routers import describe_router, is_even
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch, PathLosses, Weigh
     from scale_surgery.routing.short_prompts import Beginnings
     from scale_surgery.running.sequences import Sequences
 
+# of equal settings the first wins, so defaults and round numbers come first
+PRIORS = (0.5, 0.2, 0.8, 0.05, 0.95, 0.01, 0.99)
+SWITCH_RATES = (0.01, 0.0, 0.001, 0.1, 0.003, 0.03, 0.0001)
+THRESHOLDS = (0.5, 0.0, -1.0, 1.0, 0.25, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+# logits of two paths are similar almost everywhere, so most cosines lie near 1, where round numbers are far apart
+SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a model scores.
-
-    Attributes:
-        base: What its base model scores.
-        adapt: What its adapt path alone scores; of many paths the best one of each window.
-        outcomes: What it scores with each setting, in the order in which they were given.
-    """
+    """Scores of the base, of the adapt path (of many paths the best of each window), and of each setting, in order."""
 
     base: Outcome
     adapt: Outcome
@@ -41,14 +45,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTexts:
-    """What a model reads.
-
-    Attributes:
-        old: Windows of old texts.
-        new: Windows of new texts.
-        short: The beginnings of old texts.
-        numbers: Of which new text each of its windows is, from 0.
-    """
+    """Windows of old and new texts, beginnings of old texts, and for each new window the number of its text, from 0."""
 
     old: Sequences
     new: Sequences
@@ -59,22 +56,7 @@ class SweepTexts:
 def sweep_model(
     subject: Subject, texts: SweepTexts, present: Router, run: RunOptions, track: Track, *, has_several: bool
 ) -> Sweep:
-    """Let a model read old and new text, and measure every setting that is worth trying.
-
-    Args:
-        subject: The model.
-        texts: What it reads.
-        present: How it routes now.
-        run: How it runs: device, dtype, trust_remote_code, batch_size.
-        track: Makes progress bars.
-        has_several: Whether it has several expansions: then the best path of each window stands beside the base.
-
-    Returns:
-        What it scores, the present setting first.
-
-    Raises:
-        CheckpointError: If it cannot be loaded, or a loss is not finite.
-    """
+    """Read old and new text once, and score every setting that is worth trying, the present one first."""
     from scale_surgery.routing.path_scores import adapt_alone, best_alone, read_paths, reading_order
 
     numbers = tuple(texts.numbers[row] for row in reading_order(texts.new))
@@ -103,17 +85,7 @@ def _check_finite(subject: Subject, swept: Sweep, best_name: str) -> None:
 
 
 def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: Progress = no_progress) -> Sweep:
-    """Measure settings on texts that were read.
-
-    Args:
-        alone: Routes everything to what there is beside the base.
-        texts: What the paths say of texts.
-        settings: What to try, the present setting first.
-        advance: Called after each setting.
-
-    Returns:
-        What the base model, what there is beside it, and each setting score.
-    """
+    """Measure settings on texts that were read."""
     from scale_surgery.routing.path_scores import routed_by, weigh_base
 
     base, adapt, present = (texts.measure(weigh) for weigh in (weigh_base, alone, routed_by(settings[0])))
@@ -127,7 +99,7 @@ def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: P
 
 @dataclass(frozen=True)
 class Measured:
-    """What texts score with one setting: old and new text, and the beginnings of old texts."""
+    """Losses with one setting on old and new text, and on the beginnings of old texts."""
 
     old: PathLosses
     new: PathLosses
@@ -136,14 +108,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class PathTexts:
-    """What the paths say of old and of new text, and of the beginnings of old texts.
-
-    Attributes:
-        old: Windows of old texts.
-        new: Windows of new texts.
-        short: The beginnings of old texts.
-        numbers: Of which new text each window is, from 0, in the order in which they were read.
-    """
+    """Scores of all paths on `SweepTexts`; numbers are in reading order."""
 
     old: Sequence[PathBatch]
     new: Sequence[PathBatch]
@@ -151,7 +116,7 @@ class PathTexts:
     numbers: tuple[int, ...]
 
     def measure(self, weigh: Weigh) -> Measured:
-        """Score them as they are routed."""
+        """Score all texts with one routing."""
         from scale_surgery.routing.path_scores import measure_batches
         from scale_surgery.routing.short_prompts import read_beginnings
 
@@ -161,7 +126,7 @@ class PathTexts:
 
 @dataclass(frozen=True)
 class Reference:
-    """What outcomes are compared with: the base, what the adapt path alone learns, and the present setting."""
+    """Measurements to compare outcomes with: the base, the adapt path alone, and the present setting."""
 
     base: Measured
     adapt: Measured
@@ -184,3 +149,58 @@ class Reference:
             gain=mean_with_error(self.present.new.nats - measured.new.nats, measured.new.scored),
             short=summarise_prompts(measured.short, self.present.short),
         )
+
+
+def settings_of(present: Router, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Router, ...]:
+    """The settings to try, the present one first; for another kind of router that one alone."""
+    candidates = CANDIDATES.get(type(present))
+    return tuple(dict.fromkeys([present, *(candidates(present, old, new) if candidates else ())]))
+
+
+def _thresholds(present: CosineRouter, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> Iterator[CosineRouter]:
+    return (replace(present, threshold=threshold) for threshold in (*THRESHOLDS, *_quantiles(old), *_quantiles(new)))
+
+
+def _priors(present: PosteriorRouter, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> Iterator[PosteriorRouter]:
+    splits = _splits(new)
+    bases = dict.fromkeys((1 / (1 + len(splits[0])), *PRIORS))
+    priors = [(base, *((1 - base) * share for share in split)) for split, base in product(splits, bases)]
+    # even weights are written as they are by default
+    priors = [(1 / len(prior),) * len(prior) if is_even(prior) else prior for prior in priors]
+    return (replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES))
+
+
+# by kind of router
+CANDIDATES: Mapping[type, Callable[..., Iterator[Router]]] = {
+    CosineRouter: _thresholds,
+    PosteriorRouter: _priors,
+}
+
+
+def _quantiles(side: Sequence[PathBatch]) -> Iterator[float]:
+    """Quantiles of the cosines of a text, as thresholds."""
+    from scale_surgery.routing.path_scores import scored_cosines
+
+    cosines = scored_cosines(side)
+    yield from (round_threshold(float(cosines[int(share * (len(cosines) - 1))])) for share in SHARES)
+
+
+def round_threshold(cosine: float) -> float:
+    """Round a cosine to two figures of its distance from 1, where most cosines lie."""
+    return max(-1.0, min(1.0, round(1 - float(f"{1 - cosine:.2g}"), 12)))
+
+
+def _splits(new: Sequence[PathBatch]) -> list[tuple[float, ...]]:
+    """Ways to split what is not the base's weight: evenly, and by the windows of new text that each predicts best.
+
+    Half a window is added for each expansion.
+    """
+    import torch
+
+    from scale_surgery.routing.path_scores import best_of
+
+    expansions = new[0].scores.sides.shape[-1] - 1
+    best = torch.cat([best_of(batch, first=1) for batch in new]) - 1
+    counts = torch.bincount(best, minlength=expansions).double() + 0.5
+    wanted = tuple((counts / counts.sum()).tolist())
+    return list(dict.fromkeys([(1 / expansions,) * expansions, wanted]))

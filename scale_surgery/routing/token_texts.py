@@ -1,4 +1,4 @@
-"""What each token of a document reads as, and how that is made visible.
+"""The text of each token of a document.
 
 Joined, the texts of a document's tokens read as the document. A character that is split over several tokens stands
 at one of them; the others are empty and are shown by their bytes.
@@ -13,21 +13,12 @@ if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
 
 REPLACEMENT = "\ufffd"
-# UTF-8 spends no more on a character, so after as many tokens nothing is waited for any more
+# most bytes of a character in UTF-8, and so most tokens to wait for its end
 MOST_BYTES = 4
 
 
 def token_texts(document: Document, ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Find what each token of a document reads as.
-
-    Args:
-        document: The document.
-        ids: Its token ids, as `data.tokenize` made them.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        A text for each token; special tokens by their names.
-    """
+    """The text of each token of a document; special tokens by their names."""
     texts = _by_offsets(document, ids, tokenizer) if getattr(tokenizer, "is_fast", False) else None
     return _by_decoding(ids, tokenizer) if texts is None else texts
 
@@ -49,7 +40,7 @@ def _by_offsets(document: Document, ids: Sequence[int], tokenizer: Any) -> list[
 
 
 def _cut(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
-    """Give each token what stands before its end and no token before it has; the last one gets the rest."""
+    """Give each token the text up to its end that no earlier token has; the last one gets the rest."""
     shares, done = [], 0
     for _, end in offsets:
         shares.append(text[done : max(done, end)])
@@ -68,22 +59,12 @@ class TextReader:
     """Decodes token by token, each behind the one before it, which decides about spaces."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        """Begin a text.
-
-        Args:
-            tokenizer: The model's tokenizer.
-            before: Token ids that were read before.
-        """
+        """Begin a text."""
         self.tokenizer, self.ids = tokenizer, list(before)
         self.start, self.done = 0, len(self.ids)
 
     def read(self, id_: int, *, is_last: bool = False) -> str:
-        """What the next token reads as; empty where it is a part of a character that a later token ends.
-
-        Args:
-            id_: The token.
-            is_last: Whether none follows it, so that nothing is waited for.
-        """
+        """The text of the next token; empty for a part of a character that a later token ends."""
         self.ids.append(id_)
         known, now = self._decode(self.done), self._decode(len(self.ids))
         # some tokenizers show a character that has only begun as a replacement, others not at all

@@ -1,4 +1,4 @@
-"""Watch the router of a loaded model: in a forward pass something stands in for it, which notes what it sees."""
+"""Watch the router of a loaded model: an observer takes its place in forward passes and records its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Observer:
-    """Stands in for a router, and routes as that does; what notes more overrides what it notes.
+    """Takes the place of a router and routes as it does; subclasses record what they override.
 
     Attributes:
         router: The router of a loaded model, whether its code came from this package or from the model's folder.
@@ -22,7 +22,7 @@ class Observer:
 
 
 class WeightObserver(Observer):
-    """Notes the weight of each path where the last next token is predicted."""
+    """Records the weight of each path at the last token."""
 
     latest: tuple[float, ...] = ()
 
@@ -41,15 +41,7 @@ def observed_by(model: Any, observer: Observer) -> AbstractContextManager[None]:
 
 @contextmanager
 def watched(model: Any) -> Iterator[Sequence[tuple[float, ...]] | None]:
-    """Watch the router of a loaded model while it generates, inside a `with` block.
-
-    Args:
-        model: Any model. It reads one text at a time.
-
-    Yields:
-        The weight of each path in each forward pass so far, the base's first, a list that grows; of a cosine router 1
-        for what it decided. None where the model does not route.
-    """
+    """Weights of the paths in each forward pass so far, a list that grows; None where the model does not route."""
     if not getattr(model, "is_routing_enabled", False):
         yield None
         return

@@ -1,7 +1,7 @@
 """Conversations as token ids: a tokenizer's chat template writes them, and says which tokens are answers.
 
-A template may mark answers by `{% generation %}`. Of another one an answer is what the template adds to the messages
-before it, with the words that ask for an answer; so the text of these has to be the beginning of the whole text.
+A template may mark answers by `{% generation %}`. Otherwise an answer is the text that the template adds to the
+messages before it and to the words that ask for an answer, which have to be the beginning of the whole text.
 """
 
 from __future__ import annotations
@@ -21,19 +21,7 @@ MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 def tokenize_chat(
     chat: Mapping[str, Any], source: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[bool]]:
-    """Turn a conversation into tokens, as the chat template writes it and with nothing added.
-
-    Args:
-        chat: Its messages, and perhaps tools: what a chat template takes.
-        source: Where it stands.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Token ids, and of each whether it belongs to an answer, the end of its turn included.
-
-    Raises:
-        DataError: If there is no chat template, it does not take the conversation, or answers cannot be told apart.
-    """
+    """Token ids of a conversation by its chat template alone, and for each token whether it belongs to an answer."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
             f"{source}: is a conversation, and this model's tokenizer has no chat template. Put a "
@@ -59,15 +47,15 @@ def tokenize_chat(
             is_answer[start:end] = b"\1" * (end - start)
     except DataError:
         raise
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         reason = " ".join(f"{error}".split()) or type(error).__name__
         raise DataError(
             f"{source}: the chat template does not take the conversation ({reason}). Change its messages."
         ) from error
-    found = tokenizer(
+    encoded = tokenizer(
         whole, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
     )
-    return found["input_ids"], [bool(is_answer[start]) for start, _ in found["offset_mapping"]]
+    return encoded["input_ids"], [bool(is_answer[start]) for start, _ in encoded["offset_mapping"]]
 
 
 def _answers(
@@ -77,16 +65,16 @@ def _answers(
     for place, message in enumerate(messages):
         if message["role"] != "assistant" or not place:
             continue
-        asked = fill(messages[:place], tokenize=False, add_generation_prompt=True)
+        prompt = fill(messages[:place], tokenize=False, add_generation_prompt=True)
         closed = fill(messages[: place + 1], tokenize=False)
         if not whole.startswith(closed):
-            # some templates leave the thoughts of all answers but the last one out, such as Qwen3's
+            # some templates, such as Qwen3's, drop the thoughts of all answers but the last
             words = (message.get("content") or "").strip()
-            closed = asked + words + closed.rpartition(words)[2] if words else ""
-        if not (whole.startswith(asked) and closed.startswith(asked) and whole.startswith(closed)):
+            closed = prompt + words + closed.rpartition(words)[2] if words else ""
+        if not (whole.startswith(prompt) and closed.startswith(prompt) and whole.startswith(closed)):
             raise DataError(
                 f"{source}: the chat template writes message {place + 1} in another way in the whole "
                 "conversation than where it is asked for, so the answer cannot be found. Mark answers in the template "
                 "by {% generation %}, or give conversations that end with that message."
             )
-        yield len(asked), len(closed)
+        yield len(prompt), len(closed)

@@ -1,4 +1,4 @@
-"""The context: how many tokens a model reads at once, and how many it is given."""
+"""Context length: how many tokens a model can read at once, and how many it is given."""
 
 from __future__ import annotations
 
@@ -7,33 +7,20 @@ from typing import Any
 
 from scale_surgery.errors import DataError
 
-# texts are cut to this where nobody says so, however long a model's context is
+# default length of a window, if the context is longer
 DEFAULT_LENGTH = 1024
 
 
 def context_of(config: Any) -> int | None:
-    """Most tokens that a model reads at once; None where its config does not say.
-
-    Args:
-        config: Its config.json, or the config that transformers makes of it.
-    """
+    """Most tokens that a model reads at once; None where its config does not say."""
     values = config if isinstance(config, Mapping) else config.get_text_config().to_dict()
     # GPT-2 has a name of its own for it
-    found = values.get("max_position_embeddings") or values.get("n_positions")
-    return int(found) if found else None
+    context = values.get("max_position_embeddings") or values.get("n_positions")
+    return int(context) if context else None
 
 
 def check_room(tokens: int, context: int | None, name: str) -> None:
-    """Check that a model can read a prompt and say at least one token more.
-
-    Args:
-        tokens: Tokens of the prompt.
-        context: What `context_of` says of the model.
-        name: What the model is called.
-
-    Raises:
-        DataError: If it has no room for that.
-    """
+    """Check that a model can read a prompt and say at least one token more."""
     if context is not None and tokens >= context:
         raise DataError(
             f"The prompt has {tokens:,} tokens, expected fewer than {context:,}, the context of {name}, in which the "
@@ -41,21 +28,10 @@ def check_room(tokens: int, context: int | None, name: str) -> None:
         )
 
 
-def choose_length(asked: int | None, contexts: Mapping[str, int | None]) -> int:
-    """Choose how many tokens are read at once, the same for all models.
-
-    Args:
-        asked: What the user set; by default the shortest context, at most DEFAULT_LENGTH.
-        contexts: What `context_of` says of each model, by what it is called.
-
-    Returns:
-        Number of tokens.
-
-    Raises:
-        DataError: If it exceeds a context, each of which is named, or leaves nothing to predict.
-    """
+def choose_length(length: int | None, contexts: Mapping[str, int | None]) -> int:
+    """Choose how many tokens are read at once, the same for all models."""
     known = {name: context for name, context in contexts.items() if context is not None}
-    length = min([DEFAULT_LENGTH, *known.values()]) if asked is None else asked
+    length = min([DEFAULT_LENGTH, *known.values()]) if length is None else length
     problems = [
         f"--sequence-length is {length}, expected at most {context}, the context of {name}."
         for name, context in known.items()

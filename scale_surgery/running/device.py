@@ -1,4 +1,4 @@
-"""Where work runs: what "auto" stands for on this machine."""
+"""Devices: which one "auto" is on this machine."""
 
 from __future__ import annotations
 
@@ -7,45 +7,35 @@ from typing import Any
 
 from scale_surgery.errors import PlanError
 
-# every operation is there: float64 for exact comparisons, eigenvalues, all attention kernels
+# devices with every operation: float64 for exact comparisons, eigenvalues, all attention kernels
 COMPLETE_KINDS = ("cuda",)
-# kinds of devices that a machine has or has not
+# kinds of accelerators
 ACCELERATORS = ("cuda", "mps", "xpu", "npu", "hpu", "mtia")
 # on the CPU a model larger than the given memory is read from its files as it runs
 MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or --memory, where a command has them."
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
-    """Name the device that an option stands for.
-
-    Args:
-        name: What was asked for: "auto", or a device as torch writes it.
-        only_trains: Take any accelerator for "auto"; otherwise one that has every operation of inference and of
-            decompositions, which Apple's GPUs have not.
-
-    Returns:
-        A device as torch writes it; for "auto" an accelerator if there is one, else "cpu".
-
-    Raises:
-        PlanError: If torch knows no such device, or this machine has none.
-    """
+    """Resolve --device: "auto" is the accelerator if it has every operation that is needed, else the CPU."""
     import torch
 
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        return there.type if there is not None and (only_trains or there.type in COMPLETE_KINDS) else "cpu"
+        if accelerator is None or not (only_trains or accelerator.type in COMPLETE_KINDS):
+            return "cpu"
+        return accelerator.type
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise PlanError(f"--device is {name!r}, expected auto, cpu, cuda or another that torch knows.") from error
-    if device.type in ACCELERATORS and (there is None or there.type != device.type):
-        found = "no accelerator" if there is None else f"an accelerator called {there.type}"
-        raise PlanError(f"--device is {name}, found {found} on this machine; expected auto, cpu or that.")
+    if device.type in ACCELERATORS and (accelerator is None or accelerator.type != device.type):
+        machine = "no accelerator" if accelerator is None else f"an accelerator called {accelerator.type}"
+        raise PlanError(f"--device is {name}, found {machine} on this machine; expected auto, cpu or that.")
     return str(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, of the machine or of a device."""
-    # who has not imported torch has not had its errors either
+    # without an import of torch the error cannot be torch's
     torch: Any = sys.modules.get("torch")
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))

@@ -8,7 +8,7 @@ FILE.*       any other file is one document of plain text
 FOLDER       a dataset saved by the library `datasets`, or a folder of data files, with the same fields as columns
 ORG/NAME     a dataset of the Hub, where no such path exists
 
-After a comma stands what else is to be known of it, see `sources`: FILE.jsonl,column=body or ORG/NAME,split=train.
+Options follow after commas, see `sources`: FILE.jsonl,column=body or ORG/NAME,split=train.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scale_surgery.running.text_files import BLANK, open_text, read_array, read_
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
-# a row is the first of these that it has
+# sets of fields; the first that a row has counts
 FIELDS = (("text",), QUESTION, ("prompt", "completion"), ("messages",), ALPACA)
 TEXTS = frozenset(("input", *chain.from_iterable(FIELDS))) - {"messages"}
 PROMPTS = ("prompt", "question")
@@ -38,7 +38,7 @@ EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
 EXPECTED = (
     'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or {"instruction", "output"}'
 )
-# how rows of Alpaca are usually written out
+# the usual prompts of Alpaca
 TASK = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -49,7 +49,7 @@ TASK_WITH_INPUT = (
     "### Response:\n"
 )
 HALF = "holds half a character (a lone surrogate), expected Unicode text"
-# what a value of JSON is called
+# names of kinds of JSON values, for errors
 KINDS: tuple[tuple[Any, str], ...] = (
     (bool, "true or false"),
     ((int, float), "a number"),
@@ -57,11 +57,11 @@ KINDS: tuple[tuple[Any, str], ...] = (
     (list, "a list"),
     (Mapping, "an object"),
 )
-# a text of more characters is tokenized in pieces, each up to the end of a line: while a text becomes tokens, each
-# character takes a hundred bytes and more
+# longer texts are tokenized in pieces that end at a line, since the tokenizer needs a hundred bytes and more for each
+# character
 LONG_TEXT = 2**20
 PIECE = 2**16
-ROWS_TOLD = 1000
+ROWS_A_REPORT = 1000
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,7 @@ class Document:
 def read_documents(
     paths: Sequence[str | Path], advance: Progress = no_progress, *, whole: bool = True
 ) -> Iterator[Document]:
-    """Read documents from files and from datasets.
-
-    Args:
-        paths: Files, folders and ids, in this order.
-        advance: Called with the bytes of files that were read.
-        whole: Whether a long file of plain text is one document; otherwise it comes in pieces, and need not fit into
-            memory.
-
-    Yields:
-        The documents, those without any text left out.
-
-    Raises:
-        DataError: If a file cannot be read or has other fields; every problem of the file is named.
-    """
+    """Read documents from files and from datasets."""
     for source in map(parse_source, paths):
         yield from _from_rows(source, advance) if _holds_rows(source) else _from_text(source, advance, whole=whole)
 
@@ -119,13 +106,13 @@ def _from_text(source: TextSource, advance: Progress, *, whole: bool) -> Iterato
 
 
 def in_pieces(document: Document) -> Iterable[Document]:
-    """A document as it is tokenized: at once, or where it is a long text, in pieces."""
+    """The pieces in which a document is tokenized: the document itself, unless it is a long text."""
     is_long = document.is_plain and len(document.text) > LONG_TEXT and not document.goes_on
     return _pieces(StringIO(document.text), document.source) if is_long else (document,)
 
 
 def _pieces(text: TextIO, source: str) -> Iterator[Document]:
-    """A long text in pieces; blank lines before it belong to the first, and without any text there is none."""
+    """A long text in pieces; blank lines at its start belong to the first piece, and a blank text has none."""
     piece, is_begun = "", False
     while more := text.read(PIECE) + text.readline(PIECE):
         if is_begun := is_begun or bool(piece.strip()):
@@ -137,24 +124,14 @@ def _pieces(text: TextIO, source: str) -> Iterator[Document]:
 
 
 def read_questions(paths: Sequence[Path]) -> list[str]:
-    """Read what is to be answered; the answers in data to train on are not read.
-
-    Args:
-        paths: Files: a prompt in each line, or objects with a field "prompt" or "question" as .jsonl or .json.
-
-    Returns:
-        The prompts, in order.
-
-    Raises:
-        DataError: If a file cannot be read, has other fields or holds no prompt; every problem of the file is named.
-    """
-    found = []
+    """Read prompts to answer, one a line or a row; answers in the same rows are not read."""
+    questions = []
     for path in paths:
         prompts = list(_prompts_of(path))
         if not prompts:
             raise DataError(f"{path}: holds no prompt, expected one a line.")
-        found += prompts
-    return found
+        questions += prompts
+    return questions
 
 
 def _prompts_of(path: Path) -> Iterator[str]:
@@ -168,11 +145,11 @@ def _prompts_of(path: Path) -> Iterator[str]:
     rows, where = _rows_of(source, no_progress)
     for number, row in enumerate(rows, start=1):
         texts = [row.get(name) for name in names] if isinstance(row, Mapping) else []
-        prompt = next((text for text in texts if _misfit_of_text(text, "") is None), None)
+        prompt = next((text for text in texts if _text_problem(text, "") is None), None)
         if prompt is not None:
             yield prompt
         elif row != BLANK:
-            problems.append(f"{where} {number}: {_problem(row, names, EXPECTED_PROMPT)}.")
+            problems.append(f"{where} {number}: {_row_problem(row, names, EXPECTED_PROMPT)}.")
     if problems:
         raise DataError.from_problems(shorten(problems))
 
@@ -193,11 +170,11 @@ def _holds_rows(source: TextSource) -> bool:
 
 
 def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]:
-    """The objects of a file or of a dataset, and what their numbers follow."""
+    """The rows of a file or of a dataset, and the words before a row's number in errors."""
     if _is_dataset(source):
         if source.path.suffix.lower() in DATA_FILES and not source.path.is_dir():
             with open_text(source.path, advance):
-                pass  # the library says less of what is no file
+                pass  # a better error than the library's for what is no file
         return read_rows(source), f"{source.name}, row"
     if source.path.suffix == ".json" and (entries := read_array(source.path, advance)):
         return entries, f"{source.path}, entry"
@@ -213,47 +190,48 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     problems: list[str] = []
     more = 0
     for number, row in enumerate(rows, start=1):
-        if number % ROWS_TOLD == 0:
-            advance(0, counted(number, "row"))  # of a dataset nobody knows how many bytes they are
+        if number % ROWS_A_REPORT == 0:
+            advance(0, counted(number, "row"))  # the size of a dataset in bytes is not known
         # a blank line of JSONL has no fields at all
         fields = ("text",) if row is BLANK else _fields_of(row, names)
         if fields is not None:
             yield from _documents(row, fields, f"{where} {number}")
         elif len(problems) < MOST_LINES:
-            problems.append(f"{where} {number}: {_problem(row, every, expected)}.")
+            problems.append(f"{where} {number}: {_row_problem(row, every, expected)}.")
         else:
-            more += 1  # as many as there are rows
+            more += 1  # there may be one for each row
     if problems:
         raise DataError.from_problems([*problems, *([f"... and {more} more."] if more else [])])
 
 
 def _fields_of(row: Any, known: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """Those of the known fields that a row holds."""
+    """The first of the known sets of fields that a row has; None where it has none."""
     if not isinstance(row, Mapping):
         return None
-    return next((names for names in known if all(_misfit(row, name) is None for name in _with_optional(names))), None)
+    fits = (names for names in known if all(_field_problem(row, name) is None for name in _with_optional(names)))
+    return next(fits, None)
 
 
 def _with_optional(names: tuple[str, ...]) -> tuple[str, ...]:
     return (*names, "input") if names == ALPACA else names
 
 
-def _misfit(row: Mapping[str, Any], name: str) -> str | None:
-    """What is wrong with a field; None where it holds what it has to."""
+def _field_problem(row: Mapping[str, Any], name: str) -> str | None:
+    """What is wrong with a field; None where nothing is."""
     value = row.get(name)
     if name == "messages" or (name not in TEXTS and isinstance(value, list)):
-        return _misfit_of_chat(value, name)
-    return None if name == "input" and value is None else _misfit_of_text(value, name)
+        return _chat_problem(value, name)
+    return None if name == "input" and value is None else _text_problem(value, name)
 
 
-def _misfit_of_text(value: Any, name: str) -> str | None:
+def _text_problem(value: Any, name: str) -> str | None:
     if not isinstance(value, str):
         return f'"{name}" is {_kind(value)}, expected a text'
-    # JSON can name halves of a character, which are no Unicode
+    # JSON can escape lone surrogates, which are no Unicode
     return f'"{name}" {HALF}' if HALF_A_CHARACTER.search(value) else None
 
 
-def _misfit_of_chat(messages: Any, name: str) -> str | None:
+def _chat_problem(messages: Any, name: str) -> str | None:
     if not isinstance(messages, list) or not messages:
         return f'"{name}" is {_kind(messages or None)}, expected a list of {{"role", "content"}}'
     for number, message in enumerate(messages, start=1):
@@ -264,29 +242,29 @@ def _misfit_of_chat(messages: Any, name: str) -> str | None:
             return f'{place} has the fields {_named(message)}; expected {{"role", "content"}}'
         content = message.get("content")
         calls = content is None and message.get("tool_calls")
-        if not calls and (wrong := _misfit_of_text(content, "content")):
+        if not calls and (wrong := _text_problem(content, "content")):
             return f"{place}: {wrong}"
     return None
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in words."""
+    """The kind of a JSON value, in words."""
     if value is None:
         return "empty"
-    return next((said for kind, said in KINDS if isinstance(value, kind)), type(value).__name__)
+    return next((name for kind, name in KINDS if isinstance(value, kind)), type(value).__name__)
 
 
 def _named(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-def _problem(row: Any, names: Iterable[str], expected: str) -> str:
-    """What is wrong with a row that holds none of the fields as it has to."""
+def _row_problem(row: Any, names: Iterable[str], expected: str) -> str:
+    """What is wrong with a row that fits none of the known fields."""
     if isinstance(row, ValueError):
         return f"is not JSON ({row})"
     if not isinstance(row, Mapping):
         return f"found {type(row).__name__}, {expected}"
-    wrong = (_misfit(row, name) for name in names if row.get(name) is not None)
+    wrong = (_field_problem(row, name) for name in names if row.get(name) is not None)
     return next(filter(None, wrong), f"has the fields {_named(row)}; {expected}")
 
 
@@ -298,37 +276,27 @@ def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> I
         return
     *prompt, text = values
     if names == ALPACA:
-        asked = {name: row.get(name) or "" for name in ("instruction", "input")}
-        prompt = [(TASK_WITH_INPUT if asked["input"].strip() else TASK).format(**asked)]
+        task = {name: row.get(name) or "" for name in ("instruction", "input")}
+        prompt = [(TASK_WITH_INPUT if task["input"].strip() else TASK).format(**task)]
     if text.strip():
         # the answer follows the question after a space
         yield Document("".join(prompt), f" {text.lstrip()}" if names == QUESTION else text, source)
 
 
 def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:
-    # datasets give every message the fields of all
-    said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    # `datasets` gives every message the fields of all messages
+    turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
     words: dict[bool, list[str]] = {False: [], True: []}
-    for place, message in enumerate(said):
+    for place, message in enumerate(turns):
         text = message.get("content") or json.dumps(message.get("tool_calls", ""), default=str)
         words[message["role"] == "assistant" and place > 0].append(text)
     if any(map(str.strip, words[True])):
         tools = {"tools": row["tools"]} if row.get("tools") else {}
-        yield Document("\n".join(words[False]), "\n".join(words[True]), source, {"messages": said, **tools})
+        yield Document("\n".join(words[False]), "\n".join(words[True]), source, {"messages": turns, **tools})
 
 
 def read_files(texts: Sequence[str | Path]) -> dict[str, list[Document]]:
-    """Read texts, each file once.
-
-    Args:
-        texts: Files and saved datasets.
-
-    Returns:
-        Documents by file.
-
-    Raises:
-        DataError: If there is no file, or one cannot be read or holds no text; every such file is named.
-    """
+    """Read texts, each file once."""
     documents: dict[str, list[Document]] = {}
     problems = [] if texts else ["There is no text to report on. Give a file with --text."]
     for file in dict.fromkeys(map(str, texts)):

@@ -1,4 +1,4 @@
-"""Drift: how far the logits of one model are from those of another, such as of the model that it was made from.
+"""Drift: the distance of one model's logits from another's, such as those of the model that it was made from.
 
 The same products summed in another order round another way. What rounding can do is stated for each dtype, as a share
 of the largest logit; a rewritten model that is further away has not been rewritten correctly.
@@ -27,12 +27,12 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e
 
 @dataclass(frozen=True)
 class LogitDrift:
-    """What the logits of two models on the same tokens have in common.
+    """How far the logits of two models are apart on the same tokens.
 
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
         tokens: Tokens in them.
-        device: Where both models ran; on another the last bits may be others.
+        device: Where both models ran; the last bits may differ between devices.
         dtype: Dtype of the logits.
         is_bit_equal: Whether they are equal, bit for bit.
         drift: Largest absolute difference.
@@ -54,7 +54,7 @@ class LogitDrift:
 
 @dataclass(frozen=True)
 class Drift(LogitDrift):
-    """How far a rewritten model is from the one that it was made from.
+    """The distance of a rewritten model from the one that it was made from.
 
     Attributes:
         tolerance: Largest drift that passes for rounding, as a share of the largest logit.
@@ -76,22 +76,12 @@ class Drift(LogitDrift):
 
 
 def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> LogitDrift:
-    """Compare the logits of two models on the same batch; padding does not count.
-
-    Args:
-        before: Logits of one model, (prompts, tokens, vocabulary).
-        after: Logits of the other.
-        batch: What both have read.
-        device: Where both ran.
-
-    Returns:
-        How far they are from each other.
-    """
+    """Compare the logits of two models on the same batch; padding does not count."""
     import torch
 
     real = batch.mask.bool()
-    one, other = before[real].double(), after[real].double()
-    log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
+    first, second = before[real].double(), after[real].double()
+    log_first, log_second = first.log_softmax(-1), second.log_softmax(-1)
     return LogitDrift(
         prompts=int(batch.ids.shape[0]),
         tokens=int(real.sum()),
@@ -99,23 +89,23 @@ def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> 
         dtype=str(before.dtype).removeprefix("torch."),
         # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
         is_bit_equal=torch.equal(before[real], after[real]),
-        drift=largest_difference(one, other),
-        largest_logit=float(one.abs().max()),
-        kl_divergence=float((log_one.exp() * (log_one - log_other)).sum(-1).mean()),
-        top1_agreement=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
+        drift=largest_difference(first, second),
+        largest_logit=float(first.abs().max()),
+        kl_divergence=float((log_first.exp() * (log_first - log_second)).sum(-1).mean()),
+        top1_agreement=float((first.argmax(-1) == second.argmax(-1)).double().mean()),
     )
 
 
-def largest_difference(one: Tensor, other: Tensor) -> float:
+def largest_difference(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference of two tensors, taken in float64."""
-    return float((one.double() - other.double()).abs().max())
+    return float((a.double() - b.double()).abs().max())
 
 
-def cosines(one: Tensor, other: Tensor) -> Tensor:
-    """Cosine of each token's states with the other's, taken in float64; both (tokens, features)."""
+def cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine similarity of each token's states, (tokens, features) each, taken in float64."""
     from torch.nn import functional
 
-    return functional.cosine_similarity(one.double(), other.double(), dim=-1)
+    return functional.cosine_similarity(a.double(), b.double(), dim=-1)
 
 
 def measure_drift(
@@ -126,21 +116,7 @@ def measure_drift(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Drift:
-    """Run a model and its rewritten form on the same probe prompts, one after the other, and compare.
-
-    Args:
-        before: Folder of the model.
-        after: Folder of its rewritten form, with the same tokenizer.
-        probes: Prompts, and tokens to generate for each.
-        run: How the models run: device, trust_remote_code, memory_bytes.
-        track: Makes progress bars.
-
-    Returns:
-        The drift.
-
-    Raises:
-        CheckpointError: If the rewritten form does not load whole.
-    """
+    """Run a model and its rewritten form on the same probe prompts, one after the other, and compare."""
     from scale_surgery.running.loading import loaded
     from scale_surgery.running.prompts import encode_prompts
 

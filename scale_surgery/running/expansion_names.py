@@ -1,4 +1,4 @@
-"""Names of expansions: which one may have, and which a model has."""
+"""Names of expansions: valid ones, and those that a model has."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from scale_surgery.errors import PlanError
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Refuse a name that an expansion cannot have.
-
-    Args:
-        name: The name.
-        known: Names that others have.
-
-    Raises:
-        PlanError: If it is not made of letters, digits and underscores, is a word of ours, or is taken.
-    """
+    """Refuse a name that an expansion cannot have."""
     from torch import nn
 
     is_word = isinstance(name, str) and name.isidentifier()
@@ -35,13 +27,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> Iterator[str]:
-    """What is wrong with the expansion that is asked for.
-
-    Args:
-        name: Its name, or None.
-        paths: Names of the paths of the model; none where no expansion of it has been given a name.
-        model: What it is called.
-    """
+    """Problems with the name of an expansion that a user gives."""
     if name is not None and not paths:
         yield (
             f"expansion {name}: {model} has no expansions under names, expected a composed folder, or one expanded "

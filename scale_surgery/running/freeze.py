@@ -1,7 +1,7 @@
-"""What of a loaded model is its expansion, for every method: freeze the rest, name what trains, leave it out.
+"""The expansion of a loaded model, for every method: freeze the rest, list its parameters, leave it out.
 
-A model with modules of ours knows its expansion. One with duplicated layers is a stock model, which knows nothing of
-it: there config.json says which layers are new.
+An expanded class knows its own expansion. A model with duplicated layers is of a stock class: its config.json says
+which layers are new.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ def freeze_base(model: Any) -> Any:
 
 
 def expansion_parts(model: Any) -> Iterator[ExpansionParameter]:
-    """List the parameters of a loaded model that belong to its expansion, frozen ones too.
-
-    Raises:
-        CheckpointError: If its config names no expansion.
-    """
+    """List the parameters of a loaded model that belong to its expansion, frozen ones too."""
     if (numbering := numbering_of(_specs(model))) is None:
         yield from (ExpansionParameter(*part) for part in model.expansion_parameters())
         return
@@ -63,16 +59,11 @@ def expansion_parts(model: Any) -> Iterator[ExpansionParameter]:
 
 
 def group_of(name: str, groups: Mapping[str, str]) -> str:
-    """Group that a parameter of a copied layer belongs to: "attn", "ffn" or "norms".
-
-    Args:
-        name: Its name inside the layer.
-        groups: Names of modules and their groups, as config.json has them.
-    """
+    """Group that a parameter of a copied layer belongs to: "attn", "ffn" or "norms"."""
     module = name.rpartition(".")[0]
     if "norm" in module.rpartition(".")[2].lower():
         return "norms"
-    return next((group for own, group in groups.items() if f"{module}.".startswith(f"{own}.")), "norms")
+    return next((group for inside, group in groups.items() if f"{module}.".startswith(f"{inside}.")), "norms")
 
 
 def _specs(model: Any) -> Any:
@@ -99,15 +90,7 @@ def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
 
 
 def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of the hidden states that a model gives, one for each layer that its base has too, as the base would give them.
-
-    Args:
-        model: The model.
-        states: What enters each layer, and what the last norm gives; each (prompts, tokens, features).
-
-    Returns:
-        What enters each layer of the base, and what the last norm gives.
-    """
+    """Pick the hidden states that the base has too: what enters each of its layers, and what the last norm gives."""
     numbering = numbering_of(getattr(model.config, CONFIG_KEY, None))
     if numbering is None:
         return states
@@ -116,7 +99,7 @@ def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def expansion_disabled(model: Any) -> Iterator[None]:
-    """Run the base alone inside a `with` block; copies of layers pass on what they are given.
+    """Run the base alone inside a `with` block; duplicated layers pass their input on.
 
     Args:
         model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to
@@ -151,9 +134,6 @@ def train_in_float32(model: Any) -> None:
 
     An update of less than a 256th of a bfloat16 number would be lost. Modules of ours cast for themselves; a copy of
     a stock layer is given cast parameters.
-
-    Args:
-        model: An expanded model whose parameters have the dtypes of its files.
     """
     import torch
 
@@ -170,7 +150,7 @@ def train_in_float32(model: Any) -> None:
 def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
     """Let a layer compute with its parameters cast to these dtypes.
 
-    By a class of its own: a forward that checkpointing computes again has to cast again.
+    The cast is part of the forward of a subclass, so that checkpointing, which runs the forward again, casts again.
     """
     from torch import nn
     from torch.func import functional_call
@@ -178,7 +158,7 @@ def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
     stock: Any = type(layer)
 
     class Casting(nn.Module):
-        """Stands around a layer, and is no part of the model."""
+        """A wrapper by which functional_call reaches the stock forward; it is no part of the model."""
 
         def __init__(self, layer: Any) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The tensors of a model in memory as they are stored: by their names on disk, and apart where loading joins them."""
+"""A model in memory seen as its checkpoint: tensors by their names on disk, split where loading joins them."""
 
 from __future__ import annotations
 
@@ -28,77 +28,68 @@ class InMemory:
     """
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
-        """See where a model has what a checkpoint holds.
-
-        Args:
-            model: The model, stock or expanded.
-            names: Names of the checkpoint's tensors.
-        """
+        """See where a model has what a checkpoint holds."""
         self.model, self.reading = model, reading_of(model)
-        found = self.reading.places(names)
+        places = self.reading.places(names)
         self.places: Mapping[str, TensorPlace] = {
-            name: own for name, own in found.items() if own.name in self.reading.tensors
+            name: place for name, place in places.items() if place.name in self.reading.tensors
         }
 
     @cached_property
     def tied(self) -> Mapping[str, str]:
         """Names in memory, each to the first name of the same tensor."""
         first: dict[int, str] = {}
-        return {name: first.setdefault(id(own), name) for name, own in self.model.state_dict(keep_vars=True).items()}
+        tensors = self.model.state_dict(keep_vars=True)
+        return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
     @property
     def unfed(self) -> dict[str, Tensor]:
         """Parameters that no tensor of the checkpoint gives, by their names in memory."""
         tensors = self.model.state_dict(keep_vars=True)
         fed = {id(tensors[name]) for place in self.places.values() for name in self.targets(place)}
-        return {name: own for name, own in self.model.named_parameters() if id(own) not in fed}
+        return {name: parameter for name, parameter in self.model.named_parameters() if id(parameter) not in fed}
 
     def tensors(
         self, get: Callable[[str], Tensor] | None = None, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor as it is stored, by its name on disk; those that are joined in memory one after the other.
-
-        Args:
-            get: Gives a tensor by its name in memory; by default the model's own.
-            only: Names on disk of those that are asked for; by default all.
-        """
+        """Tensors in their stored form, by name on disk; those that are joined in memory are split one at a time."""
         get = get or self.model.state_dict().__getitem__
-        asked = self.places if only is None else {name: self.places[name] for name in only if name in self.places}
-        for name, place in asked.items():
+        chosen = self.places if only is None else {name: self.places[name] for name in only if name in self.places}
+        for name, place in chosen.items():
             if place.part is None:
                 yield name, get(place.name)
-        joined = {place.name for place in asked.values() if place.part is not None}
+        joined = {place.name for place in chosen.values() if place.part is not None}
         parts = sorted((place.name, name) for name, place in self.places.items() if place.name in joined)
         for _, names in groupby(parts, key=lambda pair: pair[0]):
-            found = self._apart([name for _, name in names], get)
-            yield from ((name, tensor) for name, tensor in found if name in asked)
+            split = self._split([name for _, name in names], get)
+            yield from ((name, tensor) for name, tensor in split if name in chosen)
 
     def headers(self, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """The tensors as `tensors` gives them, without values."""
         import torch
 
-        own = self.model.state_dict()
-        return dict(self.tensors(lambda name: torch.empty_like(own[name], device="meta"), only))
+        state = self.model.state_dict()
+        return dict(self.tensors(lambda name: torch.empty_like(state[name], device="meta"), only))
 
     def held_by(self, joined: Collection[str]) -> list[str]:
-        """Names on disk of what loading joins, where all that it goes into is among some tensors in memory."""
+        """Names on disk of the tensors that loading joins into these tensors in memory, and into no others."""
         parts = [name for name, place in self.places.items() if place.part is not None]
-        return [name for name in parts if all(own in joined for own in self.targets(self.places[name]))]
+        return [name for name in parts if all(target in joined for target in self.targets(self.places[name]))]
 
     def targets(self, place: TensorPlace) -> list[str]:
         """Names of the tensors in memory that a tensor of the checkpoint goes into."""
         if place.part is None:
             return [place.name]
-        conversion = next(own for own in self.reading.conversions if place.part in own.source_patterns)
-        first, *others = conversion.target_patterns
-        names = [place.name, *(place.name.replace(first, other) for other in others)]
+        conversion = next(known for known in self.reading.conversions if place.part in known.source_patterns)
+        first, *more = conversion.target_patterns
+        names = [place.name, *(place.name.replace(first, target) for target in more)]
         return [name for name in names if name in self.reading.tensors]
 
-    def _apart(self, names: list[str], get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Take apart what loading joined of some tensors, as transformers does when it saves.
+    def _split(self, names: list[str], get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Split tensors that loading joined, as transformers does when it saves.
 
-        It may save them under other names; those of one part are read in their order. Where it makes more or fewer of
-        them, none is what the checkpoint holds.
+        It may save them under other names; those of one part are matched in order. Where it gives more or fewer of them
+        than the checkpoint holds, none is given.
         """
         from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
@@ -106,22 +97,14 @@ class InMemory:
         saved = revert_weight_conversion(self.model, whole)
         places = self.reading.places(saved)
         for part in dict.fromkeys(self.places[name].part for name in names):
-            own = sorted((name for name in names if self.places[name].part == part), key=dot_natural_key)
-            theirs = sorted((name for name in saved if places[name].part == part), key=dot_natural_key)
-            if len(own) == len(theirs):
-                yield from ((name, saved[other]) for name, other in zip(own, theirs, strict=True))
+            on_disk = sorted((name for name in names if self.places[name].part == part), key=dot_natural_key)
+            as_saved = sorted((name for name in saved if places[name].part == part), key=dot_natural_key)
+            if len(on_disk) == len(as_saved):
+                yield from ((name, saved[key]) for name, key in zip(on_disk, as_saved, strict=True))
 
 
 def without_weights(config: Any, name: str) -> Any:
-    """Make a model on the device meta; its tied tensors are tied.
-
-    Args:
-        config: What transformers made of a config.json.
-        name: What the model is called.
-
-    Raises:
-        CheckpointError: If transformers makes no model of the config.
-    """
+    """A model on the meta device, with its weights tied."""
     import torch
 
     modeling.register()
@@ -140,9 +123,9 @@ def kept_in_float32(model: Any) -> set[str]:
     with torch.device("meta"):
         made = type(model)._from_config(deepcopy(model.config), dtype=model.dtype).state_dict()
     patterns = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    asked = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    always = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     return {
         name
-        for name, own in made.items()
-        if own.dtype == torch.float32 or any(pattern.search(name) for pattern in asked)
+        for name, tensor in made.items()
+        if tensor.dtype == torch.float32 or any(pattern.search(name) for pattern in always)
     }

@@ -1,4 +1,4 @@
-"""Load a model as a user would, and say what did not fit; free it afterwards."""
+"""Load a model as a user would, report tensors that do not fit, and free it afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import RunOptions
 
 LOADING_ADVICE = "Check --device, and whether transformers alone loads it."
-# what `translated` is given where a loaded model computes or generates
+# arguments of `translated` for running a loaded model
 RUNNING = (
     "config.json, generation_config.json",
     "the model does not run with them",
@@ -33,19 +33,10 @@ RUNNING = (
 
 
 @contextmanager
-def translated(name: str, found: str, advice: str) -> Iterator[None]:
-    """Make one kind of error of what transformers, tokenizers, torch and code of the model's own raise.
+def translated(name: str, problem: str, advice: str) -> Iterator[None]:
+    """Turn any error of transformers, tokenizers, torch or a model's own code into a CheckpointError.
 
-    They raise whatever they like for a file that is not right: validation errors of a class of their own, bare
-    `Exception`s, too deep a recursion.
-
-    Args:
-        name: What is read.
-        found: What it does not do.
-        advice: What to do.
-
-    Raises:
-        CheckpointError: In place of any other error.
+    For a broken file they raise validation errors of their own classes, bare `Exception`s, or recurse too deeply.
     """
     try:
         yield
@@ -54,30 +45,18 @@ def translated(name: str, found: str, advice: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"{name}: {found} ({reason}). {MORE_MEMORY if is_out_of_memory(error) else advice}"
+            f"{name}: {problem} ({reason}). {MORE_MEMORY if is_out_of_memory(error) else advice}"
         ) from error
 
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """Read a folder's config as a user would, by AutoConfig.
-
-    Args:
-        path: Model folder.
-        name: What it is called.
-        run: How it is read: trust_remote_code.
-
-    Returns:
-        The config of its language model.
-
-    Raises:
-        CheckpointError: If transformers does not read it.
-    """
+    """Read a folder's config as a user would, by AutoConfig."""
     modeling.register()
     return load_base_config(path, name, run)
 
 
 def load_base_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """As `load_config`, of a model that is not expanded: no model class is imported."""
+    """As `load_config`, for a model that is not expanded; no model class is imported."""
     from transformers import AutoConfig
 
     advice = (
@@ -98,20 +77,7 @@ def loaded(
     renamed: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Load a model as a user would, and give it with what went wrong on load; free it afterwards.
-
-    Args:
-        path: Model folder.
-        run: How it runs: device, dtype, trust_remote_code, memory_bytes.
-        renamed: Patterns of names in the files, and the names in the model; see `strip.link_base`.
-        name: What it is called; by default as its folder.
-
-    Yields:
-        The model in evaluation mode, and the names of tensors that were missing, unexpected or mismatched.
-
-    Raises:
-        CheckpointError: If it cannot be loaded.
-    """
+    """Load a model as a user would, with the names of tensors that did not fit; free it afterwards."""
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     size = sum(info.bytes for info in checkpoint.tensors.values())
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
@@ -125,7 +91,7 @@ def loaded(
         with quiet_transformers():
             with translated(title, "cannot be loaded", LOADING_ADVICE):
                 auto_class = model_class(checkpoint, run)
-                # our classes then load what does not fit, so that all that is wrong is said
+                # with this our classes load in spite of misfits, so that all problems are listed
                 options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
                 model.eval()
@@ -135,15 +101,7 @@ def loaded(
 
 
 def link_flat(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Where shards lie in several folders, link all files into one: transformers streams from that of the first shard.
-
-    Args:
-        checkpoint: The model.
-        folder: Where the links go.
-
-    Returns:
-        The folder to load from, that of the model where its shards lie in one.
-    """
+    """Link shards of several folders into one, from which transformers can stream; give the folder to load from."""
     shards = {shard: shard.replace("/", "-") for shard in checkpoint.shards}
     if all(shard == flat for shard, flat in shards.items()):
         return checkpoint.path
@@ -158,23 +116,23 @@ def link_flat(checkpoint: Checkpoint, folder: Path) -> Path:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the progress bars and messages of transformers and those around it; what matters is reported by us."""
+    """Silence progress bars and messages of transformers, accelerate and bitsandbytes."""
     from transformers.utils import logging as transformers_logging
 
     transformers: Any = transformers_logging
-    others = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes")]
-    verbosity, levels = transformers.get_verbosity(), [other.level for other in others]
+    loggers = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes")]
+    verbosity, levels = transformers.get_verbosity(), [logger.level for logger in loggers]
     was_shown = transformers.is_progress_bar_enabled()
     transformers.set_verbosity_error()
     transformers.disable_progress_bar()
-    for other in others:
-        other.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         transformers.set_verbosity(verbosity)
-        for other, level in zip(others, levels, strict=True):
-            other.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if was_shown:
             transformers.enable_progress_bar()
 
@@ -197,27 +155,19 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
 
 
 def trusts_code(path: Path, run: RunOptions) -> bool:
-    """Whether the code in a folder may run.
-
-    Raises:
-        CheckpointError: If it may, and a file there names code of another repository, which is not what was read.
-    """
+    """Whether the code in a folder may run."""
     files = sorted(path.glob("*config.json")) if run.trust_remote_code else []
-    if found := [f"{file}: {named}" for file in files if file.is_file() for named in code_elsewhere(read_json(file))]:
+    if foreign := [f"{file}: {named}" for file in files if file.is_file() for named in code_elsewhere(read_json(file))]:
         raise CheckpointError.from_problems(
             f"{line}, code of another repository; --trust-remote-code runs what lies in the folder. Put its files "
             "there, and name them without the repository."
-            for line in shorten(found)
+            for line in shorten(foreign)
         )
     return run.trust_remote_code
 
 
 def needs_own_code(config: Mapping[str, Any]) -> bool:
-    """Whether only a model's own files say what it is: transformers does not have its type, and config.json names some.
-
-    Args:
-        config: Parsed config.json, of a base model or an expanded one.
-    """
+    """Whether transformers does not know a model's type, and its config.json names code that does."""
     from transformers import CONFIG_MAPPING
 
     model_type = modeling.stock_type(config.get("model_type"))
@@ -225,11 +175,7 @@ def needs_own_code(config: Mapping[str, Any]) -> bool:
 
 
 def auto_class_of(config: Mapping[str, Any]) -> Any:
-    """The auto class for a language model, or for one that sees images where transformers knows it as nothing else.
-
-    Args:
-        config: Parsed config.json, of a base model or an expanded one.
-    """
+    """AutoModelForCausalLM, or AutoModelForImageTextToText where transformers knows the type only so."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
@@ -243,7 +189,7 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
 
 
 def _is_expanded(checkpoint: Checkpoint) -> bool:
-    """Whether a model has modules of ours; one with duplicated layers is a stock one."""
+    """Whether a model has expanded modules; one with duplicated layers has stock ones."""
     return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
 
 
@@ -256,20 +202,7 @@ def _load_problems(info: dict[str, Any]) -> list[str]:
 def loaded_whole(
     path: Path, name: str, run: RunOptions = RunOptions(), *, renamed: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
-    """Load a model whole; one whose tensors do not fit its class is another model and is refused.
-
-    Args:
-        path: Model folder.
-        name: What it is called.
-        run: How it runs: device, dtype, trust_remote_code.
-        renamed: As for `loaded`.
-
-    Yields:
-        The model in evaluation mode.
-
-    Raises:
-        CheckpointError: If it cannot be loaded, or its tensors do not fit.
-    """
+    """Load a model into memory as a whole, and refuse one whose tensors do not fit its class."""
     # streamed weights would be read again for every batch
     whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:

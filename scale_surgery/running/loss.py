@@ -21,13 +21,13 @@ LOGITS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a model scored; measurements on shares of the same text add up.
+    """Score of a model; measurements on parts of a text add up.
 
     Attributes:
         nats: Sum of -log p over the scored tokens.
-        scored: How many tokens were scored.
+        scored: Number of scored tokens.
         questions: Answers whose first token was predicted from a prompt.
-        answered: Those of them whose first token had the largest logit.
+        answered: Answers whose first token had the largest logit.
     """
 
     nats: float
@@ -66,15 +66,6 @@ def measure(model: Any, sequences: Sequences, batch_size: int, advance: Progress
     """Score a causal model on token sequences, the longest first.
 
     An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy.
-
-    Args:
-        model: A causal language model of transformers, on any device; its training mode is given back.
-        sequences: What to read and what to score.
-        batch_size: Sequences in one forward pass.
-        advance: Called with the tokens done after each pass.
-
-    Returns:
-        The sums.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Which tensor of a saved model is which of the model that was trained, whatever the names that it was saved under.
+"""Match the tensors that a trainer saved with those of the model that it trained, whatever their names.
 
-transformers writes names as it found them, or as it would have them today; FSDP, DeepSpeed and plain loops keep names
-in memory, tied tensors twice, and the experts of a layer in one tensor.
+transformers saves names as it read them, or as this release writes them; FSDP, DeepSpeed and plain loops save names in
+memory, tied tensors twice, and the experts of a layer in one tensor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.stored_names import TensorPlace
 
-# what wrappers around a model or a module put into names: DDP, torch.compile, FSDP, checkpointing of activations
+# parts of names that wrappers add: DDP, torch.compile, FSDP, checkpointing of activations
 WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """One of the tensors that loading joins: name in memory of what it goes into, of several the first, and on disk."""
+    """A tensor that loading joins: name in memory of the joined tensor, of several the first, and its own on disk."""
 
     joined: str
     name: str
@@ -37,7 +37,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Match:
-    """What was found.
+    """Saved names matched with wanted ones.
 
     Attributes:
         pairs: Saved tensors with what they are; a tied one may be there more than once.
@@ -57,19 +57,10 @@ class Match:
 def match_names(
     saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Any]
 ) -> Match:
-    """Find out which saved tensor is which.
-
-    Args:
-        saved: Names under which tensors were saved.
-        wanted: Names of tensors in the files of the model that was trained.
-        unread: Patterns of names that files may hold and the model does not have.
-        make: Makes that model, without weights; None where that is not possible, and names alone have to tell.
-
-    Returns:
-        Pairs of them, and what is left.
-    """
+    """Match saved names with wanted ones; `make` builds the model without weights where names alone do not tell."""
     plain = {name: WRAPPERS.sub("", name) for name in saved}
-    pairs, joined, model = [Pair(name, own) for name, own in plain.items() if own in wanted], dict[str, str](), None
+    pairs = [Pair(name, bare) for name, bare in plain.items() if bare in wanted]
+    joined, model = dict[str, str](), None
     if len(pairs) != len(saved) or {pair.wanted for pair in pairs} != set(wanted):
         made = make()
         model = None if made is None else InMemory(made, wanted)
@@ -88,15 +79,15 @@ def match_names(
 
 
 def _same(plain: Mapping[str, str], wanted: Iterable[str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
-    """Pairs that come to stand at one place in memory, or at tied ones; and those left, by names in memory."""
-    ours: dict[tuple[str, str | None], list[str]] = {}
+    """Pairs with one place in memory, or with tied ones; and the saved tensors left, by their names in memory."""
+    wanted_at: dict[tuple[str, str | None], list[str]] = {}
     for name, place in model.reading.places(wanted).items():
-        ours.setdefault(_place(place, model), []).append(name)
-    theirs, pairs, left = model.reading.places(set(plain.values())), list[Pair](), dict[str, str]()
-    for name, own in plain.items():
-        found = ours.get(_place(theirs[own], model), ())
-        pairs += [Pair(name, other) for other in found]
-        left |= {} if found else {theirs[own].name: name}
+        wanted_at.setdefault(_place(place, model), []).append(name)
+    places, pairs, left = model.reading.places(set(plain.values())), list[Pair](), dict[str, str]()
+    for name, bare in plain.items():
+        matches = wanted_at.get(_place(places[bare], model), ())
+        pairs += [Pair(name, match) for match in matches]
+        left |= {} if matches else {places[bare].name: name}
     return pairs, left
 
 
@@ -107,12 +98,11 @@ def _place(place: TensorPlace, model: InMemory) -> tuple[str, str | None]:
 
 
 def _parts(left: Mapping[str, str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
-    """Pairs of what loading joins and what holds it, and these by their names in memory."""
-    found = model.headers(model.held_by(left))
-    parts = [JoinedTensor(model.places[name].name, name) for name in found]
+    """Pairs for tensors that loading joins, and the saved tensors that hold them, by their names in memory."""
+    parts = [JoinedTensor(model.places[name].name, name) for name in model.headers(model.held_by(left))]
     used = {name for part in parts for name in model.targets(model.places[part.name])}
     pairs = [Pair(left[part.joined], part.name, part) for part in parts]
-    return pairs, {name: own for name, own in left.items() if name in used}
+    return pairs, {name: saved for name, saved in left.items() if name in used}
 
 
 def _without(names: Iterable[str], known: Collection[str], unread: Iterable[str]) -> tuple[str, ...]:

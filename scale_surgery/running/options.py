@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from scale_surgery.fields import Count, Range
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-# windows in one forward pass, where an operation has no reason for another number
+# default windows in one forward pass
 WINDOWS = 8
-# report holds the hidden states of all layers for them
+# report holds hidden states of all layers
 REPORT_WINDOWS = 1
 
 
@@ -19,7 +19,7 @@ REPORT_WINDOWS = 1
 class RunOptions:
     """How models run. No function reads all of it; each says which fields it reads.
 
-    A default means the operation's own choice, so that who sets one field leaves the others to the operation.
+    Fields that are left out are the operation's choice.
 
     Attributes:
         device: Where models run: cpu, cuda, ...; auto takes a GPU if there is one.
@@ -48,7 +48,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Probes:
-    """What models are run on to compare what comes out.
+    """Prompts and generated tokens by which models are compared.
 
     Attributes:
         prompts_file: Text file with one prompt a line, for comparing logits. Default: built-in prompts.

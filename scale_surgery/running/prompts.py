@@ -46,13 +46,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Probe prompts as a model reads them.
-
-    Attributes:
-        prompts: The prompts.
-        tokenizer: The model's tokenizer; None where none loads, and random ids stand in for text.
-        batch: Their token ids.
-    """
+    """Probe prompts as token ids; without a tokenizer that loads, random ids stand for them."""
 
     prompts: tuple[str, ...]
     tokenizer: Any | None
@@ -60,20 +54,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompts:
-    """Turn prompts into the token ids of a model.
-
-    Args:
-        path: Model folder.
-        probes: The prompts, and how many tokens are generated after them.
-        run: How config and tokenizer are loaded: trust_remote_code.
-
-    Returns:
-        The prompts, cut to what the model's context has room for.
-
-    Raises:
-        CheckpointError: If the prompts or the model's config cannot be read, or the tokens to generate leave no room
-            for a prompt.
-    """
+    """Turn prompts into the token ids of a model."""
     prompts = read_prompts(probes.prompts_file)
     tokenizer = load_tokenizer(path, run)
     config = load_config(path, path.name, run)
@@ -81,11 +62,7 @@ def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompt
 
 
 def read_prompts(file: Path | None) -> tuple[str, ...]:
-    """Prompts of a text file, one a line; the built-in ones where no file is given.
-
-    Raises:
-        CheckpointError: If the file cannot be read or holds no prompt.
-    """
+    """Prompts of a text file, one a line; the built-in ones where no file is given."""
     if file is None:
         return PROMPTS
     try:
@@ -123,7 +100,7 @@ def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_
 
 
 def token_problems(encoded: EncodedPrompts, expanded: Any | None) -> tuple[str, ...]:
-    """Prompts to which another tokenizer, the expanded model's, gives other ids than the base's."""
+    """Prompts for which the expanded model's tokenizer gives other ids than the base's."""
     base = encoded.tokenizer
     if base is None:
         return ()

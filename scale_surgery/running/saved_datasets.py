@@ -1,6 +1,6 @@
-"""Datasets, read by the library `datasets` row by row: saved ones, data files, folders of them, and those of the Hub.
+"""Rows of datasets, read by the library `datasets`: saved ones, data files, folders of them, and those of the Hub.
 
-No code of a dataset runs, and what may hold pickles is not read.
+No code of a dataset runs, and formats that may hold pickles are not read.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from scale_surgery.running.sources import TextSource
 
 # formats of data files that hold rows of text and plain values
 FORMATS = ("json", "parquet", "csv", "text", "arrow")
-# data files that are given one by one: how the library calls their format, and what it has to know of it
+# suffixes of data files: name of their format in the library, and its options
 DATA_FILES: dict[str, tuple[str, dict[str, str]]] = {
     ".parquet": ("parquet", {}),
     ".arrow": ("arrow", {}),
     ".csv": ("csv", {}),
     ".tsv": ("csv", {"sep": "\t"}),
 }
-# what the library writes beside the rows of a dataset, and of several splits
+# files by which a saved dataset is known, of one split or of several
 SAVED_FILES = ("state.json", "dataset_dict.json")
-# characters of a library's error that are said
+# most characters of a library's error in ours
 LONGEST = 300
 
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Silence the progress bars and messages of `datasets`; what matters is reported by us."""
+    """Silence progress bars and messages of `datasets`."""
     import datasets
 
     verbosity, was_shown = datasets.logging.get_verbosity(), datasets.is_progress_bar_enabled()
@@ -47,18 +47,7 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def read_rows(source: TextSource) -> Iterator[Any]:
-    """Read the rows of a dataset, one after the other.
-
-    Args:
-        source: A folder that `save_to_disk` wrote, a folder of JSONL, Parquet, CSV, Arrow or text files, one such file
-            that is a table, or an id.
-
-    Yields:
-        The rows, by column.
-
-    Raises:
-        DataError: If it is no dataset, or does not say which split is meant.
-    """
+    """Read the rows of a dataset, one after the other."""
     with quiet_datasets():
         rows = _load(source)
     try:
@@ -70,15 +59,11 @@ def read_rows(source: TextSource) -> Iterator[Any]:
 
 
 def digest_of(source: TextSource) -> str:
-    """What tells one state of a dataset on the Hub from another: its commit, and the files that are read of it.
-
-    Raises:
-        DataError: If it is no dataset.
-    """
+    """A sha256 that changes with the commit of a dataset on the Hub, and with the files that are read of it."""
     with quiet_datasets():
         builder = _builder(source)
-    told = repr((builder.hash, builder.config_id, builder.config.name, source))
-    return hashlib.sha256(told.encode()).hexdigest()
+    identity = repr((builder.hash, builder.config_id, builder.config.name, source))
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def _load(source: TextSource) -> Any:
@@ -98,16 +83,16 @@ def _saved(source: TextSource) -> Any:
     import datasets
 
     try:
-        found = datasets.load_from_disk(source.path)
+        saved = datasets.load_from_disk(source.path)
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if source.split in found:
-        return found[source.split]
-    first = next(iter(found))
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if source.split in saved:
+        return saved[source.split]
+    first = next(iter(saved))
     raise DataError(
-        f"{source.name}: holds the splits {', '.join(found)}. Give the folder of one, {source.path}/{first}."
+        f"{source.name}: holds the splits {', '.join(saved)}. Give the folder of one, {source.path}/{first}."
     )
 
 
@@ -116,9 +101,9 @@ def _choose(splits: Any, source: TextSource) -> Any:
         return next(iter(splits.values()))
     if source.split in splits:
         return splits[source.split]
-    found = f"has no split {source.split}, it holds" if source.split else "holds the splits"
+    reason = f"has no split {source.split}, it holds" if source.split else "holds the splits"
     raise DataError(
-        f"{source.name}: {found} {', '.join(map(str, splits))}. Say which is meant: {source.name},split="
+        f"{source.name}: {reason} {', '.join(map(str, splits))}. Say which is meant: {source.name},split="
         f"{next(iter(splits))}."
     )
 
@@ -163,6 +148,6 @@ def _advice(source: TextSource) -> str:
 
 
 def library_error(error: BaseException) -> str:
-    """What an error of a library says, in one line."""
+    """The message of a library's error, in one line."""
     # pyarrow names every field of every row where two files differ
     return textwrap.shorten(f"{error}", LONGEST, placeholder=" ...") or type(error).__name__

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scale_surgery.errors import DataError
 
-# labels of tokens that are read and not scored: any, as in torch's cross-entropy, and those of a prompt, after which
-# an answer begins; `collate` makes them one
+# labels of tokens that are not scored: IGNORED as in torch's cross-entropy, PROMPT before an answer, so that the first
+# token of an answer is known; `collate` turns both into IGNORED
 IGNORED = -100
 PROMPT = -101
 NOTHING_SCORED = "The data hold nothing to learn: every sequence is a prompt, or one token. Give longer texts."
@@ -29,7 +29,7 @@ class Sequences:
     Attributes:
         ids: Token ids of all sequences, int32, (tokens,).
         labels: The same, IGNORED or PROMPT where a token is read and not scored, int32, (tokens,).
-        starts: Where each sequence begins, and where the last one ends; (sequences + 1,).
+        starts: Start of each sequence, and end of the last; (sequences + 1,).
     """
 
     ids: Tensor
@@ -68,12 +68,12 @@ class Sequences:
 
 @dataclass(frozen=True)
 class StoredSequences:
-    """Token sequences on disk, mapped into memory; what would take reading all of them is known.
+    """Token sequences on disk, mapped into memory.
 
     Attributes:
         rows: A `datasets.Dataset` with the columns "input_ids" and "labels", as tensors.
         scored: Tokens that are scored.
-        digest: What `Sequences.fingerprint` says of them.
+        digest: Their `Sequences.fingerprint`.
     """
 
     rows: Any
@@ -109,7 +109,7 @@ class Digest:
             digest.update(flat.numpy().data)
 
     def hexdigest(self) -> str:
-        """What all of them say."""
+        """The sha256 of all parts."""
         return hashlib.sha256(b"".join(digest.digest() for digest in self.digests)).hexdigest()
 
 
@@ -127,17 +127,7 @@ def from_arrays(ids: array[int], labels: array[int], starts: Iterable[int]) -> S
 
 
 def concatenate(parts: Iterable[Sequences]) -> Sequences:
-    """Put sequences one after the other.
-
-    Args:
-        parts: The sequences, in parts.
-
-    Returns:
-        All of them.
-
-    Raises:
-        DataError: If there is none.
-    """
+    """Put sequences one after the other."""
     ids, labels, starts = array("i"), array("i"), [0]
     for part in parts:
         starts += [len(ids) + start for start in part.starts[1:]]

@@ -1,8 +1,8 @@
 """Serve a model by transformers' own server, whose endpoints are OpenAI's.
 
-The server reads a model's config by its type and looks up its class among the names of `transformers`. `register` tells
-of the one, an attribute of the other. It computes one request after the other, each as `generate` alone would; batches
-of several requests (its continuous batching) need an attention that expanded models do not have, and stay off.
+The server finds a model's config class by its type, which `register` adds, and its model class among the names of
+`transformers`, where this module sets it. It computes one request after the other, each as `generate` alone would;
+batches of several requests (its continuous batching) need an attention that expanded models do not have, and stay off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scale_surgery.running.loading import LOADING_ADVICE, model_class, translate
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 
-# what transformers' server imports beside transformers
+# packages that transformers' server needs
 NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")
 
 
@@ -43,7 +43,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """What clients are given as base URL."""
+        """Base URL for clients."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}/v1"
 
 
@@ -52,10 +52,10 @@ class Served:
     """A model that is loaded and about to be served.
 
     Attributes:
-        model: What requests name as their model.
+        model: Name by which requests choose it.
         url: Base URL for clients.
         has_chat_template: Whether the tokenizer can write a conversation, as /v1/chat/completions needs.
-        paths: What they may name instead: base and expansions of a composed folder, each of which then answers alone.
+        paths: Names of single paths that may answer instead: base and expansions of a composed folder.
     """
 
     model: str
@@ -96,10 +96,10 @@ def serve(
     _need_packages()
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    paths = _paths(checkpoint)
+    paths = path_names(checkpoint.config.get(CONFIG_KEY, {}))
     _check_names(name, paths, expansion, source.name)
     tokenizer = need_tokenizer(source.path, source.name, run)
-    # last: what imports a tokenizer may leave another module transformers than it found
+    # last: importing a tokenizer may replace the module transformers
     _make_known(checkpoint, run)
     from scale_surgery.running.server import Server
 
@@ -129,7 +129,7 @@ def _name_for_server(model: str | Path, revision: str | None) -> str:
 
 
 def _need_free(address: Address) -> None:
-    """Ask for the address before a model is loaded for nothing."""
+    """Check that the address is free before a model is loaded."""
     if problems := problems_of(address, "{option}: {value}"):
         raise ServingError.from_problems(problems)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -142,13 +142,8 @@ def _need_free(address: Address) -> None:
         ) from error
 
 
-def _paths(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Names of the paths of a composed model, the base's first; none of another one."""
-    return path_names(checkpoint.config.get(CONFIG_KEY, {}))
-
-
 def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:
-    """Refuse an expansion that is not there, and a model that is called as one of its paths."""
+    """Refuse an unknown expansion, and a model with the name of one of its paths."""
     problems = list(expansion_problems(expansion, paths, folder))
     if model in paths:
         problems.append(

@@ -1,7 +1,7 @@
-"""transformers' server for one model, of whose paths each has a name that requests give as their model.
+"""transformers' server for one model, whose paths have names that requests give as their model.
 
-All names share one thread. A path is chosen there, around each computation, so requests that come at once take nothing
-of each other.
+All names share one thread. A path is chosen there around each computation, so that requests at the same time do not
+mix.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers.cli.serving.utils import GenerateManager, InferenceThread
 from scale_surgery.errors import DataError
 from scale_surgery.running.context import check_room, context_of
 
-# what transformers' server reads of a request, by endpoint; it takes more fields, and does nothing with them
+# fields that transformers' server reads, by endpoint; it accepts others and ignores them
 EVERYWHERE = frozenset({"generation_config", "model", "seed", "stream", "temperature", "top_p"})
 COMPLETIONS = EVERYWHERE | {"frequency_penalty", "max_tokens", "prompt", "stop", "suffix"}
 CHAT = EVERYWHERE | {"chat_template_kwargs", "frequency_penalty", "logit_bias", "max_completion_tokens", "max_tokens"}
 CHAT |= {"messages", "stop", "tools"}
 RESPONSES = EVERYWHERE | {"input", "instructions", "max_output_tokens", "tools"}
-# what asks for nothing in an answer
+# fields that change nothing in an answer
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"})
-# what asks for what the server does anyway; clients send it unasked
+# values that ask for what the server does anyway; clients send them unasked
 USUAL = {
     "background": False,
     "best_of": 1,
@@ -43,7 +43,7 @@ USUAL = {
 
 
 class Refusal(Exception):  # noqa: N818
-    """A request that is not answered: what is said of it, by OpenAI's words for errors."""
+    """A request that is refused, with the fields of an error of OpenAI."""
 
     def __init__(self, message: str, parameter: str | None, code: str, status: int = 400) -> None:
         super().__init__(message)
@@ -51,15 +51,7 @@ class Refusal(Exception):  # noqa: N818
 
 
 def check_fields(read: Collection[str], body: Mapping[str, Any]) -> None:
-    """Check that a request asks for nothing that the server would ignore.
-
-    Args:
-        read: Fields that its endpoint reads.
-        body: The request.
-
-    Raises:
-        Refusal: If it does; every such field is named.
-    """
+    """Check that a request asks for nothing that the server would ignore."""
     asked = {name for name, value in body.items() if value is not None and not _is_usual(name, value)}
     if ignored := sorted(asked - LABELS - set(read)):
         raise Refusal(
@@ -84,7 +76,7 @@ def _check_length(model: Any, inputs: Any) -> None:
 
 
 class OnePath(GenerateManager):
-    """Computes by one path of a composed model, on the thread that is given; the path None is all of them."""
+    """Generates by one path of a composed model on a given thread; None is all paths."""
 
     def __init__(self, thread: InferenceThread, model: Any, path: str | None) -> None:
         self._thread, self.model, self.path = thread, model, path
@@ -98,7 +90,7 @@ class OnePath(GenerateManager):
         return super().async_submit(self._by_path(fn), *args, **kwargs)
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Begin a stream; for a prompt that is too long none is begun."""
+        """Begin a stream, unless the prompt is too long."""
         _check_length(model, inputs)
         return super().generate_streaming(model, processor, inputs, *args, **kwargs)
 
@@ -119,14 +111,7 @@ class OnePath(GenerateManager):
 
 
 class Server(Serve):
-    """The server of transformers, which knows names of paths, trusts no other model, and ends quietly by Ctrl-C.
-
-    Args:
-        model: Name by which the server finds the model.
-        paths: What requests can name as their model, and which path then answers; None for all, mixed.
-        ready: Called once the model is loaded.
-        options: Those of transformers' server.
-    """
+    """The server of transformers, which knows names of paths, trusts no other model, and ends quietly by Ctrl-C."""
 
     def __init__(self, model: str, paths: Mapping[str, str | None], ready: Callable[[], None], **options: Any) -> None:
         self.paths, self.ready = paths, ready
@@ -150,15 +135,15 @@ class Server(Serve):
             self.server.run()
 
     def _listed(self) -> list[dict[str, Any]]:
-        """What /v1/models says."""
+        """The answer of /v1/models."""
         facts = {"object": "model", "created": int(time()), "owned_by": "scale-surgery"}
         return [{"id": name, **facts} for name in self.paths]
 
     def _resolve(self, stock: Callable[..., Any], handler: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        """The name that a request gives, model and processor, with what computes by that name's path."""
-        own = self._model_manager.force_model
-        name = own if body.get("model") is None else body["model"]
-        # JSON may hold what cannot be looked up
+        """Name, model and processor of a request; registers the generator of the named path."""
+        served = self._model_manager.force_model
+        name = served if body.get("model") is None else body["model"]
+        # JSON may hold unhashable values
         if name not in tuple(self.paths):
             raise Refusal(
                 f"The model {name!r} is not served here, expected {' or '.join(self.paths)}.",
@@ -166,7 +151,7 @@ class Server(Serve):
                 "model_not_found",
                 404,
             )
-        _, model, processor = stock({"model": own})
+        _, model, processor = stock({"model": served})
         if handler is self._chat_handler and not getattr(processor, "chat_template", None):
             raise Refusal(
                 "This model's tokenizer has no chat template, which writes a conversation. Ask /v1/completions.",
@@ -174,7 +159,7 @@ class Server(Serve):
                 "no_chat_template",
             )
         body["model"] = name
-        # where the server looks for what computes for a model
+        # the server looks up the manager of a model here
         self._generation_state._generate_managers[name] = OnePath(self.thread, model, self.paths[name])
         return name, model, processor
 
@@ -183,5 +168,5 @@ def _refuse(request: Any, error: Refusal) -> Any:
     """An error in the form of OpenAI."""
     from fastapi.responses import JSONResponse
 
-    said = {"message": str(error), "type": "invalid_request_error", "param": error.parameter, "code": error.code}
-    return JSONResponse({"error": said}, status_code=error.status)
+    content = {"message": str(error), "type": "invalid_request_error", "param": error.parameter, "code": error.code}
+    return JSONResponse({"error": content}, status_code=error.status)

@@ -1,9 +1,8 @@
-"""Where a text comes from, as it is named: a file, a folder or a dataset of the Hub, and what of it is read.
+"""How a text is named: a file, a folder or a dataset of the Hub, and the part of it that is read.
 
 NAME[,column=FIELD][,split=SPLIT][,config=CONFIG][,revision=BRANCH, TAG OR COMMIT]
 
-A path that exists is always that path, whatever else its name could mean. A model is no text, and refused before
-anything is read.
+A path that exists is that path, whatever else its name could mean. The folder of a model is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.errors import DataError
 
-# what to do where old text is asked for
+# advice where old text is missing
 NO_OLD_TEXT = "Where there is none, the base writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
-# a name that ends so was meant as a file
+# suffixes of names that are no ids of datasets
 FILE_SUFFIXES = (
     ".txt",
     ".text",
@@ -61,8 +60,19 @@ class TextSource:
         return Path(self.name)
 
     @property
+    def files(self) -> list[Path]:
+        """The file, or all files of the folder; none for a dataset of the Hub."""
+        paths = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
+        return [path for path in paths if path.is_file()]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
     def is_on_hub(self) -> bool:
-        """Whether a dataset of the Hub is meant, since no path of this name exists."""
+        """Whether it is a dataset of the Hub: no path of this name exists."""
         return not os.path.exists(self.name) and could_be_on_hub(self.name)  # noqa: PTH110, which no name breaks
 
 
@@ -72,17 +82,7 @@ def could_be_on_hub(name: str) -> bool:
 
 
 def parse_source(text: str | Path) -> TextSource:
-    """Read how a text is named.
-
-    Args:
-        text: What the user gave.
-
-    Returns:
-        The source.
-
-    Raises:
-        DataError: If a setting is unknown, or given twice, or the folder of a model is named.
-    """
+    """Read how a text is named."""
     source = _parse(str(text))
     if (model_type := _model_type(source.path)) is not None:
         raise DataError(
@@ -111,7 +111,7 @@ def _parse(whole: str) -> TextSource:
 
 
 def _model_type(path: Path) -> object:
-    """What the config.json of a model says it is; None where there is none, as in folders of data."""
+    """`model_type` of a model folder's config.json; None where there is none, as in folders of data."""
     try:
         config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""Where transformers puts the tensors of files, by their names: it renames modules, and makes one tensor of several.
+"""Where transformers puts the tensors of files: it renames modules, and joins tensors.
 
     on disk      model.layers.3.block_sparse_moe.experts.0.w1.weight      modules are renamed
                  model.layers.3.mlp.experts.0.w1.weight                   tensors are put together
     in memory    model.layers.3.mlp.experts.gate_up_proj
 
-What it does is asked of its own conversions; not every file that can be read has the names that it would write.
+Its own conversions say what it does; files that it can read may have other names than those that it would write.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor of a file comes to stand.
+    """Where transformers puts a tensor of a file.
 
     Attributes:
-        name: Name of the tensor in memory that it becomes, or becomes a part of; of several the first.
-        part: Which part, by the pattern of its name; None where it becomes that tensor as it is.
+        name: Name in memory of the tensor that it becomes, or becomes a part of; of several the first.
+        part: Pattern of the part that it is; None where it is the whole tensor.
         renamed: Its name once modules are renamed, before anything is put together.
     """
 
@@ -35,8 +35,8 @@ class Reading:
     """How transformers reads the files of a model.
 
     Attributes:
-        conversions: What it renames and converts, in its own form.
-        prefix: What it takes off from names, or puts before them, where whole models and parts of them are exchanged.
+        conversions: Its rules of renaming and converting.
+        prefix: The prefix that it adds or removes between models with and without a head.
         tensors: Names of tensors in memory.
     """
 
@@ -45,27 +45,23 @@ class Reading:
     tensors: Collection[str]
 
     def places(self, names: Iterable[str]) -> dict[str, TensorPlace]:
-        """Where tensors come to stand.
-
-        Args:
-            names: Names on disk.
-        """
+        """Where transformers puts the tensors of these names."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        # some conversions remember what they have seen
+        # some conversions keep state between names
         conversions = deepcopy(self.conversions)
-        renamings = [own for own in conversions if isinstance(own, WeightRenaming)]
-        converters = [own for own in conversions if isinstance(own, WeightConverter)]
-        # transformers asks whether what is found under a name is None
+        renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
+        # transformers asks whether the value under a name is None
         tensors = dict.fromkeys(self.tensors, True)
-        found = {}
+        places = {}
         for name in sorted(names, key=dot_natural_key):
             renamed, _ = rename_source_key(name, renamings, [])
-            own, part = rename_source_key(renamed, [], converters, self.prefix, tensors)
-            if own not in tensors and name in tensors:
-                own, part, renamed = name, None, name
-            found[name] = TensorPlace(own, part, renamed)
-        return found
+            key, part = rename_source_key(renamed, [], converters, self.prefix, tensors)
+            if key not in tensors and name in tensors:
+                key, part, renamed = name, None, name
+            places[name] = TensorPlace(key, part, renamed)
+        return places
 
 
 def reading_of(model: Any) -> Reading:

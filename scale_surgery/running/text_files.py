@@ -13,17 +13,13 @@ from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import DataError
 from scale_surgery.progress import Progress
 
-# what a blank line of JSONL is read as
+# value of a blank line of JSONL
 BLANK = {"text": ""}
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Say of a file that it cannot be read as text.
-
-    Raises:
-        DataError: In place of errors of the system, and of bytes that are no UTF-8.
-    """
+    """Raise DataError for errors of the system, and for bytes that are no UTF-8."""
     try:
         yield
     except FileNotFoundError as error:
@@ -38,11 +34,7 @@ def readable(path: Path) -> Iterator[None]:
 def open_text(
     path: Path, advance: Progress, newline: str | None = None
 ) -> Iterator[tuple[TextIOWrapper, Callable[[], None]]]:
-    """Open UTF-8 text, and give a function that reports the bytes that were read since it was last called.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
+    """Open UTF-8 text, and give a function that reports the bytes that were read since it was last called."""
     done = 0
 
     def report() -> None:
@@ -51,21 +43,14 @@ def open_text(
         advance(now - done)
         done = now
 
-    # a byte order mark is no text
+    # without a byte order mark
     with readable(path), open_regular(path) as stream, TextIOWrapper(stream, "utf-8-sig", newline=newline) as text:
         yield text, report
 
 
 def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
-    """Read what stands in the lines of a file, each JSON of its own.
-
-    Yields:
-        The objects, BLANK for an empty line, a ValueError for a line that is no JSON.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
-    # texts in JSON may hold other line ends, which end no line here
+    """The values of a file of JSON lines: BLANK for an empty line, a ValueError for one that is no JSON."""
+    # other line ends may stand inside JSON texts
     with open_text(path, advance, newline="\n") as (text, report):
         for line in text:
             try:
@@ -76,14 +61,7 @@ def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
 
 
 def read_array(path: Path, advance: Progress) -> list[Any]:
-    """Read a file that is one JSON array, at once.
-
-    Returns:
-        Its elements; none where it is something else.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
+    """The elements of a file that is one JSON array; none where it is something else."""
     with open_text(path, advance) as (text, report):
         if not text.read(1024).lstrip().startswith("["):
             return []

@@ -1,7 +1,7 @@
 """Token sequences to train on and to measure with: documents become tokens, packed or cut into windows.
 
-Of a question and its answer the answer alone is learned and scored, of a conversation what the assistant says. Tokens
-lie in flat arrays, so that a corpus takes eight bytes a token in memory and nothing else.
+Answers alone are learned and scored, of a question or of a conversation. Tokens lie in flat arrays, so that a corpus
+takes eight bytes a token in memory.
 """
 
 from __future__ import annotations
@@ -31,17 +31,6 @@ def tokenize(
     """Turn documents into token sequences, with the tokenizer's own start token and an end token after each.
 
     A conversation is what the tokenizer's chat template makes of it, and nothing else.
-
-    Args:
-        documents: The documents.
-        tokenizer: The model's tokenizer.
-        learn_prompts: Whether prompts are scored too.
-
-    Returns:
-        One sequence a document.
-
-    Raises:
-        DataError: If there is no document, or one becomes no token.
     """
     ids, labels, starts = array("i"), array("i"), [0]
     for document, some, scored in read_tokens(documents, tokenizer, learn_prompts=learn_prompts):
@@ -57,30 +46,23 @@ def tokenize(
 def read_tokens(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
 ) -> Iterator[tuple[Document, list[int], list[int]]]:
-    """Turn documents into tokens, as `tokenize`, some at a time; long ones come in pieces.
-
-    Yields:
-        A document or a piece of one, its tokens, and the same as labels: IGNORED or PROMPT where they are not scored.
-
-    Raises:
-        DataError: If a document becomes no token.
-    """
+    """Documents with their token ids and labels (IGNORED or PROMPT where not scored); long ones come in pieces."""
     is_middle = False
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for some in _in_groups(chain.from_iterable(map(in_pieces, documents))):
         texts = _tokenize_some([document for document in some if document.chat is None], tokenizer)
         for document in some:
             if document.chat is not None:
-                found, is_answer = tokenize_chat(document.chat, document.source, tokenizer)
-                scored = [id_ if learned else PROMPT for id_, learned in zip(found, is_answer, strict=True)]
+                ids, is_answer = tokenize_chat(document.chat, document.source, tokenizer)
+                scored = [id_ if learned else PROMPT for id_, learned in zip(ids, is_answer, strict=True)]
             else:
                 prompt, text = next(texts)
                 prompt, text = [] if is_middle else prompt, text if document.goes_on else text + end
                 # without a prompt there is at most a start token
-                found, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
-            if not (found or is_middle or document.goes_on):
+                ids, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
+            if not (ids or is_middle or document.goes_on):
                 raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
-            yield document, found, found if learn_prompts and not document.is_plain else scored
+            yield document, ids, ids if learn_prompts and not document.is_plain else scored
             is_middle = document.goes_on
 
 
@@ -108,57 +90,31 @@ def _tokenize_some(
 
 
 def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Turn texts that go on into token ids: with the tokenizer's own start token, also where empty, and without an end.
-
-    Args:
-        prompts: The texts.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Token ids of each.
-    """
-    found: list[list[int]] = tokenizer(list(prompts), return_attention_mask=False, verbose=False)["input_ids"]
+    """Turn prompts into token ids: with the tokenizer's start token, even where they are empty, and no end token."""
+    ids: list[list[int]] = tokenizer(list(prompts), return_attention_mask=False, verbose=False)["input_ids"]
     special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
-    for prompt in found:
+    for prompt in ids:
         while prompt and prompt[-1] in special:
             prompt.pop()  # some tokenizers end every text themselves
-    return found
+    return ids
 
 
 def pack(sequences: Sequences, length: int) -> Sequences:
-    """Cut all sequences, one after the other, into windows of equal length; the last may be shorter.
-
-    Args:
-        sequences: What to cut.
-        length: Tokens of a window.
-
-    Returns:
-        The windows; a document may begin in one and end in the next.
-    """
+    """Cut all sequences, one after the other, into windows of equal length; the last may be shorter."""
     total = len(sequences.ids)
     return Sequences(sequences.ids, sequences.labels, (*range(0, total, length), total))
 
 
 def without_unscored(sequences: Sequences) -> Sequences:
-    """Leave out sequences in which nothing is scored, such as a window that lies inside a long prompt.
-
-    Args:
-        sequences: Any sequences.
-
-    Returns:
-        Those with at least one scored token.
-
-    Raises:
-        DataError: If none is left.
-    """
-    found = scored_ones(sequences)
-    if not len(found):
+    """Leave out sequences in which nothing is scored, such as a window that lies inside a long prompt."""
+    scored = scored_ones(sequences)
+    if not len(scored):
         raise DataError(NOTHING_SCORED)
-    return found
+    return scored
 
 
 def scored_ones(sequences: Sequences) -> Sequences:
-    """As `without_unscored`, where there may be none."""
+    """The sequences in which something is scored; there may be none."""
     starts = torch.tensor(sequences.starts)
     lengths = starts.diff()
     is_scored = sequences.labels >= 0
@@ -174,14 +130,6 @@ def stride(sequences: Sequences, length: int, step: int) -> Sequences:
     """Cut long sequences into overlapping windows, in which each token is scored once.
 
     A token after the first window is predicted from at least `length - step` tokens before it.
-
-    Args:
-        sequences: What to cut.
-        length: Tokens of a window.
-        step: Tokens from one window to the next.
-
-    Returns:
-        The windows.
     """
     ids, labels, starts = [], [], [0]
     for start, end in pairwise(sequences.starts):
@@ -190,8 +138,8 @@ def stride(sequences: Sequences, length: int, step: int) -> Sequences:
             ids.append(sequences.ids[window])
             labels.append(sequences.labels[window].clone())
             if left > start:
-                again = labels[-1][: length - step]
-                again[again >= 0] = IGNORED  # scored in the window before; the end of a prompt stays known
+                overlap = labels[-1][: length - step]
+                overlap[overlap >= 0] = IGNORED  # scored in the window before; the end of a prompt stays known
             starts.append(starts[-1] + len(ids[-1]))
     return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
 
@@ -202,26 +150,13 @@ def _places(start: int, end: int, length: int, step: int) -> range:
 
 
 def number_windows(sequences: Sequences, length: int, step: int) -> list[int]:
-    """Of which sequence each window of `stride` is, from 0.
-
-    Args:
-        sequences: What to cut.
-        length: Tokens of a window.
-        step: Tokens from one window to the next.
-    """
+    """For each window of `stride` the number of its sequence, from 0."""
     places = (_places(start, end, length, step) for start, end in pairwise(sequences.starts))
     return [number for number, lefts in enumerate(places) for _ in lefts]
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join sequences into a right-padded batch.
-
-    Args:
-        rows: Items of `Sequences`.
-
-    Returns:
-        `input_ids`, `labels` and `attention_mask`, each (rows, tokens of the longest).
-    """
+    """Join sequences into a right-padded batch."""
     ids, labels = pad(rows, "input_ids"), pad(rows, "labels")
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -229,7 +164,7 @@ def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def pad(rows: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
-    """Join the ids or the labels of sequences, as they stand, into one right-padded tensor."""
-    # which id stands in the padding does not matter: nothing attends to it, nothing is scored
+    """Join ids or labels of sequences into one right-padded tensor."""
+    # any id can pad: it is masked and not scored
     value = IGNORED if name == "labels" else 0
     return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)

@@ -1,8 +1,8 @@
-"""Tokens of texts on disk: the library `datasets` writes them as Arrow, finds them again and maps them into memory.
+"""Tokens of texts on disk: the library `datasets` caches them as Arrow and maps them into memory.
 
     CACHE/tokens/default/0.0.0/KEY/    a row a sequence, with the columns "input_ids" and "labels"
 
-A folder has its name from the moment it is whole. One process makes it, others wait.
+A folder gets its name when it is complete. One process writes it, others wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for n
 
 
 class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Writes sequences, and keeps beside them what would take reading all of them."""
+    """Writes sequences, with the count of scored tokens and the fingerprint, which would need reading all of them."""
 
     def __init__(self, parts: Iterable[Sequences], made_of: Any, **options: Any) -> None:
         super().__init__(dataset_name="tokens", **options)
@@ -48,17 +48,7 @@ class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
 
 
 def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any) -> None:
-    """Store sequences, unless they are there.
-
-    Args:
-        key: What tells them from others.
-        cache: Folder of the cache; None for that of `datasets`.
-        parts: The sequences, in parts; read only if they are not there.
-        made_of: What they are made of, to be told to who looks.
-
-    Raises:
-        DataError: If the parts raise it, or they cannot be written; nothing is left then.
-    """
+    """Store sequences, unless they are there."""
     try:
         with quiet_datasets():
             TokenBuilder(parts, made_of, cache_dir=cache, hash=key).download_and_prepare()
@@ -74,15 +64,7 @@ def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any)
 
 
 def open_stored(key: str, cache: str | None) -> StoredSequences:
-    """Map stored sequences into memory.
-
-    Args:
-        key: What tells them from others.
-        cache: Folder of the cache; None for that of `datasets`.
-
-    Raises:
-        DataError: If they are not there, such as on a disk that this process does not see, or are damaged.
-    """
+    """Map stored sequences into memory."""
     try:
         with quiet_datasets():
             builder = TokenBuilder((), None, cache_dir=cache, hash=key)

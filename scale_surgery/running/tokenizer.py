@@ -23,7 +23,7 @@ from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# what else decides token ids, or what images are turned into
+# more files that decide token ids, or the input of images
 VOCABULARY_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
@@ -34,24 +34,19 @@ VOCABULARY_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-# what decides how a model is asked and continued, whatever it computes
+# files of prompting and generation
 ASKING_FILES = ("chat_template.jinja", "chat_template.json", GENERATION_FILE)
-# what a call of a tokenizer leaves behind in it
+# keys of a tokenizer that its calls change
 CHANGED_BY_CALLS = ("truncation", "padding")
-# files that a tokenizer in Python may be made of, and those among them that are the model's
-TOLD_BY = (".json", ".model", ".txt", ".py")
+# files that a tokenizer written in Python may read, and those among them that belong to the model
+CODE_SUFFIXES = (".json", ".model", ".txt", ".py")
 MODEL_FILES = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# the name that transformers 4 and 5 both know for a tokenizer that is all in tokenizer.json
+# the class name of a tokenizer in tokenizer.json alone that transformers 4 and 5 both know
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
 def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
-    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code.
-
-    Args:
-        path: Model folder.
-        run: How it is loaded: trust_remote_code.
-    """
+    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code."""
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -62,24 +57,12 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
-    except Exception:  # of tokenizers too, which raise it bare
+    except Exception:  # tokenizers raise it bare
         return None
 
 
 def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """Load a folder's tokenizer where there are texts to read.
-
-    Args:
-        path: Model folder.
-        name: What it is called.
-        run: How it is loaded: trust_remote_code.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        DataError: If there is none that loads.
-    """
+    """Load a folder's tokenizer where there are texts to read."""
     with quiet_transformers():
         tokenizer = load_tokenizer(path, run)
     if tokenizer is None:
@@ -91,17 +74,7 @@ def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any
 
 
 def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "") -> None:
-    """Check that a model's embedding has every id that its tokenizer gives.
-
-    Args:
-        name: What the model is called.
-        highest: Highest id that its tokenizer gave.
-        vocabulary: Rows of its embedding.
-        text: Of which text, where there are several.
-
-    Raises:
-        DataError: If it has not.
-    """
+    """Check that a model's embedding has every id that its tokenizer gives."""
     if highest >= vocabulary:
         raise DataError(
             f"{name}: its tokenizer gives the id {highest}{text and f' for {text}'}, expected ids below {vocabulary}, "
@@ -110,45 +83,28 @@ def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "") ->
 
 
 def digest_tokenizer(tokenizer: Any, path: Path) -> str:
-    """What tells tokenizers apart that give other tokens: all that they know, and the releases that run them.
-
-    Args:
-        tokenizer: The tokenizer.
-        path: The folder that it was loaded from; one that is written in Python is told by the files there.
-
-    Returns:
-        A sha256.
-    """
+    """A sha256 of all that decides which tokens a tokenizer gives, releases of the libraries included."""
     import tokenizers
     import transformers
 
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
-    told: list[Any] = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__, special]
+    known: list[Any] = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__, special]
     if getattr(tokenizer, "chat_template", None) is not None:
-        told.append(tokenizer.chat_template)
+        known.append(tokenizer.chat_template)
     if tokenizer.is_fast:
-        known = json.loads(tokenizer.backend_tokenizer.to_str())
-        told.append({name: known[name] for name in known if name not in CHANGED_BY_CALLS})
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        known.append({name: value for name, value in backend.items() if name not in CHANGED_BY_CALLS})
     else:
-        files = [file for file in sorted(path.iterdir()) if file.suffix in TOLD_BY and file.name not in MODEL_FILES]
-        told.append([(file.name, hash_file(file)) for file in files])
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        code = (file for file in sorted(path.iterdir()) if file.suffix in CODE_SUFFIXES)
+        files = [file for file in code if file.name not in MODEL_FILES]
+        known.append([(file.name, hash_file(file)) for file in files])
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
-    """Name the base's tokenizer class in the expanded folder where transformers would choose another.
-
-    Args:
-        base: The base model.
-        expanded: The expanded model, with its config.json and the base's tokenizer files.
-        run: How tokenizers are loaded: trust_remote_code.
-
-    Returns:
-        The class that was written into tokenizer_config.json, or None where nothing had to change.
-    """
+    """Write the base's tokenizer class into the expanded folder where transformers would choose another; its name."""
     wanted = load_tokenizer(base, run)
-    found = load_tokenizer(expanded, run)
-    if wanted is None or type(wanted) is type(found):
+    if wanted is None or type(wanted) is type(load_tokenizer(expanded, run)):
         return None
     name = type(wanted).__name__
     file = expanded / TOKENIZER_CONFIG_FILE

@@ -1,8 +1,8 @@
-"""An expansion on a model in memory: on a stock one, which stays as it is, or beside those that a model has.
+"""Add an expansion to a model in memory: a stock one, which is wrapped, or one that has expansions already.
 
-A stock model is copied, and both have one set of weights. A quantised linear stays the quantiser's module, which
-multiplies as it does in the base. Where the base is spread over devices, so is the copy, and a new tensor lies where
-the module computes that it stands beside.
+The wrapped model shares the weights of the stock one, which stays as it is. A quantised linear stays the quantiser's
+module. Where the base is spread over devices, so is the copy, and a new tensor lies on the device of the module beside
+which it stands.
 """
 
 from __future__ import annotations
@@ -24,28 +24,21 @@ from scale_surgery.running.stored_names import reading_of
 if TYPE_CHECKING:
     import torch
 
-# their modules share a weight by sharing the parameter, and multiply by their own forward
+# quantisers whose modules share a weight by sharing the parameter
 QUANTISERS = ("bitsandbytes", "torchao")
 QUANTISATION_KEY = "quantization_config"
-# by these transformers saves, counts and refuses to train a quantised model; an expansion trains, and is saved alone
+# attributes by which transformers saves a quantised model in its own way and refuses to train it
 QUANTISED_MARKS = (
     *("hf_quantizer", "is_loaded_in_8bit", "is_loaded_in_4bit"),
     *("is_8bit_serializable", "is_4bit_serializable", "is_quantized", "quantization_method"),
 )
-# what accelerate puts into a module
+# attributes that accelerate sets
 HOOKED = ("forward", "_old_forward", "_hf_hook")
 
 
 @dataclass(frozen=True)
 class StoredExpansion:
-    """An expansion in files.
-
-    Attributes:
-        title: What its folder is called.
-        path: The folder.
-        tensors: Where each of its tensors lies in it.
-        config: What config.json says of a model with this expansion alone.
-    """
+    """An expansion in files: title and path of its folder, its tensors, and config.json of a model with it alone."""
 
     title: str
     path: Path
@@ -54,16 +47,16 @@ class StoredExpansion:
 
 
 def is_expanded(model: Any) -> bool:
-    """Whether a model in memory takes up expansions: one of our classes, from this package or from its own folder."""
+    """Whether a model is of an expanded class, from this package or from the code in its folder."""
     return hasattr(model, "add_expansion")
 
 
 def quantiser_of(model: Any) -> str | None:
     """Name of the quantiser of a loaded model, as transformers has it; None where it is not quantised."""
-    found = getattr(model.config, QUANTISATION_KEY, None)
-    if found is None:
+    config = getattr(model.config, QUANTISATION_KEY, None)
+    if config is None:
         return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
+    method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
     return str(getattr(method, "value", method))
 
 
@@ -89,12 +82,7 @@ def quantised_shape(module: Any) -> tuple[int, int]:
 
 
 def check_shareable(model: Any) -> None:
-    """Refuse a loaded model whose weights cannot be another's as they lie.
-
-    Raises:
-        CheckpointError: If some are offloaded, joined with those of an expansion, or quantised in a way that no
-            gradient passes, or that is not known.
-    """
+    """Refuse a loaded model whose weights a wrapped model cannot share."""
     if getattr(model, "is_fused", False):
         raise CheckpointError(
             "model: is fused, base weights and blocks are one matrix, expected a model that has its base's weights. "
@@ -126,17 +114,13 @@ def check_shareable(model: Any) -> None:
 
 
 def check_class(model: Any, architecture: Architecture) -> None:
-    """Refuse a model of another class than the stock ones of an architecture, and those that expand them.
-
-    Raises:
-        CheckpointError: If it is of another.
-    """
-    classes = [own for name, own in modeling.model_classes(architecture).items() if name != "AutoConfig"]
-    stock = {own.__bases__[1] for own in classes}
-    # the code of a model's own folder makes a class of the same name
-    if type(model) in stock or (is_expanded(model) and type(model).__name__ in {own.__name__ for own in classes}):
+    """Refuse a model of another class than the stock ones of an architecture, and those that expand them."""
+    classes = [made for name, made in modeling.model_classes(architecture).items() if name != "AutoConfig"]
+    stock = {made.__bases__[1] for made in classes}
+    # code in a model's folder defines a class of the same name
+    if type(model) in stock or (is_expanded(model) and type(model).__name__ in {made.__name__ for made in classes}):
         return
-    names = " or ".join(sorted(own.__name__ for own in stock))
+    names = " or ".join(sorted(made.__name__ for made in stock))
     raise CheckpointError(
         f"model: is a {type(model).__name__}, expected {names} as from_pretrained gives it, one with expansions, or a "
         "folder or Hub id."
@@ -144,29 +128,17 @@ def check_class(model: Any, architecture: Architecture) -> None:
 
 
 def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
-    """Put an expansion on a model in memory.
-
-    Args:
-        model: A stock model, which stays as it is; or one that has expansions. See `check_shareable`.
-        stored: The expansion.
-        name: What it is to be called.
-
-    Returns:
-        A model around the weights of the stock one, routed where the expansion was; or the model itself, in which the
-        expansion is chosen then. Tensors of expansions require gradients, those of the base do not.
-
-    Raises:
-        CheckpointError: If the model has other tensors than the expansion was made for.
-    """
-    said, (specs,) = stored.config[CONFIG_KEY], stored.config[CONFIG_KEY][EXPANSIONS_KEY]
+    """Add an expansion to a model in memory; a stock model is wrapped, and routed where the expansion was."""
+    settings = stored.config[CONFIG_KEY]
+    (specs,) = settings[EXPANSIONS_KEY]
     places, is_spread = getattr(model, "hf_device_map", None), is_hooked(model)
     expanded = model if is_expanded(model) else _expanded_copy(model, stored.config)
-    # hooks go on calling the forward of the class that a module had
+    # hooks would go on calling the forward of a module's former class
     unhook(expanded)
     expanded.add_expansion(name, {key: value for key, value in specs.items() if key != "name"})
     _put_tensors(expanded, stored, name, float32=specs["dtype"] == "float32")
-    if expanded is not model and ROUTER_KEY in said:
-        expanded.config.scale_surgery[ROUTER_KEY] = dict(said[ROUTER_KEY])
+    if expanded is not model and ROUTER_KEY in settings:
+        expanded.config.scale_surgery[ROUTER_KEY] = dict(settings[ROUTER_KEY])
         expanded.enable_expansion()
     expanded.freeze_base()
     expanded.align()
@@ -176,7 +148,7 @@ def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
 
 
 def is_hooked(model: Any) -> bool:
-    """Whether hooks of accelerate carry what a loaded model computes from device to device."""
+    """Whether hooks of accelerate move a model's activations between devices."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
@@ -191,13 +163,7 @@ def unhook(model: Any) -> None:
 
 
 def spread(model: Any, places: Mapping[str, Any], *, is_spread: bool) -> None:
-    """Let a model compute where its base does.
-
-    Args:
-        model: The model, whose tensors lie there already.
-        places: `hf_device_map` of the base.
-        is_spread: Whether hooks carry what it computes from device to device.
-    """
+    """Let a model compute where its base does."""
     from accelerate import dispatch_model
 
     if is_spread:
@@ -225,7 +191,7 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
     stock, stock_config = type(expanded), type(expanded.config)
     classes = modeling.expanded_classes({"AutoModel": stock}, stock_config)
     expanded.__class__, expanded.config.__class__ = classes["AutoModel"], classes["AutoConfig"]
-    # the class says it; a config that was read from a file may say it too
+    # the class has it; an instance that was read from a file may have the old one
     vars(expanded.config).pop("model_type", None)
     expanded.config.scale_surgery = {"base": config[CONFIG_KEY][BASE_KEY], "expansions": []}
     expanded.let_paths_through()
@@ -233,64 +199,53 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _on_same_weights(model: Any, quantised: Mapping[str, Any]) -> Any:
-    """A copy whose parameters are frozen views of the model's.
-
-    Args:
-        model: The model.
-        quantised: Its quantised modules: their weights, and what describes these, are shared as they are.
-    """
+    """A copy whose parameters are frozen views of the model's; quantised modules share weight and state."""
     from torch import nn
 
-    known = {id(own): nn.Parameter(own.detach(), requires_grad=False) for own in model.parameters()}
-    shared = [own for module in quantised.values() for own in (module.weight, *_descriptions(module))]
-    return deepcopy(model, {**known, **{id(own): own for own in shared}})
+    views = {id(tensor): nn.Parameter(tensor.detach(), requires_grad=False) for tensor in model.parameters()}
+    shared = [value for module in quantised.values() for value in (module.weight, *_quantisation_state(module))]
+    return deepcopy(model, {**views, **{id(value): value for value in shared}})
 
 
-def _descriptions(module: Any) -> list[Any]:
-    """What describes the weight of a quantised module: some of it moves between the two as the module runs."""
+def _quantisation_state(module: Any) -> list[Any]:
+    """Attributes of a quantised module that describe its weight; some change as the module runs."""
     from torch import nn
 
     return [value for key, value in vars(module).items() if key not in {*vars(nn.Module()), *HOOKED}]
 
 
 def _put_tensors(model: Any, stored: StoredExpansion, name: str, *, float32: bool) -> None:
-    """Give a new expansion its tensors, each on the device of the module that it stands beside, in the base's dtype.
-
-    Args:
-        model: The model.
-        stored: The expansion.
-        name: What it is called there.
-        float32: Whether they stay in float32 where the base is in half precision.
-    """
+    """Load the tensors of a new expansion, each on the device of the module beside it, in the base's dtype."""
     import torch
     from safetensors import safe_open
 
-    wanted = {key: own for key, own in model.named_parameters() if expansion_of(key) == name}
-    places = reading_of(model).places(renamed(own, name) for own in stored.tensors)
-    found = {own: places[renamed(own, name)].name for own in stored.tensors}
-    # a model without a head has no place for what stands beside that
-    left = sorted(wanted.keys() - set(found.values()))
-    if left:
+    wanted = {key: parameter for key, parameter in model.named_parameters() if expansion_of(key) == name}
+    places = reading_of(model).places(renamed(tensor, name) for tensor in stored.tensors)
+    names = {tensor: places[renamed(tensor, name)].name for tensor in stored.tensors}
+    # a model without a head has no place for the tensors beside a head
+    missing = sorted(wanted.keys() - set(names.values()))
+    if missing:
         model.delete_expansion(name)
         raise CheckpointError(
-            f"model: has other tensors than {stored.title} was made for ({', '.join(left)}). Load it with "
+            f"model: has other tensors than {stored.title} was made for ({', '.join(missing)}). Load it with "
             "from_pretrained, and change no module before the expansion is added."
         )
     dtype = torch.float32 if float32 else model.dtype
     devices = {key: _device_beside(model, key) for key in wanted}
     for shard in sorted({info.file for info in stored.tensors.values()}):
         with safe_open(stored.path / shard, framework="pt") as file:
-            for own, key in found.items():
-                if key in wanted and stored.tensors[own].file == shard:
-                    wanted[key].data = file.get_tensor(own).to(device=devices[key], dtype=dtype)
+            for tensor, key in names.items():
+                if key in wanted and stored.tensors[tensor].file == shard:
+                    wanted[key].data = file.get_tensor(tensor).to(device=devices[key], dtype=dtype)
 
 
 def _device_beside(model: Any, tensor: str) -> torch.device:
-    """Where the module computes that a tensor of an expansion stands beside, or what is around it."""
+    """Device of the base module beside which a tensor of an expansion stands, or of the next module around it."""
     path = tensor.partition(INFIX)[0]
     while True:
         inside = model.get_submodule(path).named_parameters(prefix=path)
-        device: torch.device | None = next((own.device for name, own in inside if expansion_of(name) is None), None)
+        base = (parameter for name, parameter in inside if expansion_of(name) is None)
+        device: torch.device | None = next((parameter.device for parameter in base), None)
         if device is not None:
             return device
         path = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What a model says, as it comes: tokens marked by the path that they came from, and two answers side by side."""
+"""Answers as they are generated: tokens marked by their path, and two answers side by side."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def render_legend(paths: Sequence[str], marking: Marking) -> list[RenderableType
 def render_opening(
     name: str, rows: Sequence[tuple[str, str]], paths: Sequence[str], marking: Marking
 ) -> RenderableType:
-    """Who answers and how, above a conversation, and what the marks mean."""
+    """The lines above a conversation: model, settings, and the legend of paths."""
     return Group(Facts(name, rows), *render_legend(paths, marking), Text())
 
 
 class SideBySide:
-    """Texts in columns of the same width; of those that are still being said the last lines, as many as fit."""
+    """Texts in columns of the same width; while they grow, the last lines that fit."""
 
     def __init__(self, names: Sequence[str], texts: Sequence[Text], *, is_growing: bool = False) -> None:
         self.names, self.texts, self.is_growing = names, texts, is_growing
@@ -59,7 +59,7 @@ class SideBySide:
 
 
 class AnswerScreen:
-    """Shows one answer as text that goes on, or that of the base and that of the model side by side."""
+    """Shows one answer as it grows, or those of the base and of the model side by side."""
 
     def __init__(self, out: Output, marking: Marking, names: Sequence[str], paths: Sequence[str]) -> None:
         self.out, self.names = out, names
@@ -70,7 +70,7 @@ class AnswerScreen:
         self.draw: Callable[[Any], None] | None = None
 
     def add(self, token: Token, place: int = 0) -> None:
-        """Show the next token of one of those who answer."""
+        """Show the next token of an answer."""
         part = self.marks[place].mark(token.text, token.weights)
         if len(self.names) == 1:
             self.out.stream(part)
@@ -92,7 +92,7 @@ class AnswerScreen:
 
 
 class AnswerPrinter:
-    """Shows the answers to prompts that have nothing to do with each other, one below the other."""
+    """Shows the answers to independent prompts, one below the other."""
 
     def __init__(self, out: Output, model: str, prompts: Sequence[str], look: Look, *, compare: bool) -> None:
         self.out, self.prompts = out, prompts
@@ -111,7 +111,7 @@ class AnswerPrinter:
         self.screen.add(streamed.token, 0 if streamed.is_base else len(self.names) - 1)
 
     def end(self, result: Generation) -> None:
-        """End the last answer, and say what the marks mean and what else is to be known."""
+        """End the last answer, explain the marks, and print warnings."""
         self._end_answer()
         for legend in render_legend(result.paths, self.marking):
             self.out.say(Group(Text(), legend))

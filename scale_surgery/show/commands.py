@@ -28,22 +28,22 @@ def command(*words: object) -> str:
     return shlex.join(["scale-surgery", *map(str, words)])
 
 
-def said(options: Any, usual: Any, without: Collection[str] = ()) -> Iterator[str]:
-    """Options in which one filled dataclass differs from another of its kind, as they are typed."""
-    for name, own in fields_of(type(options)).items():
+def changed_options(options: Any, defaults: Any, without: Collection[str] = ()) -> Iterator[str]:
+    """The options, as they are typed, in which a filled dataclass differs from its defaults."""
+    for name, field in fields_of(type(options)).items():
         value = getattr(options, name)
-        if name not in without and value not in (None, getattr(usual, name)):
-            yield from _typed(own, value)
+        if name not in without and value not in (None, getattr(defaults, name)):
+            yield from _typed(field, value)
 
 
-def _typed(own: Field, value: Any) -> list[str]:
-    if not own.has_option:
-        return ["--set", f"{own.name}={as_yaml(value)}"]
-    option = f"--{own.option}"
+def _typed(field: Field, value: Any) -> list[str]:
+    if not field.has_option:
+        return ["--set", f"{field.name}={as_yaml(value)}"]
+    option = f"--{field.option}"
     if isinstance(value, bool):
-        return [option if value else f"--no-{own.option}"]
-    if isinstance(value, tuple) and not own.choices:
-        return [word for one in value for word in (option, one)]
+        return [option if value else f"--no-{field.option}"]
+    if isinstance(value, tuple) and not field.choices:
+        return [word for entry in value for word in (option, entry)]
     return [option, ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
@@ -56,7 +56,7 @@ def as_yaml(value: Any) -> str:
 
 
 def trusting(architecture: Architecture) -> list[str]:
-    """What a command needs for a model whose classes lie in its own folder."""
+    """The option with which a command runs classes in the model's folder."""
     return ["--trust-remote-code"] if architecture.own_code else []
 
 
@@ -72,25 +72,23 @@ def verify_command(path: Path) -> str:
 
 
 def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
-    """The command that makes what was planned.
+    """The expand command of a plan."""
+    trust = trusting(made.architecture)
+    if plan is None:
+        return command("expand", model, *expand_options(made.request, revision), *trust)
+    return command("expand", model, *(["--revision", revision] if revision else []), "--plan", plan, *trust)
 
-    Args:
-        model: The base model, as it was given.
-        made: The plan.
-        revision: Branch, tag or commit, as it was given.
-        plan: The file to which the plan was saved, if it was.
-    """
-    words, trust = ["expand", model, *(["--revision", revision] if revision else [])], trusting(made.architecture)
-    if plan is not None:
-        return command(*words, "--plan", plan, *trust)
-    request = made.request
-    usual = complete(Request(request.layers, method=request.method))
-    method = [] if request.method == DEFAULT_METHOD else ["--method", request.method]
-    return command(*words, "--layers", request.layers, *method, *said(complete(request), usual), *trust)
+
+def expand_options(request: Request, revision: str | None) -> Iterator[str]:
+    """The options of expand that ask for what a request does."""
+    yield from ["--revision", revision] if revision else []
+    yield from ("--layers", request.layers)
+    yield from [] if request.method == DEFAULT_METHOD else ["--method", request.method]
+    yield from changed_options(complete(request), complete(Request(request.layers, method=request.method)))
 
 
 def after_verification(result: Verification) -> str:
-    """What to do with a model that keeps its promises, and with one that does not."""
+    """The next command after verify."""
     if not result.passed:
         return running_command("verify", result.path, "-o", "certificate.json")
     if result.state == "trained" or result.routing is not None:
@@ -99,7 +97,7 @@ def after_verification(result: Verification) -> str:
 
 
 def after_evaluation(result: Evaluation, model: str) -> str:
-    """What to do with a model that was measured: expand it, train it, see what training did, see how it routes."""
+    """The next command after evaluate: inspect, train, report or route-report."""
     kinds = {score.kind for score in result.scores}
     if kinds & {"adapt", "path"}:
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
@@ -114,12 +112,12 @@ def after_evaluation(result: Evaluation, model: str) -> str:
     return running_command(name, path, *options)
 
 
-def after_report(found: Report, path: Path) -> str:
-    """What to do with a model whose tensors were looked at."""
-    if not any(tensor.is_trained for tensor in found.tensors):
+def after_report(report: Report, path: Path) -> str:
+    """The next command after report."""
+    if not any(tensor.is_trained for tensor in report.tensors):
         return running_command("train", path, "--data", "FILE")
-    if found.routing is not None:
+    if report.routing is not None:
         return running_command("route-report", path, "--text", "FILE")
-    if found.variant == "adapt":
+    if report.variant == "adapt":
         return command("route-export", path, "-o", f"{path}-routed")
     return running_command("evaluate", path, "--old", "FILE", "--new", "FILE")

@@ -1,4 +1,4 @@
-"""Results for people and for machines: the only module that prints. What tables look like stands in `tables`."""
+"""Print results for people and for machines; no other module prints."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from scale_surgery.show.visible import visible_line, visible_text
 
 
 class VisibleConsole(Console):
-    """A console that shows control characters by signs, whoever prints them; only rich itself moves the cursor.
-
-    Args:
-        warns: Whether it shows what warns in a result.
-        options: As for Console.
-    """
+    """A console that shows control characters by signs; only rich itself moves the cursor."""
 
     def __init__(self, *, warns: bool = True, **options: Any) -> None:
         super().__init__(**options)
@@ -52,41 +47,41 @@ class Output:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
         self.messages = VisibleConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-        # of several processes that a launcher started, the first one speaks
+        # of several processes only the first prints
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = quiet or not self.is_first
         # without markup: a name may hold brackets
         self.results = VisibleConsole(warns=not self.quiet, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
     def show(self, result: Any, rendered: RenderableType) -> None:
-        """Print a result, as JSON or as it was rendered."""
+        """Print a result, rendered or as JSON."""
         if not self.is_first:
             return
         if self.as_json:
             # JSON escapes all that is not ASCII, and of ASCII all control characters but one
             sys.stdout.write(json.dumps(to_json(result), indent=2).replace("\x7f", "\\u007f") + "\n")
         else:
-            # a path that fits no line is not cut off
+            # long paths are not cut
             self.results.print(rendered, crop=False)
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
-        """Print something beside the result, where it does not disturb it; `as_it_is` leaves long lines long."""
+        """Print something beside the result, unless --json or -q is given; `as_it_is` wraps no line."""
         if not (self.quiet or self.as_json):
             self.results.print(message, soft_wrap=as_it_is, crop=False)
 
     def stream(self, part: Text) -> None:
-        """Print a part of a result as soon as it is there; the line goes on, and long lines are the terminal's."""
+        """Print a piece of text without ending the line; the terminal wraps it."""
         if self.is_first and not self.as_json:
             self.results.print(part, end="", soft_wrap=True)
 
     def show_part(self, rendered: RenderableType) -> None:
-        """Print a part of a result that is whole."""
+        """Print a finished part of a result."""
         if self.is_first and not self.as_json:
             self.results.print(rendered, crop=False)
 
     @contextmanager
     def redrawn(self) -> Iterator[Callable[[RenderableType], None]]:
-        """Give a function that draws something in place of what it drew before, where results go to a terminal."""
+        """Give a function that redraws in place on a terminal, and draws nothing elsewhere."""
         if self.as_json or not self.results.is_terminal:
             yield lambda rendered: None
             return
@@ -94,11 +89,7 @@ class Output:
             yield lambda rendered: live.update(rendered, refresh=True)
 
     def ask(self, prompt: str) -> str:
-        """Read a line, with a prompt where somebody types it.
-
-        Raises:
-            EOFError: If there is none any more.
-        """
+        """Read a line, with a prompt where somebody types it."""
         if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.errors != "replace":
             sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no UTF-8
         if self.as_json or not (sys.stdin.isatty() and self.results.is_terminal):
@@ -119,12 +110,12 @@ class Output:
             self.results.print("", Facts("", [(NEXT, command)]), sep="\n", crop=False)
 
     def warn(self, message: str) -> None:
-        """Print a warning on stderr, where it is a terminal: what a script must know stands in the result."""
+        """Print a warning on stderr where it is a terminal; scripts read the result."""
         if self.messages.is_terminal and not self.quiet:
             self.messages.print(Text("warning: ", style="yellow") + sentence(message))
 
     def fail(self, *lines: str, trace: str = "") -> None:
-        """Print an error on stderr, and where it was met if that is given; never silenced."""
+        """Print an error on stderr, with its traceback if given; -q does not silence it."""
         if trace:
             self.messages.print(trace, end="")
         self.messages.print(Text("error: ", style="bold red") + Text("\n").join(map(sentence, lines)))

@@ -35,7 +35,7 @@ MARKERS: dict[str, dict[str, Any]] = {
 }
 # of what is shown, at each side; numbers need the room
 MARGIN = 0.15
-# models within these shares of the plane are so near to each other that their numbers stand together
+# the numbers of models within these shares of the plane stand together
 NEAR = (0.04, 0.05)
 # most characters of a line of numbers
 LINE_WIDTH = 12
@@ -61,7 +61,7 @@ class Point:
 
     @property
     def place(self) -> tuple[float, float]:
-        """Where it stands."""
+        """Its coordinates."""
         return self.old, self.new
 
 
@@ -82,9 +82,12 @@ def plane_figure(evaluation: Evaluation) -> Figure:
     axes = figure.subplots()
     width, height = _set_limits(axes, [point.place for point in points])
     groups = _groups(points, NEAR[0] * width, NEAR[1] * height)
-    _draw_axes(axes)
+    axes.set_xlabel("loss on old text, nats per token      forgets \N{RIGHTWARDS ARROW}")
+    axes.set_ylabel("\N{LEFTWARDS ARROW} learns      loss on new text, nats per token")
+    tidy(axes)
     _draw_points(axes, points)
-    _draw_moves(axes, groups)
+    for start, end in _moves(groups):
+        axes.annotate("", end.place, start.place, arrowprops=ARROW, zorder=1)
     _write_numbers(axes, groups)
     legend = figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=8, markerscale=0.65)
     for text in legend.get_texts():
@@ -105,7 +108,7 @@ def _points(evaluation: Evaluation) -> list[Point]:
 
 
 def _set_limits(axes: Axes, places: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Show all places with room for labels around; gives width and height of what is shown."""
+    """Set limits with room for labels; gives width and height."""
     (left, right), (bottom, top) = (_limits(values) for values in zip(*places, strict=True))
     axes.set_xlim(left, right)
     axes.set_ylim(bottom, top)
@@ -114,7 +117,7 @@ def _set_limits(axes: Axes, places: Sequence[tuple[float, float]]) -> tuple[floa
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    # places that hardly differ are shown as such, not blown up
+    # small differences are not blown up
     spread = max(high - low, 0.05 * high, 1e-3)
     middle, half = (low + high) / 2, spread * (0.5 + MARGIN)
     # no loss is negative
@@ -137,12 +140,6 @@ def _groups(points: Sequence[Point], old_reach: float, new_reach: float) -> list
     return groups
 
 
-def _draw_axes(axes: Axes) -> None:
-    axes.set_xlabel("loss on old text, nats per token      forgets \N{RIGHTWARDS ARROW}")
-    axes.set_ylabel("\N{LEFTWARDS ARROW} learns      loss on new text, nats per token")
-    tidy(axes)
-
-
 def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
     for point in points:
         label = f"{point.number}  {point.score.name}"
@@ -154,18 +151,13 @@ def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
             axes.axhline(point.new, **GUIDE)
 
 
-def _draw_moves(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:
-    for start, end in _moves(groups):
-        axes.annotate("", end.place, start.place, arrowprops=ARROW, zorder=1)
-
-
 def _moves(groups: Sequence[Sequence[Point]]) -> Iterator[tuple[Point, Point]]:
-    """From where to where models moved, away from what is near their base."""
+    """From base to model, for models that do not stand beside their base."""
     where = {point.score.name: (point, group) for group in groups for point in group}
     for group in groups:
         for point in group:
-            start, around = where.get(point.score.base or "", (point, group))
-            if around is not group:
+            start, base_group = where.get(point.score.base or "", (point, group))
+            if base_group is not group:
                 yield start, point
 
 
@@ -174,6 +166,6 @@ def _write_numbers(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:
 
     for group in groups:
         numbers = textwrap.fill(", ".join(str(point.number) for point in group), LINE_WIDTH)
-        # what is below stays visible around the letters
+        # a thin white outline keeps the curves below visible
         outline = withStroke(linewidth=2.5, foreground="white")
         axes.annotate(numbers, group[0].place, (7, 6), path_effects=[outline], **NUMBERS)

@@ -1,4 +1,4 @@
-"""Curves, in files and in pages, and the figure of a training run. matplotlib's own state is not touched."""
+"""Curves, in files and in pages, and the figures of a training run and of a ranking; pyplot is not used."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    from scale_surgery.training.ranking import Ranking
+
 
 DOTS_PER_INCH = 160
 PANEL_SIZE = (7.0, 2.1)
-# shapes tell the same as colours
+# shapes repeat what colours say
 MARKERS = {BLUE: "o", VERMILION: "s"}
 # a curve of more points has no markers
 MOST_MARKERS = 40
@@ -44,7 +46,7 @@ class Curve:
     """A line of a figure.
 
     Attributes:
-        name: What it shows.
+        name: Name in the legend.
         points: Its points; the line breaks at a value that is not finite, and joins nothing across it.
         colour: Its colour, as #rrggbb.
         style: Solid or dashed, as matplotlib spells it.
@@ -82,7 +84,7 @@ def save_figure(figure: Figure, file: Path) -> None:
 
 
 def image_of(figure: Figure) -> str:
-    """A figure as the address of an image that a page holds itself: SVG, of which the background is the page's."""
+    """A figure as a data URL of an SVG with a transparent background."""
     written = io.BytesIO()
     _write(figure, written, "svg", transparent=True)
     return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"
@@ -94,7 +96,7 @@ def _write(figure: Figure, file: Any, form: str, **options: Any) -> None:
 
     for text in figure.findobj(Text):
         text.set_text(visible_text(text.get_text()))
-    # what would differ from one time to the next: the time itself, and names of parts
+    # no time and no random ids, so that equal figures give equal bytes
     unsaid: dict[str, Any] = {"svg": {"Date": None}, "png": {"Software": None}}[form]
     with rc_context({"svg.hashsalt": "scale-surgery", "svg.fonttype": "none"}):
         figure.savefig(file, format=form, dpi=DOTS_PER_INCH, metadata=unsaid, **options)
@@ -160,9 +162,36 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 
 def tidy(axes: Axes) -> None:
-    """Leave of the frame and the grid what helps to read values."""
+    """Lighten frame and grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(color=GREY, labelsize=9)
     axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def plot_ranking(result: Ranking, file: Path) -> None:
+    """Draw how much each layer changed."""
+    save_figure(ranking_figure(result), file)
+
+
+def ranking_figure(result: Ranking) -> Figure:
+    """The figure of `plot_ranking`: layers from left to right, the proposed ones in another colour and shape."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    width, height = PANEL_SIZE
+    figure = Figure(figsize=(width, height + 0.7), layout="constrained")
+    axes = figure.subplots()
+    # no bars: they would begin at zero, and hide how little layers may differ
+    for name, marker, colour, is_in in (("proposed", "s", BLUE, True), ("other", "o", GREY, False)):
+        layers = [layer for layer in result.layers if (layer.layer in result.proposed) is is_in]
+        x, y = [layer.layer for layer in layers], [layer.change for layer in layers]
+        axes.scatter(x, y, marker=marker, color=colour, label=name)
+    axes.set(xlabel="layer", ylabel="|W' - W| / |W|")
+    axes.margins(y=0.12)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    tidy(axes)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure

@@ -1,4 +1,4 @@
-"""How results are laid out: facts, tables, sentences. Names from files stay in their cell, and words stay whole."""
+"""How results are laid out: facts, tables, lines of text. A name from a file stays in its cell."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from scale_surgery.show.visible import visible_line
 
 # between two columns
 GAP = 2
-# the row with the command to type next, which is never broken: it is there to be copied
+# the row with the next command, which stays in one line to be copied
 NEXT = "next"
 
 
 def sentence(text: str, style: str = "") -> Text:
-    """A line of its own, whatever names stand in it."""
+    """One line of text, whatever names stand in it."""
     return Text(visible_line(text), style=style)
 
 
@@ -37,7 +37,7 @@ def heading(title: str, note: str = "") -> Text:
 
 
 class Facts:
-    """Names and values, one pair a line; values wrap beside their name, between words; what is empty is left out."""
+    """Names and values, a pair a line; values wrap between words beside their name, and empty ones are left out."""
 
     def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         self.title = title
@@ -75,13 +75,7 @@ class NamedRows:
     """A table of names and short values; names that leave no room for the values stand above them."""
 
     def __init__(self, headers: Sequence[str], *, name: str = "", left: Collection[int] = ()) -> None:
-        """Begin a table.
-
-        Args:
-            headers: What stands above the values; nothing where all are empty.
-            name: What stands above the names.
-            left: Which values begin at the left, counted from 1; numbers end at the right.
-        """
+        """Begin a table."""
         places = range(len(headers) + 1)
         self.columns: list[JustifyMethod] = ["left" if place in {0, *left} else "right" for place in places]
         self.rows: list[tuple[str, ...]] = []

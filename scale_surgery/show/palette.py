@@ -39,15 +39,15 @@ DARK = Palette(
     focus="#ffffff",
     heat="#155a8f",
 )
-# of figures: legible on white and on the dark page, told apart with any colour vision (Okabe and Ito 2008)
+# colours of figures: legible on white and on the dark page, told apart with any colour vision (Okabe and Ito 2008)
 BLUE, VERMILION, GREY, INK = "#0072b2", "#d55e00", "#7b7b7b", "#222222"
-# of layers, from the lowest to the highest
+# colours of layers, from the lowest to the highest
 LAYERS = (BLUE, "#7a68cc", "#b255b0", "#cf5070", VERMILION)
 
-# of paths, the base's first: Okabe and Ito's hues, as light as dark text on them needs; no two look alike to people
-# with any colour vision, and more than eight could not be told apart
+# colours of paths, the base's first: Okabe and Ito's hues, as light as dark text on them needs; no two look alike with
+# any colour vision, and more than eight could not be told apart
 PATH_COLOURS = ("#e4e6ea", "#f0654c", "#3791fe", "#9cbaab", "#b67eb4", "#5bd0fe", "#ffd047", "#eda303")
-# of all paths that get none of these
+# colour of all further paths
 OTHERS_COLOUR = "#b9bdc6"
 # the same in a terminal with few colours
 FEW_COLOURS = ("white", "yellow", "bright_blue", "green", "bright_magenta", "cyan", "bright_yellow", "bright_red")

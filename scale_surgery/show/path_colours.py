@@ -17,7 +17,7 @@ from scale_surgery.show.palette import FEW_COLOURS, LIGHT, OTHERS_COLOUR, PATH_C
 from scale_surgery.show.visible import visible_line, visible_text
 
 OPENING, CLOSING = "⟦", "⟧"
-# share of the weight from which on a token is said to come from a path
+# least weight of the path to which a token is attributed
 MOST_OF_IT = 0.5
 # how the paths of tokens are shown
 Marking = Literal["colours", "brackets", "nothing"]
@@ -25,12 +25,7 @@ Marking = Literal["colours", "brackets", "nothing"]
 
 @dataclass(frozen=True)
 class Colouring:
-    """Which path has which colour.
-
-    Attributes:
-        names: Of all paths, the base's first.
-        places: Of each path its place among PATH_COLOURS, or that after the last one for those that share it.
-    """
+    """Names of all paths, the base's first, and their places in PATH_COLOURS; many may share the place after them."""
 
     names: tuple[str, ...]
     places: tuple[int, ...]
@@ -41,7 +36,7 @@ class Colouring:
         return len(PATH_COLOURS)
 
     def named_places(self) -> Iterator[tuple[int, str]]:
-        """Each place that is taken, and who has it."""
+        """Each used place with the name of its path."""
         yield from ((place, name) for place, name in zip(self.places, self.names, strict=True) if place != self.others)
         shared = [name for name, place in zip(self.names, self.places, strict=True) if place == self.others]
         if shared:
@@ -54,7 +49,7 @@ class Colouring:
 
 
 def leading(weights: Sequence[float] | None) -> int | None:
-    """The path that has at least half of the weight; None where there is none, or nothing is known of them."""
+    """The path with at least half of the weight; None where none has it, or weights are unknown."""
     if weights is None:
         return None
     path = max(range(len(weights)), key=weights.__getitem__)
@@ -142,6 +137,6 @@ class PathMarks:
         return token + self.end() + Text(line_end) if line_end else token
 
     def end(self) -> Text:
-        """What closes a bracket that is open, where no token follows."""
+        """The closing bracket, if one is open."""
         was, self.path = self.path, 0
         return Text(CLOSING if was else "")

@@ -1,4 +1,4 @@
-"""What results look like: functions named `render_*` turn a result into something that rich can show."""
+"""Tables of results: functions named `render_*` turn a result into something that rich can show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.commands import command, verify_command
-from scale_surgery.show.layout import NEXT, Facts, NamedRows, PlainTable, Warned, heading, sentence
+from scale_surgery.show.layout import NEXT, Facts, NamedRows, Warned, heading, sentence
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -52,14 +52,9 @@ def format_seconds(seconds: float) -> str:
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def plain_table(title: str | None = None, *, has_header: bool = True) -> PlainTable:
-    """A table without lines."""
-    return PlainTable(title, show_header=has_header)
-
-
-def facts(title: str, rows: list[tuple[str, str]]) -> Facts:
-    """Names and values, one pair a line; the command of a row `next` stays in one line."""
-    return Facts(title, rows)
+def format_nats(value: float) -> str:
+    """Write a change of the loss: with a sign, and without digits where it is zero to the last bit."""
+    return "0" if value == 0 else f"{value:+z.{4 if abs(value) < 10 else 3}f}"
 
 
 def render_inspection(inspection: Inspection, model: str | None = None) -> RenderableType:
@@ -85,12 +80,12 @@ def render_inspection(inspection: Inspection, model: str | None = None) -> Rende
         last = f"last:{max(1, sizes.layers // 4)}"
         planned = "" if model is None or inspection.quantisation else command("plan", model, "--layers", last)
         rows += [("not expandable", inspection.quantisation or ""), (NEXT, planned)]
-        return facts(inspection.name, rows)
-    return Group(facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
+        return Facts(inspection.name, rows)
+    return Group(Facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
-    """What an expanded folder says of itself: of one expansion all, of several a line each."""
+    """Rows of an expanded folder: all of one expansion, or a line for each of several."""
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
     router = ("router", "none" if added.routing is None else describe_router(added.routing, list(added.expansions)))
@@ -99,13 +94,13 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     if len(added.expansions) == 1:
         ((name, only),) = added.expansions.items()
         first, *others = _expansion_rows(only, router)
-        yield facts("expansion" if name == DEFAULT_NAME else f"expansion {name}", [first, base, *others, *rows])
+        yield Facts("expansion" if name == DEFAULT_NAME else f"expansion {name}", [first, base, *others, *rows])
         return
     table = NamedRows(["variant", "layers", "parameters", "steps"], name="expansion", left=(1, 2))
     for name, each in added.expansions.items():
         table.add_row(name, each.variant, format_layers(each.layers), format_count(each.parameters), f"{each.steps:,}")
     paths = f"{len(added.expansions) + 1}: the base, {', '.join(added.expansions)}"
-    yield from (table, Text(), facts("expansions", [base, ("paths", paths), router, *rows]))
+    yield from (table, Text(), Facts("expansions", [base, ("paths", paths), router, *rows]))
 
 
 def _heads(sizes: Sizes) -> str:
@@ -154,8 +149,8 @@ def render_expansion(done: Expansion) -> RenderableType:
     ]
     following = (NEXT, verify_command(done.path))
     if not done.warnings:
-        return facts("expanded", [*rows, following])
-    return Group(facts("expanded", rows), *render_warnings(done.warnings), facts("", [following]))
+        return Facts("expanded", [*rows, following])
+    return Group(Facts("expanded", rows), *render_warnings(done.warnings), Facts("", [following]))
 
 
 def render_stripped(done: Stripped) -> RenderableType:
@@ -167,7 +162,7 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("never taken along", ", ".join(done.left_out)),
         (NEXT, command("inspect", done.path)),
     ]
-    return facts("stripped", rows)
+    return Facts("stripped", rows)
 
 
 def render_routed(done: Routed) -> RenderableType:
@@ -188,7 +183,7 @@ def render_routed(done: Routed) -> RenderableType:
         ("not taken along", ", ".join(done.left_out)),
         (NEXT, verify_command(done.path)),
     ]
-    return facts("not routed any more" if done.routing is None else "routed", rows)
+    return Facts("not routed any more" if done.routing is None else "routed", rows)
 
 
 def render_training(done: Training) -> RenderableType:
@@ -207,26 +202,23 @@ def render_training(done: Training) -> RenderableType:
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+z.4f}"))
     rows += [("not taken along", ", ".join(done.left_out)), ("curves", str(done.curves))]
     following = [(NEXT, verify_command(done.path))]
-    return Group(facts("trained", rows), *render_warnings(done.warnings), facts("", following))
+    return Group(Facts("trained", rows), *render_warnings(done.warnings), Facts("", following))
 
 
 def render_schedule(schedule: TrainingSchedule) -> RenderableType:
     """What a training run will do, before its first step."""
+    passes = "once" if schedule.passes == 1 else f"{schedule.passes:.3g} times"
     texts, tokens = counted(schedule.sequences, "sequence"), counted(schedule.tokens, "token")
     rows = [
-        ("texts", f"{texts}, {tokens} to learn, {_times(schedule.passes)}"),
+        ("texts", f"{texts}, {tokens} to learn, read {passes}"),
         ("steps", f"{schedule.steps:,}, the learning rate rises in {schedule.warmup_steps:,} of them"),
         ("rehearses", schedule.rehearses),
     ]
-    return Group(facts("to train", rows), Text())
-
-
-def _times(passes: float) -> str:
-    return "read once" if passes == 1 else f"read {passes:.3g} times"
+    return Group(Facts("to train", rows), Text())
 
 
 def render_warnings(warnings: tuple[str, ...]) -> list[Text]:
-    """What a user should know, a line each."""
+    """Warnings, a line each."""
     return [Warned(warning) for warning in warnings]
 
 
@@ -261,7 +253,6 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     table = NamedRows(["loss", "perplexity", *(["accuracy"] if first.questions else []), change])
     for name, measured, value in rows:
         accuracy = [] if measured.accuracy is None else [f"{measured.accuracy:.1%}"]
-        # equal to the last bit is more than equal to four digits
-        gained = "" if value is None else "0" if value == 0 else f"{value:+z.4f}"
+        gained = "" if value is None else format_nats(value)
         table.add_row(name, f"{measured.nats_per_token:.4f}", f"{measured.perplexity:.4g}", *accuracy, gained)
     return Group(heading(title, f"{counts}; losses in nats per token"), table)

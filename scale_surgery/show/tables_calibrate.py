@@ -1,4 +1,4 @@
-"""What the calibration of a router looks like; see `tables`."""
+"""Tables of the calibration of a router."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.text import Text
 from scale_surgery.errors import counted
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.show.commands import command, verify_command
-from scale_surgery.show.layout import NEXT
-from scale_surgery.show.tables import facts, plain_table
+from scale_surgery.show.layout import NEXT, Facts, PlainTable
+from scale_surgery.show.tables import format_nats
 from scale_surgery.surgery.routers import is_default, is_even, weights_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ DIFFERENT = 0.1
 
 
 def render_calibration(result: Calibration, *, details: bool = False) -> RenderableType:
-    """What a sweep found: base, adapt path, present and best setting, those to choose from, and short prompts."""
+    """A sweep: base, adapt path, present and best setting, those to choose from, and short prompts."""
     shown = list(result.outcomes) if details else choose_shown(result)
     some = f"{len(shown)} of {counted(len(result.outcomes), 'setting')}"
     return Group(
@@ -42,7 +42,7 @@ def render_calibration(result: Calibration, *, details: bool = False) -> Rendera
 
 
 def choose_shown(result: Calibration) -> list[Outcome]:
-    """Settings by forgetting, without those that another beats in both, and those much like the last one."""
+    """Settings by forgetting, without those that another beats in both losses, or that hardly differ from the last."""
     named = (result.present, result.proposed, result.best, result.loosest)
     always = [outcome for outcome in result.outcomes if outcome in named]
     always += [
@@ -92,7 +92,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     numbers = list(_number_cells(result.present))
     sides = [side for side in ("old", "new") if getattr(result.base, side).questions]
     names = [*numbers, "forgets", "learns", "kept", "routed\nold", "routed\nnew", *(f"right\n{side}" for side in sides)]
-    table = plain_table()
+    table = PlainTable()
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -108,7 +108,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
 
 
 def _number_cells(outcome: Outcome) -> dict[str, str]:
-    """The numbers of a setting, by what stands above them."""
+    """The numbers of a setting, by column."""
     routing = outcome.routing
     if routing is None:
         return {}
@@ -128,17 +128,12 @@ def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> li
     accuracies: list[Measurement] = [getattr(outcome, side) for side in sides]
     return [
         *(values.get(name, "") for name in numbers),
-        _nats(outcome.forgetting),
-        _nats(outcome.learning),
+        format_nats(outcome.forgetting),
+        format_nats(outcome.learning),
         _share(outcome.kept),
         *map(_share, (outcome.routed_old, outcome.routed_new)),
         *(_share(measured.accuracy) for measured in accuracies),
     ]
-
-
-def _nats(value: float) -> str:
-    # equal to the last bit is more than equal to four digits
-    return "0" if value == 0 else f"{value:+z.{4 if abs(value) < 10 else 3}f}"
 
 
 def _share(value: float | None) -> str:
@@ -146,21 +141,21 @@ def _share(value: float | None) -> str:
 
 
 def _render_short(result: Calibration) -> RenderableType:
-    """Weight of the adapt path and what is lost after each number of tokens, with each setting that has a name."""
+    """Weight of the adapt path and forgetting after each number of tokens, for each named setting."""
     shown = {"present": result.present, "best": result.proposed, "loosest": result.loosest}
     if result.ask is None:
         del shown["loosest"]
     if result.proposed == result.present:
         del shown["best"]
-    table = plain_table()
+    table = PlainTable()
     table.add_column("tokens\nread", justify="right")
     for name in shown:
         table.add_column(f"{name}\n{'expanded' if result.has_several else 'adapted'}", justify="right", no_wrap=True)
         table.add_column("\nforgets", justify="right", no_wrap=True)
     for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
-        cells = [cell for length in row for cell in (_share(length.weight), _nats(length.forgetting))]
+        cells = [cell for length in row for cell in (_share(length.weight), format_nats(length.forgetting))]
         table.add_row(str(row[0].tokens), *cells)
-    table.add_row("all", *(cell for outcome in shown.values() for cell in ("", _nats(outcome.short.forgetting))))
+    table.add_row("all", *(cell for outcome in shown.values() for cell in ("", format_nats(outcome.short.forgetting))))
     title = Text("short prompts: the first tokens of old texts, and what is lost on the next one", style="bold")
     return Group(title, table)
 
@@ -171,16 +166,17 @@ def _render_choice(result: Calibration) -> RenderableType:
     kept = "" if best.kept is None else f", {_share(best.kept)} of what the {path} path learns"
     rows = [
         ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
-        ("best", f"{best.numbers}: forgets {_nats(best.forgetting)}, learns {_nats(best.learning)}{kept}"),
+        ("best", f"{best.numbers}: forgets {format_nats(best.forgetting)}, learns {format_nats(best.learning)}{kept}"),
     ]
     rows += [("written", "nothing: the model routes so already")] if best == present else []
     rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
     rows += [*_gain_rows(result), *_bound_rows(result)]
-    rows.append(("short", f"lost on the first tokens of old texts: {_change(_nats, result, _short)} per token"))
+    lost = _change(format_nats, result, lambda outcome: outcome.short.forgetting)
+    rows.append(("short", f"lost on the first tokens of old texts: {lost} per token"))
     rows += _loosest_rows(result)
     rows += [("written", f"it was {present.numbers}")] if result.written else []
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
-    return facts("", [*rows, (NEXT, _next(result))])
+    return Facts("", [*rows, (NEXT, _next(result))])
 
 
 def _next(result: Calibration) -> str:
@@ -195,7 +191,7 @@ def _gain_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     best = result.best
     if best == result.present:
         return
-    gain = f"{_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
+    gain = f"{format_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
     if best == result.proposed:
         yield "gain", gain
         return
@@ -210,15 +206,16 @@ def _error(error: float) -> str:
 
 
 def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """The most that the loss of any text may rise, before and after."""
+    """The bound on the loss of any text against the base's, before and after."""
     if result.present.bound is None:
         return
-    whole, each = (_change(_bound, result, number) for number in (_of_text, _of_token))
+    whole = _change(_bound, result, lambda outcome: outcome.bound or 0.0)
+    each = _change(_bound, result, lambda outcome: outcome.bound_per_token or 0.0)
     yield "bound", f"a text may lose {whole}; each further token adds {each}"
 
 
 def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """What was left out, what it would have given, and how to ask for it."""
+    """A looser setting: what it would learn more, what it would forget, and how to ask for it."""
     if result.ask is None:
         return
     looser, best = result.loosest, result.proposed
@@ -227,21 +224,9 @@ def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     bound = "" if looser.bound is None else f"a text may lose {_bound(looser.bound)} nats, and "
     yield (
         "looser",
-        f"{looser.numbers} would learn {_nats(more)} more{share}, but {bound}short prompts lose "
-        f"{_nats(looser.short.forgetting)} per token. Ask for it: {result.ask}",
+        f"{looser.numbers} would learn {format_nats(more)} more{share}, but {bound}short prompts lose "
+        f"{format_nats(looser.short.forgetting)} per token. Ask for it: {result.ask}",
     )
-
-
-def _short(outcome: Outcome) -> float:
-    return outcome.short.forgetting
-
-
-def _of_text(outcome: Outcome) -> float:
-    return outcome.bound or 0.0
-
-
-def _of_token(outcome: Outcome) -> float:
-    return outcome.bound_per_token or 0.0
 
 
 def _change(show: Callable[[float], str], result: Calibration, number: Callable[[Outcome], float]) -> str:

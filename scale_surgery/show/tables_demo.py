@@ -1,4 +1,4 @@
-"""What the demo shows beside the results of the commands: its steps, what a fresh process found, who is known."""
+"""Tables of the demo beside the results of commands: its steps, a fresh process, and who is known at the end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scale_surgery.show.layout import sentence
-from scale_surgery.show.tables import facts
+from scale_surgery.show.layout import Facts, sentence
 
 if TYPE_CHECKING:
     from scale_surgery.demo import Demo, Reloaded
@@ -32,7 +31,7 @@ def render_reloaded(reloaded: Reloaded) -> RenderableType:
         ("asked", " ".join(reloaded.question.split())),
         ("answered", f"{reloaded.answer}  (right: {reloaded.expected})"),
     ]
-    return facts("loaded with trust_remote_code", rows)
+    return Facts("loaded with trust_remote_code", rows)
 
 
 def render_demo(result: Demo) -> RenderableType:

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 
 from scale_surgery.errors import counted, name_some
 from scale_surgery.show.commands import command, verify_command
-from scale_surgery.show.layout import NEXT
-from scale_surgery.show.tables import facts, format_bytes, render_warnings
+from scale_surgery.show.layout import NEXT, Facts
+from scale_surgery.show.tables import format_bytes, render_warnings
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def render_merged(done: Merged) -> RenderableType:
     rows += [("not taken along", ", ".join(done.left_out))]
     title = "taken apart" if done.form == "blocks" else "merged"
     if not done.warnings:
-        return facts(title, [*rows, (NEXT, _next(done))])
-    return Group(facts(title, rows), *render_warnings(done.warnings), facts("", [(NEXT, _next(done))]))
+        return Facts(title, [*rows, (NEXT, _next(done))])
+    return Group(Facts(title, rows), *render_warnings(done.warnings), Facts("", [(NEXT, _next(done))]))
 
 
 def _next(done: Merged) -> str:
@@ -77,7 +77,7 @@ def render_extracted(done: Extracted) -> RenderableType:
         ("left out", name_some(done.left_out)),
         (NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")),
     ]
-    return facts("extracted", rows)
+    return Facts("extracted", rows)
 
 
 def render_composed(done: Composed) -> RenderableType:
@@ -91,7 +91,7 @@ def render_composed(done: Composed) -> RenderableType:
     if done.removed:
         rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))
     rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
-    return facts("composed", rows)
+    return Facts("composed", rows)
 
 
 def render_applied(done: Applied) -> RenderableType:
@@ -111,7 +111,7 @@ def render_applied(done: Applied) -> RenderableType:
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
     rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
-    return facts("applied by force, no promise but recoverable" if count else "applied", rows)
+    return Facts("applied by force, no promise but recoverable" if count else "applied", rows)
 
 
 def _base(name: str, revision: str | None) -> str:
@@ -133,8 +133,8 @@ def render_adopted(done: Adopted) -> RenderableType:
     rows += [("not read", name_some(done.not_read)), ("shards", f"{format_bytes(done.bytes_written)} written")]
     following = (NEXT, verify_command(done.path))
     if not done.other_computation:
-        return facts("adopted", [*rows, following])
-    return Group(facts("adopted", rows), *render_warnings(done.other_computation), facts("", [following]))
+        return Facts("adopted", [*rows, following])
+    return Group(Facts("adopted", rows), *render_warnings(done.other_computation), Facts("", [following]))
 
 
 def _compared(done: Adopted) -> str:

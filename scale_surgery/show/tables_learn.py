@@ -1,4 +1,4 @@
-"""What a whole job looks like in a terminal: what it will take, its stages, and what was learned; see `tables`."""
+"""Tables of `learn`: the estimate, the stages, and what was learned."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rich.text import Text
 
 from scale_surgery.errors import counted
 from scale_surgery.show.commands import running_command, verify_command
-from scale_surgery.show.layout import NEXT, NamedRows, heading, sentence
+from scale_surgery.show.layout import NEXT, Facts, NamedRows, heading, sentence
 from scale_surgery.show.tables import (
-    facts,
     format_bytes,
     format_count,
     format_seconds,
@@ -58,7 +57,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         ("to learn", f"about {format_count(estimate.tokens)} tokens"),
     ]
     notes = [sentence(f"note: {note}", "yellow") for note in estimate.notes]
-    return Group(facts("to do", stages), Text(), facts("", rows), *notes)
+    return Group(Facts("to do", stages), Text(), Facts("", rows), *notes)
 
 
 def render_lines(estimate: Estimate) -> RenderableType:
@@ -73,7 +72,7 @@ def render_stage(name: str, line: str, number: int) -> RenderableType:
 
 
 def render_result(name: str, result: Any) -> RenderableType | None:
-    """What a stage did, as its command shows it; nothing where an earlier run did it, or the page shows it."""
+    """The result of a stage as its command shows it; None where an earlier run did it, or where it has a page."""
     if name in ("texts-new", "texts-old"):
         return render_held_out(result)
     renders: dict[str, Callable[[Any], RenderableType]] = {
@@ -95,7 +94,7 @@ def render_held_out(done: HeldOut) -> RenderableType:
         (part, f"{counted(count, 'document')}, {done.characters[part]:,} characters")
         for part, count in done.documents.items()
     ]
-    return facts("set aside", [("written", str(done.path)), *rows])
+    return Facts("set aside", [("written", str(done.path)), *rows])
 
 
 def cells_of(side: str, learned: Learned) -> list[tuple[str, ...]]:
@@ -111,7 +110,7 @@ def _side(side: Side | None) -> tuple[str, str, str]:
 
 
 def render_learned(learned: Learned) -> RenderableType:
-    """The end of a job: who knows what, and what to type next."""
+    """The end of a job: losses, whether it was verified, and the next command."""
     parts: list[RenderableType] = []
     for side in ("old", "new"):
         parts += list(_render_side(side, learned.rows))
@@ -124,18 +123,18 @@ def render_learned(learned: Learned) -> RenderableType:
         ("took", format_seconds(learned.seconds)),
     ]
     after = running_command("chat", learned.result) if learned.verified else verify_command(learned.result)
-    return Group(*parts, word, facts("", rows), *render_warnings(learned.warnings), facts("", [(NEXT, after)]))
+    return Group(*parts, word, Facts("", rows), *render_warnings(learned.warnings), Facts("", [(NEXT, after)]))
 
 
 def _render_side(side: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
     scored = [(row.name, getattr(row, side)) for row in rows if getattr(row, side) is not None]
     if not scored:
         return
-    asked = any(own.accuracy is not None for _, own in scored)
+    asked = any(measured.accuracy is not None for _, measured in scored)
     yield heading(f"{side} text", "nats per token")
     table = NamedRows(COLUMNS[side] if asked else COLUMNS[side][:2])
-    for name, own in scored:
-        cells = _side(own)
+    for name, measured in scored:
+        cells = _side(measured)
         table.add_row(name, *(cells if asked else cells[:2]))
     yield table
     yield Text()

@@ -1,4 +1,4 @@
-"""What a plan looks like in a terminal."""
+"""Tables of a plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.planning.treatments import treatment_rows
-from scale_surgery.show.layout import NamedRows, heading
-from scale_surgery.show.tables import facts, format_bytes
+from scale_surgery.show.layout import Facts, NamedRows, heading
+from scale_surgery.show.tables import format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> RenderableType:
     """A plan as tables: what was resolved, what it costs, and the new tensors of one layer or of all."""
     if not tensors:
-        return facts("plan", plan_rows(plan))
+        return Facts("plan", plan_rows(plan))
     shown = plan.tensors if details else _sample(plan)
     note = "" if details else f"{len(shown)} of {len(plan.tensors)}; --details shows all"
-    return Group(facts("plan", plan_rows(plan)), Text(), _render_tensors(plan, shown, note))
+    return Group(Facts("plan", plan_rows(plan)), Text(), _render_tensors(plan, shown, note))
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -63,7 +63,7 @@ def _added_by_layer(plan: Plan) -> dict[int, int]:
 
 
 def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
-    """What is added to embedding, final norm and head: of a small model it can be most of all."""
+    """Parameters added to embedding, final norm and head, in a small model most of all."""
     added = {tensor.name: tensor.elements for tensor in plan.tensors if tensor.layer is None}
     if not added:
         return []

@@ -1,4 +1,4 @@
-"""What leaves for others looks like, pushed or served; see `tables`."""
+"""Tables of a pushed or served model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.show.layout import Facts, NamedRows, heading, sentence
-from scale_surgery.show.tables import facts, format_bytes
+from scale_surgery.show.tables import format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.hub.push import Pushed
@@ -23,39 +23,36 @@ FORMS = {
 CARDS = {"written": "from facts", "own": "your own", "kept": "the one in the repository stays"}
 
 
-def render_files(found: Pushed) -> RenderableType:
+def render_files(pushed: Pushed) -> RenderableType:
     """What a repository gets, file by file, and what it does not get."""
     table = NamedRows(["", ""], left=(2,))
-    for file in found.files:
+    for file in pushed.files:
         table.add_row(file.name, format_bytes(file.bytes), ORIGINS[file.origin])
-    rows: list[RenderableType] = [sentence(f"left out: {name}", "yellow") for name in found.left_out]
-    rows += [sentence(f"leaves the repository: {name}", "yellow") for name in found.removed]
+    rows: list[RenderableType] = [sentence(f"left out: {name}", "yellow") for name in pushed.left_out]
+    rows += [sentence(f"leaves the repository: {name}", "yellow") for name in pushed.removed]
     return Group(heading("files"), table, *rows, Text())
 
 
-def render_pushed(found: Pushed) -> RenderableType:
+def render_pushed(pushed: Pushed) -> RenderableType:
     """What was pushed, or would be."""
-    base = sum(file.bytes for file in found.files if file.origin == "base")
-    own = format_bytes(base)
-    visible = "private" if found.is_private else "public"
+    base = sum(file.bytes for file in pushed.files if file.origin == "base")
+    whose = f"; {format_bytes(base)} of it are the base's own" if base else ""
+    visible = "private" if pushed.is_private else "public"
     rows = [
-        ("repository", f"{found.repo}, {visible}"),
-        ("holds", FORMS[found.form]),
-        (
-            "files",
-            f"{len(found.files)}, {format_bytes(found.bytes)}" + (f"; {own} of it are the base's own" if base else ""),
-        ),
-        ("card", CARDS[found.card_origin]),
-        ("checked", "bytes and structure" if found.is_checked else "no (--no-verify)"),
+        ("repository", f"{pushed.repo}, {visible}"),
+        ("holds", FORMS[pushed.form]),
+        ("files", f"{len(pushed.files)}, {format_bytes(pushed.bytes)}{whose}"),
+        ("card", CARDS[pushed.card_origin]),
+        ("checked", "bytes and structure" if pushed.is_checked else "no (--no-verify)"),
     ]
-    if found.commit is None:
-        rows.append(("Hub", found.obstacle or "would take it"))
+    if pushed.commit is None:
+        rows.append(("Hub", pushed.obstacle or "would take it"))
     else:
         # the address of a commit fits no line
-        rows += [("commit", found.commit), ("see", str(found.url).partition("/commit/")[0])]
-    pushed = "nothing to push: the Hub has it all" if found.is_unchanged else "pushed"
-    title = pushed if found.commit is not None else "would be pushed"
-    return Group(facts(title, rows), *(sentence(f"note: {note}", "yellow") for note in found.notes))
+        rows += [("commit", pushed.commit), ("see", str(pushed.url).partition("/commit/")[0])]
+    title = "nothing to push: the Hub has it all" if pushed.is_unchanged else "pushed"
+    title = title if pushed.commit is not None else "would be pushed"
+    return Group(Facts(title, rows), *(sentence(f"note: {note}", "yellow") for note in pushed.notes))
 
 
 def render_served(served: Served) -> RenderableType:

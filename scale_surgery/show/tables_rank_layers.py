@@ -1,4 +1,4 @@
-"""What a ranking of layers looks like in a terminal; see `tables`."""
+"""Tables of a ranking of layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import counted
-from scale_surgery.planning.methods import DEFAULT_METHOD
-from scale_surgery.planning.request import Request, complete
-from scale_surgery.show.commands import command, said
-from scale_surgery.show.layout import NEXT
-from scale_surgery.show.tables import facts, plain_table, render_warnings
+from scale_surgery.show.commands import command, expand_options
+from scale_surgery.show.layout import NEXT, Facts, PlainTable
+from scale_surgery.show.tables import render_warnings
 
 if TYPE_CHECKING:
     from scale_surgery.training.ranking import Ranking
@@ -33,17 +31,17 @@ def render_ranking(result: Ranking) -> RenderableType:
         ("loss", f"{result.first_loss:.3f} nats per token in the first steps, {result.last_loss:.3f} in the last"),
     ]
     return Group(
-        facts(f"{result.name}: pilot", pilot),
+        Facts(f"{result.name}: pilot", pilot),
         *render_warnings(result.warnings),
         Text(),
         _render_layers(result),
         Text(),
-        facts("proposal", list(_proposal_rows(result))),
+        Facts("proposal", list(_proposal_rows(result))),
     )
 
 
 def _render_layers(result: Ranking) -> Table:
-    table = plain_table("layers")
+    table = PlainTable("layers")
     for name in ("place", "layer", "change"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -68,7 +66,4 @@ def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
 def next_command(result: Ranking) -> str:
     """The command that makes the proposed expansion."""
     request = replace(result.request, layers=result.argument)
-    usual = complete(Request(result.argument, method=request.method))
-    revision = ["--revision", result.revision] if result.revision else []
-    method = ["--method", request.method] if request.method != DEFAULT_METHOD else []
-    return command("expand", result.model, *revision, "--layers", result.argument, *method, *said(request, usual))
+    return command("expand", result.model, *expand_options(request, result.revision))

@@ -1,4 +1,4 @@
-"""What a report looks like in a terminal; see `tables`."""
+"""Tables of a report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from scale_surgery.errors import counted
 from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.layout import heading, sentence
-from scale_surgery.show.tables import facts, format_count, plain_table
+from scale_surgery.show.layout import Facts, PlainTable, heading, sentence
+from scale_surgery.show.tables import format_count
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams
 
-# what a value that there is none of looks like
+# a missing value
 NONE = "–"
 GROUPS = {"attn": "attention", "ffn": "FFN"}
 NORM_COLUMNS = ("norm", "change", "relative", "of W")
@@ -116,11 +116,11 @@ def _facts(report: Report) -> RenderableType:
         rows.append(
             ("read", f"{report.streams.source}: {counted(report.streams.tokens, 'token')}, {report.streams.dtype}")
         )
-    return facts(report.path.name, rows)
+    return Facts(report.path.name, rows)
 
 
 def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = plain_table()
+    table = PlainTable()
     for name in first:
         table.add_column(name, overflow="fold", min_width=len(name))
     for name in numbers:
@@ -180,7 +180,7 @@ def _layers(report: Report) -> RenderableType:
 
 
 def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
-    """Says what a row of a layer is where copies of layers were made."""
+    """Explains rows of layers where layers were duplicated."""
     if about := METHODS[report.method].about_rows:
         yield sentence(f"{about}{f'; {more}' if more else ''}.", "dim")
 

@@ -1,4 +1,4 @@
-"""What a route report looks like in a terminal: tokens coloured by path, and a table of files; see `tables`."""
+"""A route report in a terminal: tokens coloured by path, and a table of files."""
 
 from __future__ import annotations
 
@@ -40,16 +40,12 @@ class Tokens:
         line = Text(overflow="fold") + text
         marks = PathMarks(console, "colours" if has_colour(console) else "brackets", self.colouring)
         for token in self.tokens:
-            part = marks.mark(_shown(token), token.weights)
+            line_end = "\n" * token.text.endswith("\n")
+            part = marks.mark(visible(token.text, token.piece) + line_end, token.weights)
             line.append_text(Text(part.plain, style="dim") if token.weights is None else part)
         line.append_text(marks.end())
         line.rstrip()
         yield line
-
-
-def _shown(token: TokenRoute) -> str:
-    """A token, and the line break after it."""
-    return visible(token.text, token.piece) + "\n" * token.text.endswith("\n")
 
 
 def _file(file: FileRoute, colouring: Colouring) -> Iterator[RenderableType]:

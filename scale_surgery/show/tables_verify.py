@@ -1,4 +1,4 @@
-"""What `verify` found, in a terminal: promises, numbers, problems; see `tables`."""
+"""Tables of a verification: promises, numbers, problems."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import counted, shorten
-from scale_surgery.show.layout import NamedRows, heading, sentence
-from scale_surgery.show.tables import facts, plain_table, render_warnings
+from scale_surgery.show.layout import Facts, NamedRows, PlainTable, heading, sentence
+from scale_surgery.show.tables import render_warnings
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def render_verification(result: Verification) -> RenderableType:
 
 
 def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> RenderableType:
-    """What was found of each promise."""
-    table = plain_table("promises")
+    """The result of each promise."""
+    table = PlainTable("promises")
     table.add_column("promise", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("evidence", overflow="fold")
@@ -48,13 +48,8 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
     return table
 
 
-def _read(numbers: Numbers) -> str:
-    kind, note = ("token", "") if numbers.is_text else ("random id", " (no tokenizer)")
-    return counted(numbers.tokens, kind) + note
-
-
 def verdict(promise: Promise, is_required: bool) -> Text:
-    """What was found of a promise, in a word or two."""
+    """The result of a promise, in a word or two."""
     if promise.holds is None and not (is_required or promise.claimed):
         return Text("not claimed", style="dim")
     if promise.holds is None:
@@ -65,7 +60,7 @@ def verdict(promise: Promise, is_required: bool) -> Text:
 
 
 def _problems(result: Verification) -> list[str]:
-    # what concerns the base comes first: the rest may follow from it
+    # problems with the base come first, as others may follow from them
     broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
     problems = [*(line for promise in broken for line in promise.problems), *result.problems]
     return shorten(list(dict.fromkeys(problems)), ending="; -o FILE.json writes all")
@@ -79,8 +74,9 @@ def _render_numbers(result: Verification) -> RenderableType:
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
     how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
+    kind, note = ("token", "") if numbers.is_text else ("random id", " (no tokenizer)")
     rows = [
-        ("probes", f"{counted(numbers.prompts, 'prompt')}, {_read(numbers)}, {how}"),
+        ("probes", f"{counted(numbers.prompts, 'prompt')}, {counted(numbers.tokens, kind)}{note}, {how}"),
         ("logits", "bit-equal" if numbers.is_bit_equal else f"drift {numbers.drift:.3g}"),
         ("KL divergence", f"{numbers.kl_divergence:.3g} nats per token"),
         ("top-1 agreement", f"{numbers.top1_agreement:.1%}"),
@@ -92,7 +88,7 @@ def _render_numbers(result: Verification) -> RenderableType:
         texts = f"{counted(mixture.texts, 'text')} of up to {counted(mixture.longest, 'token')}"
         lost = f"{mixture.excess:z.3g} nats against {best}, rounding explains {mixture.rounding:.2g}: {mixture.worst}"
         rows += [("mixture", texts), ("worst loss", lost)]
-    parts: list[RenderableType] = [facts("numbers", rows)]
+    parts: list[RenderableType] = [Facts("numbers", rows)]
     parts += [] if worst.drift == 0 else [Text(), _render_layers(numbers.layers)]
     parts += [Text(), *_render_paths(numbers)] if numbers.paths else []
     return Group(*parts)
@@ -105,7 +101,7 @@ def _drift_of(worst: Layer) -> str:
 
 
 def _render_layers(layers: tuple[Layer, ...]) -> Table:
-    table = plain_table("base stream against the base model's")
+    table = PlainTable("base stream against the base model's")
     for name in ("after", "drift", "cosine"):
         table.add_column(name, justify="right")
     for layer in layers:

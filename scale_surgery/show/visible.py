@@ -23,12 +23,12 @@ def visible_text(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """Show a text as `visible_text` does, in one line: what a file holds begins no line of its own."""
+    """As `visible_text`, with a sign for line breaks too."""
     return visible_text(text).replace("\n", SIGNS["\n"])
 
 
 def visible(text: str, piece: str) -> str:
-    """Show what a token reads as, blanks too; where that is nothing, how the vocabulary spells it."""
+    """Show the text of a token, blanks too; of a token without text its spelling in the vocabulary."""
     if not text:
         return f"⟨{_bytes_of(piece) or piece or '?'}⟩"
     if text.isspace():
@@ -52,7 +52,7 @@ def _bytes_of(piece: str) -> str | None:
         return byte[1]
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # of a byte-level vocabulary, GPT-2's and its heirs'
+    # pieces of a byte-level vocabulary, such as GPT-2's
     characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
     bytes_of = {character: byte for byte, character in characters.items()}
     is_bytes = piece != "" and all(character in bytes_of for character in piece)

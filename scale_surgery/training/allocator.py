@@ -28,17 +28,13 @@ LARGEST = 2**30
 LARGEST_BEFORE = 2**25
 # of control groups of version 2 and 1, as a container sees its own
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-# who sets one of these has chosen already
+# variables by which a user configures malloc
 CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, for the rest of this process; numbers stay what they are.
-
-    Returns:
-        Whether it does now: on glibc only, and not where a variable of the environment says what malloc does.
-    """
+    """Let malloc keep freed memory for the rest of this process; False without glibc, or where the user set it."""
     if not is_glibc() or any(name in os.environ for name in CHOSEN_BY_USER):
         return False
     mallopt, size = ctypes.CDLL(None).mallopt, largest_kept()

@@ -1,4 +1,4 @@
-"""How a run is scheduled, and what the Trainer is told: steps, precision, how often it logs, measures and saves."""
+"""The schedule of a run and the Trainer's arguments: steps, precision, how often it logs, measures and saves."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MOST_STEPS_BETWEEN_LOGS = 10
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """What a run will do, known before its first step.
+    """The schedule of a run, known before its first step.
 
     Attributes:
         steps: Optimizer steps.
-        warmup_steps: Those in which the learning rate rises.
+        warmup_steps: Steps of the warm-up.
         sequences: Sequences to learn.
         tokens: Tokens in them that are learned.
-        passes: How often they are read.
+        passes: Passes over them.
         rehearses: On what it stays what its base is; nothing where it is not asked to.
     """
 
@@ -45,13 +45,7 @@ class TrainingSchedule:
 
 
 def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:
-    """Count what a run will do.
-
-    Args:
-        settings: What the user set.
-        learned: What is learned.
-        processes: Processes that share it.
-    """
+    """Steps, sequences and passes of a run."""
     batches = math.ceil(len(learned) / (settings.batch_size * processes))
     steps = settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
     together = settings.batch_size * settings.gradient_accumulation * processes
@@ -88,23 +82,11 @@ def make_arguments(
     bf16: bool,
     is_measured: bool,
 ) -> TrainingArguments:
-    """Say to the Trainer how to train.
-
-    Args:
-        settings: What the user set.
-        folder: Where it puts checkpoints.
-        steps: Optimizer steps.
-        run: Where it trains: device; see `check_device`.
-        bf16: Whether to compute in bfloat16.
-        is_measured: Whether there is text to measure on during the run.
-
-    Returns:
-        The Trainer's arguments.
-    """
+    """Arguments of the Trainer."""
     from transformers import TrainingArguments
 
     tenth = math.ceil(steps / PARTS_OF_A_RUN)
-    # transformers 5 renamed it on the way
+    # a release of transformers 5 renamed it
     names = {field.name for field in fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     options: dict[str, Any] = {checkpointing: settings.gradient_checkpointing}
@@ -126,7 +108,7 @@ def make_arguments(
         eval_steps=(settings.eval_every or tenth) if is_measured else None,
         eval_on_start=is_measured,
         logging_steps=settings.log_every or min(MOST_STEPS_BETWEEN_LOGS, tenth),
-        # a loss that is not a number must be seen
+        # a loss of NaN must show
         logging_nan_inf_filter=False,
         use_cpu=is_cpu(run),
         dataloader_pin_memory=not is_cpu(run),
@@ -146,15 +128,11 @@ def is_cpu(run: RunOptions) -> bool:
 
 
 def check_device(run: RunOptions) -> None:
-    """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is.
-
-    Raises:
-        TrainingError: If not.
-    """
-    there = choose_device("auto", only_trains=True)
-    if choose_device(run.device, only_trains=True) not in ("cpu", there):
-        found = "no accelerator" if there == "cpu" else f"an accelerator called {there}"
+    """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is."""
+    accelerator = choose_device("auto", only_trains=True)
+    if choose_device(run.device, only_trains=True) not in ("cpu", accelerator):
+        there = "no accelerator" if accelerator == "cpu" else f"an accelerator called {accelerator}"
         raise TrainingError(
-            f"--device is {run.device}, found {found} on this machine; expected auto, cpu or that. Of several GPUs the "
+            f"--device is {run.device}, found {there} on this machine; expected auto, cpu or that. Of several GPUs the "
             "variable CUDA_VISIBLE_DEVICES chooses, and accelerate launch takes more than one."
         )

@@ -28,9 +28,9 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, concatenate
 from scale_surgery.running.texts import pack, tokenize_prompts
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.training.learned import made_by_one
 from scale_surgery.training.rehearsal import evaluating
 from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.training_texts import made_by_one
 
 # samples in one call of generate, of short sequences; fewer of long ones
 TOGETHER, TOKENS_TOGETHER = 64, 16_384
@@ -39,14 +39,7 @@ GIVE_BEGINNINGS = "Give beginnings with --set rehearsal_prompts=FILE, or texts w
 
 @dataclass(frozen=True)
 class Sampling:
-    """How samples are drawn.
-
-    Attributes:
-        count: How many.
-        length: Tokens of each, the first one included.
-        temperature: Temperature of sampling.
-        seed: Seed of the samples.
-    """
+    """How samples are drawn; `length` is in tokens, the first one included."""
 
     count: int
     length: int
@@ -54,29 +47,17 @@ class Sampling:
     seed: int
 
 
-def own_samples(
+def sample_rehearsal(
     model: Any, checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions, processes: Any, track: Track
 ) -> Sequences:
-    """Let the base write what it will rehearse; one process does, all get the same.
-
-    Args:
-        model: The expanded model, not yet wrapped for several processes.
-        checkpoint: What it was loaded from.
-        settings: How many samples, how long, how drawn.
-        run: How the tokenizer is loaded: trust_remote_code.
-        processes: The processes that share the run.
-        track: Makes progress bars.
-
-    Raises:
-        DataError: If a file of beginnings cannot be read, or nothing says how a text begins.
-    """
+    """Let the base write its rehearsal text, in one process for all."""
     samples: Sequences = made_by_one(
-        processes, lambda: _write_own(model.to(processes.device), checkpoint, settings, run, track)
+        processes, lambda: _write_samples(model.to(processes.device), checkpoint, settings, run, track)
     )
     return samples
 
 
-def _write_own(
+def _write_samples(
     model: Any, checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions, track: Track
 ) -> Sequences:
     name, prompts = checkpoint.path.name, settings.rehearsal_prompts
@@ -91,42 +72,29 @@ def _write_own(
 
 
 def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
-    """Samples as the tokenizer writes documents: without the token that they begin with, where no document has it.
+    """Samples without their first token, where the tokenizer starts no document with it.
 
-    A model could tell the two apart by it.
+    Otherwise a model could tell samples from documents.
     """
     (start,) = tokenize_prompts([""], tokenizer)
-    return (
-        samples
-        if start
-        else concatenate(_without_first(samples[place]["input_ids"].int()) for place in range(len(samples)))
-    )
-
-
-def _without_first(ids: Tensor) -> Sequences:
-    return Sequences(ids[1:], ids[1:], (0, len(ids) - 1))
+    if start:
+        return samples
+    cut = (samples[place]["input_ids"].int()[1:] for place in range(len(samples)))
+    return concatenate(Sequences(ids, ids, (0, len(ids))) for ids in cut)
 
 
 def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Checkpoint) -> Sequences:
-    """Samples in the form in which texts are learned: packed like them, or each for itself.
+    """Samples in the form of the texts to learn: packed like them, or each by itself.
 
-    A model that can tell samples from the text to learn by their form does so: it stays what its base is wherever a
-    text begins a sequence, also a new one, and learns only in the middle of packed sequences.
-
-    Args:
-        samples: What the base wrote.
-        settings: Whether texts are packed, and how long a sequence is.
-        checkpoint: The model that is trained.
-
-    Returns:
-        What is rehearsed.
+    Where the form tells them apart, a model keeps to its base at the start of every sequence, and learns only in the
+    middle of packed ones.
     """
     length = choose_length(settings.sequence_length, {checkpoint.path.name: context_of(checkpoint.config)})
     return pack(_shifted(samples, length), length) if settings.packing else samples
 
 
 def _shifted(samples: Sequences, length: int) -> Sequences:
-    """Samples without half of the first, where that fills a sequence: else each that never ends would begin one."""
+    """Samples without half of the first one where it fills a sequence, so that not all long ones begin a sequence."""
     first, second = samples.starts[:2]
     cut = length // 2 if second - first >= length else 0
     starts = (0, *(start - cut for start in samples.starts[1:]))
@@ -134,22 +102,9 @@ def _shifted(samples: Sequences, length: int) -> Sequences:
 
 
 def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str, advice: str = GIVE_BEGINNINGS) -> list[list[int]]:
-    """What samples begin with: prompts, or the token with which texts begin.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompts: Beginnings of texts; none for the token.
-        place: What the model is called.
-        advice: What to do where there is no such token.
-
-    Returns:
-        Token ids of each beginning.
-
-    Raises:
-        DataError: If there are no prompts, and no token that begins or ends a text.
-    """
+    """Token ids with which samples begin: prompts, or the token with which texts begin."""
     if prompts:
-        return [own for own in tokenize_prompts(prompts, tokenizer) if own]
+        return [ids for ids in tokenize_prompts(prompts, tokenizer) if ids]
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
         raise DataError(
@@ -169,25 +124,14 @@ def sample_base(
 def sample_texts(
     model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
 ) -> Sequences:
-    """Let a model write text.
-
-    Args:
-        model: The model.
-        begins: What samples begin with, taking turns.
-        sampling: How they are drawn.
-        tokenizer: The model's tokenizer.
-        track: Makes progress bars.
-
-    Returns:
-        The samples, each up to the end of its text.
-    """
+    """Let a model write text."""
     parts: list[Sequences] = []
     rows = max(1, min(TOGETHER, TOKENS_TOGETHER // sampling.length))
     devices = [model.device] if model.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
         evaluating(model),
-        _asking_nothing(model),
+        _default_generation(model),
         track("samples", sampling.count) as advance,
     ):
         torch.manual_seed(sampling.seed)
@@ -199,25 +143,25 @@ def sample_texts(
 
 
 @contextmanager
-def _asking_nothing(model: Any) -> Iterator[None]:
-    """Leave a model's generation_config.json out of account: what a call does not say is taken from it."""
+def _default_generation(model: Any) -> Iterator[None]:
+    """Set the model's generation_config.json aside, from which calls would take what they leave out."""
     from transformers import GenerationConfig
 
-    own = model.generation_config
+    before = model.generation_config
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = before
 
 
 def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tuple[Sequence[int], range]]:
-    """Which beginning is taken for how many samples at once."""
+    """Batches of samples, each of one beginning; beginnings take equal parts."""
     each = [count // len(begins) + (place < count % len(begins)) for place in range(len(begins))]
     return [
-        (begin, range(start, min(start + rows, own)))
-        for begin, own in zip(begins, each, strict=True)
-        for start in range(0, own, rows)
+        (begin, range(start, min(start + rows, total)))
+        for begin, total in zip(begins, each, strict=True)
+        for start in range(0, total, rows)
     ]
 
 
@@ -245,22 +189,18 @@ def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, t
 def _row(ids: Tensor, begun: int, end: int | None) -> Sequences:
     """A sample without what follows its end."""
     ends = (ids[begun:] == end).nonzero() if end is not None else ids[:0]
-    own = ids[: begun + int(ends[0]) + 1] if len(ends) else ids
-    return Sequences(own.int(), own.int(), (0, len(own)))
+    kept = ids[: begun + int(ends[0]) + 1] if len(ends) else ids
+    return Sequences(kept.int(), kept.int(), (0, len(kept)))
 
 
 def write_samples(file: Path, samples: Sequences, tokenizer: Any) -> None:
-    """Keep samples, to be read by people and by a resumed run; whole or not at all."""
+    """Write samples, for people and for a resumed run."""
     rows = [samples[place]["input_ids"].tolist() for place in range(len(samples))]
     write_text(file, "".join(json.dumps({"text": tokenizer.decode(ids), "ids": ids}) + "\n" for ids in rows))
 
 
 def read_samples(file: Path) -> Sequences:
-    """Take up the samples of a run.
-
-    Raises:
-        TrainingError: If they are not there any more, or not what was written.
-    """
+    """Read the samples of an interrupted run."""
     try:
         rows = [json.loads(line)["ids"] for line in read_bytes(file).decode().splitlines()]
         parts = [torch.tensor(ids, dtype=torch.int32) for ids in rows]

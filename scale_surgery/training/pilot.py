@@ -1,7 +1,7 @@
 """The pilot: a short training run of a base model, of which only the size of each layer's change is kept.
 
-What trains is held once in float32 beside two moments of AdamW, 12 bytes a parameter, and its values at the start stay
-in main memory as they are stored. What does not train stays as it is stored.
+A trained parameter takes 12 bytes, float32 and two moments of AdamW; its initial value stays in main memory in the
+stored dtype. All other parameters keep their stored dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REPORTED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Pilot:
-    """What a pilot did: losses of its first and last steps, parameters that trained, and the change of each layer."""
+    """The result of a pilot: losses of its first and last steps, trained parameters, and the change of each layer."""
 
     first_loss: float
     last_loss: float
@@ -42,19 +42,7 @@ class Pilot:
 def run_pilot(
     model: Any, facts: Architecture, text: Sequences, settings: RankingSettings, steps: int, track: Track
 ) -> Pilot:
-    """Train a base model for a few steps, and measure how much its layers changed; the model is spent afterwards.
-
-    Args:
-        model: The base model as it is stored, of a stock class, on its device.
-        facts: Facts about its architecture.
-        text: Sequences to learn.
-        settings: How to train.
-        steps: Optimizer steps.
-        track: Makes progress bars.
-
-    Raises:
-        TrainingError: If the loss, or a weight at the end, is not a number.
-    """
+    """Train a base model in place for a few steps, and measure how much each layer changed."""
     precision = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=model.dtype != torch.float32)
     matrices = find_matrices(model, facts)
     start = {layer: [matrix.detach().to("cpu", copy=True) for matrix in some] for layer, some in matrices.items()}
@@ -79,19 +67,19 @@ def run_pilot(
 
 
 def find_matrices(model: Any, facts: Architecture) -> dict[int, list[nn.Parameter]]:
-    """The matrices of each layer's feed-forward network, experts and all; of all its blocks where it has none."""
-    found = {}
+    """The matrices of each layer's MLP or mixture, or of all its blocks where it has neither."""
+    matrices = {}
     for number, layer in enumerate(model.get_submodule(facts.layers_path)):
         blocks = facts.kind(number).blocks
         wanted = [block for block in blocks if block.group == "ffn"] or blocks
         names = [name for block in wanted for name in [linear.name for linear in block.linears] or [block.name]]
         parameters = chain.from_iterable(layer.get_submodule(name).parameters() for name in names)
-        found[number] = [own for own in parameters if own.dim() > 1 and own.is_floating_point()]
-    return found
+        matrices[number] = [matrix for matrix in parameters if matrix.dim() > 1 and matrix.is_floating_point()]
+    return matrices
 
 
 def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: int) -> None:
-    """Let AdamW step on a matrix as soon as its gradient is there, so that no two gradients are kept at a time."""
+    """Let AdamW step on a matrix as soon as it has a gradient, so that one gradient is held at a time."""
     optimizer = torch.optim.AdamW([matrix], lr=settings.learning_rate, weight_decay=0.0)
     schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, steps))
 
@@ -113,7 +101,7 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
     model.train()
     model.config.use_cache = False
     if settings.gradient_checkpointing:
-        # transformers 5 renamed it on the way
+        # a release of transformers 5 renamed it
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     order = torch.Generator().manual_seed(settings.seed)

@@ -1,9 +1,8 @@
-"""Which layers: train a pilot for a few steps, and propose the layers that it changed most and a budget pays for.
+"""Choose layers: train a pilot for a few steps, and propose the most changed layers that a budget pays for.
 
 plan and budget -> text -> pilot -> layers
 
-Everything that can be refused is refused before a weight is read. The model's folder is only read; the pilot is thrown
-away.
+All checks run before a weight is read. Nothing is written to the model's folder, and the pilot is discarded.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-# by default no text is read more often: what is learned by heart tells nothing of layers
+# by default no text is read more often, as a text learned by heart says little of layers
 USUAL_STEPS, USUAL_PASSES = 100, 4
-# a change that differs by less from that of the least changed layer that the budget pays for is as good
+# changes within this share of the least proposed one are a tie
 TIED_WITHIN = 0.1
 
 # parameters that an expansion of some layers adds
@@ -62,9 +61,9 @@ def rank_layers(
 
     Args:
         model: A base model, a folder or a Hub id; nothing is written to it.
-        data: Files to learn from; see `data.read_documents`.
-        request: The expansion to be, by which layers cost what they cost; its layers are those to choose among.
-        settings: What it may cost, and how the pilot trains.
+        data: Files to learn from; see `documents.read_documents`.
+        request: The planned expansion, which sets the cost of layers; its `layers` are the candidates.
+        settings: The budget, and how the pilot trains.
         run: How the pilot runs: device, and trust_remote_code.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.
@@ -160,18 +159,7 @@ def _read_text(
 
 
 def read_budget(text: str, parameters: int) -> int:
-    """Read how many parameters an expansion may add.
-
-    Args:
-        text: A share of the base's parameters such as 30%, or a number such as 200M, 1.5B or 250000.
-        parameters: Parameters of the base as stored.
-
-    Returns:
-        Number of parameters.
-
-    Raises:
-        PlanError: If it cannot be read, or is not above zero.
-    """
+    """Number of parameters in a budget such as 30%, 200M or 250000."""
     match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*)\s*(%|[kKmMbB]?)", text.strip())
     number = float(match[1].replace("_", "")) if match else 0.0
     if match is None or not number or not isfinite(number):
@@ -182,11 +170,7 @@ def read_budget(text: str, parameters: int) -> int:
 
 
 def check_budget(budget: int, layers: Sequence[int], price: Price, text: str) -> None:
-    """Check that a budget pays for at least one layer.
-
-    Raises:
-        PlanError: If not; what the cheapest one costs is said.
-    """
+    """Check that a budget pays for at least one layer."""
     costs = {layer: price([layer]) for layer in layers}
     cheapest = min(costs, key=lambda layer: costs[layer])
     if costs[cheapest] > budget:
@@ -203,17 +187,7 @@ def order_layers(changes: Mapping[int, float]) -> list[int]:
 
 
 def propose_layers(budget: int, changes: Mapping[int, float], price: Price) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Propose the most changed layers that a budget pays for; of tied layers the last ones.
-
-    Args:
-        budget: Parameters that may be added.
-        changes: Change of each layer.
-        price: What some layers cost.
-
-    Returns:
-        The proposed layers, ascending. Then the tied ones, ascending: those whose changes are within TIED_WITHIN of
-        that of the least changed layer that the budget pays for; none where it pays for all of them.
-    """
+    """The most changed layers that a budget pays for, of tied ones the last; and the ties, if not all are proposed."""
     order = order_layers(changes)
     chosen = _affordable(budget, order, price)
     least = min(changes[layer] for layer in chosen)
@@ -227,10 +201,9 @@ def propose_layers(budget: int, changes: Mapping[int, float], price: Price) -> t
 
 
 def _affordable(budget: int, order: Sequence[int], price: Price) -> list[int]:
-    """Take layers while the budget pays for them.
+    """Take layers while the budget pays for them, and skip those that do not fit.
 
-    One that does not fit is passed over: layer 0 brings new columns of the embedding with it, and may cost more than
-    the next one.
+    Layer 0 may cost more than the next one, since it widens the embedding too.
     """
     chosen: list[int] = []
     for layer in order:

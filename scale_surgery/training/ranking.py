@@ -1,4 +1,4 @@
-"""What layers are ranked for, and what a ranking says: how much each layer changed, and what the budget pays for."""
+"""Settings and result of ranking layers: how much each layer changed, and which ones a budget pays for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scale_surgery.fields import Count, Range, Seed, SequenceLength
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
-# optimizer steps of a pilot, below which a ranking says that they are few
+# fewer optimizer steps of a pilot give a warning
 ENOUGH_STEPS = 50
 
 
@@ -62,10 +62,10 @@ class Ranking:
         revision: Branch, tag or commit that was given.
         family: Its `model_type`.
         request: The expansion to be, as it was asked for; its layers are those that were ranked.
-        settings: How the pilot trained.
+        settings: Settings of the pilot.
         steps: Its optimizer steps.
         tokens: Tokens of the text.
-        passes: How often each was read.
+        passes: Passes over them.
         trained_parameters: Number of parameters that trained.
         first_loss: Loss of its first steps, nats per token.
         last_loss: Loss of its last steps, nats per token.
@@ -73,8 +73,8 @@ class Ranking:
         parameters: Parameters of the base as stored.
         budget: Parameters that the expansion may add.
         proposed: The layers that the budget pays for, ascending.
-        argument: The same as --layers takes them.
-        parameters_added: What an expansion of them adds.
+        argument: The proposed layers as --layers takes them.
+        parameters_added: Parameters that an expansion of them adds.
         tied: Layers among which the changes do not decide, ascending: those within a tenth of the least changed one
             that the budget pays for. Empty where all of them are proposed.
     """
@@ -101,7 +101,7 @@ class Ranking:
 
     @property
     def tie(self) -> str:
-        """Which layers changed as much as some of those that are proposed, in words; empty where there are none."""
+        """The layers that tie with proposed ones, in a sentence; empty where there are none."""
         if not self.tied:
             return ""
         count = sum(layer in self.proposed for layer in self.tied)
@@ -112,20 +112,20 @@ class Ranking:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What speaks against the order."""
-        found = []
+        """Reasons to doubt the order."""
+        warnings = []
         if not self.last_loss < self.first_loss:
-            found.append(
+            warnings.append(
                 f"the pilot learned nothing: its loss was {self.first_loss:.3f} in the first steps and "
                 f"{self.last_loss:.3f} in the last, so the order says little. Lower --learning-rate, or raise --steps."
             )
         if self.steps < ENOUGH_STEPS:
-            found.append(
+            warnings.append(
                 f"{counted(self.steps, 'step')} {'tells' if self.steps == 1 else 'tell'} little of the text, at least "
                 f"{ENOUGH_STEPS} are usual: the first ones move every weight alike, whatever is learned. Give more "
                 f"text, or --steps {ENOUGH_STEPS}."
             )
-        return tuple(found)
+        return tuple(warnings)
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""

@@ -1,12 +1,12 @@
-"""Rehearsal: beside the text to learn, a model is asked to stay what its base is on text that it need not learn.
+"""Rehearsal: beside the text to learn, keep the model close to its base on other text.
 
     loss = cross entropy (new text) + weight * KL(base || model) on rehearsal text
 
-The base is in the model, so its predictions cost one forward pass without gradient, and nothing but the head where the
-base stream is the base's. With text that the base writes
-itself this is pseudo-rehearsal (Robins 1995) with the loss of Learning without Forgetting (Li and Hoiem 2016); samples
-of a language model as its own rehearsal: Huang et al. 2024, Mitigating Catastrophic Forgetting in Large Language Models
-with Self-Synthesized Rehearsal. It is measured and not proved what it keeps; a router's promise is.
+The base is part of the model, so its predictions cost one forward pass without gradient, or only the head where the
+base stream is unchanged. With text that the base writes itself this is pseudo-rehearsal (Robins 1995) with the loss of
+Learning without Forgetting (Li and Hoiem 2016); samples of a language model as its own rehearsal: Huang et al. 2024,
+Mitigating Catastrophic Forgetting in Large Language Models with Self-Synthesized Rehearsal. How much it keeps is
+measured, and not proved as a router's promise is.
 """
 
 from __future__ import annotations
@@ -26,20 +26,13 @@ from scale_surgery.running.sequences import Sequences
 from scale_surgery.running.texts import collate
 from scale_surgery.training.settings import TrainingSettings
 
-# numbers in float32 that are held at once beside the logits
+# most float32 numbers held at once beside the logits
 CHUNK = 2**24
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Text on which a model stays what its base is, in batches.
-
-    Attributes:
-        sequences: The text.
-        rows: Sequences in one batch.
-        weight: Weight of the divergence in the loss.
-        seed: Seed of their order.
-    """
+    """Rehearsal text in batches of `rows` sequences; `weight` is that of the divergence in the loss."""
 
     sequences: Sequences
     rows: int
@@ -58,63 +51,36 @@ class Rehearsal:
         return int(_order(len(self.sequences), self.seed + number)[place])
 
 
-# a batch reads from one pass or from two
+# a batch may span two passes
 @lru_cache(maxsize=2)
 def _order(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> Rehearsal | None:
-    """Say how text is rehearsed; None where there is none."""
+    """The rehearsal of a run; None without text."""
     if sequences is None:
         return None
     return Rehearsal(sequences, settings.rehearsed_rows, settings.rehearsal_weight, settings.seed)
 
 
 def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor:
-    """KL(base || model) over the next token, a mean over the tokens of a batch.
-
-    Args:
-        model: The model, as it is trained; it may be wrapped for several processes.
-        inside: The same without what wraps it.
-        batch: Token ids and attention mask, each (rows, tokens).
-
-    Returns:
-        Nats per token, a scalar; its gradient reaches what trains.
-    """
+    """KL(base || model) over the next token, a mean over the tokens of a batch."""
     base, logits = logits_beside_base(model, inside, batch)
     return divergence(logits, base, batch["attention_mask"])
 
 
 def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
-    """KL(base || model) of logits, whatever model gave them, a mean over the tokens that are read.
-
-    Args:
-        logits: Of the model, (rows, tokens, vocabulary).
-        base: Of the base, the same shape; no gradient reaches them.
-        mask: Attention mask, (rows, tokens).
-
-    Returns:
-        Nats per token, a scalar.
-    """
+    """KL(base || model) of logits (rows, tokens, vocabulary), a mean over the tokens of the mask."""
     kept = mask.bool()
-    # where all is read nothing is copied: logits are large
-    read = [own.flatten(0, 1) if kept.all() else own[kept] for own in (logits, base)]
-    found: Tensor = Divergence.apply(*read)  # type: ignore[no-untyped-call]
-    return found
+    # logits are large, and not copied where there is no padding
+    rows = [tensor.flatten(0, 1) if kept.all() else tensor[kept] for tensor in (logits, base)]
+    mean: Tensor = Divergence.apply(*rows)  # type: ignore[no-untyped-call]
+    return mean
 
 
 def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits of the base, without gradient, and those of the model; from one forward where that gives both.
-
-    Args:
-        model: The model, as it is trained; it may be wrapped for several processes.
-        inside: The same without what wraps it.
-        batch: Token ids and attention mask, each (rows, tokens).
-
-    Returns:
-        Logits of the base and of the model, (rows, tokens, vocabulary) each.
-    """
+    """Logits of the base without gradient, and of the model; from one forward where that gives both."""
     if carries_base_logits(inside):
         # an expansion without W12 leaves the base stream as it is: both paths read the same one
         with inside.answering(_give_both, (inside.choice.paths[0]._replace(expansion=""), *inside.choice.paths)):
@@ -126,18 +92,18 @@ def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tup
 
 
 def carries_base_logits(model: Any) -> bool:
-    """Whether the base stream of a model is its base's now: no W12 writes into it, and training disturbs nothing."""
+    """Whether one forward gives the base's logits too: no W12 writes into the base stream, and nothing is random."""
     choice = getattr(model, "choice", None)
     if choice is None or len(choice.names) != 1 or choice.router is not None:
         return False
-    own = f".expansions.{choice.names[0]}."
-    writes = any(own in part.name and part.group in ("w12", "w11") for part in expansion_parts(model))
+    infix = f".expansions.{choice.names[0]}."
+    writes = any(infix in part.name and part.group in ("w12", "w11") for part in expansion_parts(model))
     return not writes and not (model.training and any(map(_disturbs, (model.config, *model.modules()))))
 
 
 def _disturbs(owner: Any) -> bool:
     """Whether something random happens in training: dropout, or the noise of a mixture's router."""
-    named = [own for name, own in vars(owner).items() if "drop" in name or "jitter" in name]
+    named = [value for name, value in vars(owner).items() if "drop" in name or "jitter" in name]
     rates = [*named, owner.p] if isinstance(owner, torch.nn.Dropout) else named
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
@@ -169,23 +135,17 @@ class Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, logits: Tensor, base: Tensor) -> Tensor:
-        """Nats per token.
-
-        Args:
-            context: Keeps the gradient.
-            logits: Of the model, (tokens, vocabulary).
-            base: Of the base, the same shape; no gradient reaches them.
-        """
+        """Nats per token."""
         tokens, vocabulary = logits.shape
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
-        together = max(1, math.ceil(CHUNK / vocabulary))
-        for start in range(0, tokens, together):
-            some = slice(start, start + together)
-            ours, theirs = (own[some].float().log_softmax(-1) for own in (logits, base))
-            wanted = theirs.exp()
-            total += (wanted * (theirs - ours)).sum(dtype=torch.float64)
-            gradient[some] = ((ours.exp() - wanted) / tokens).to(gradient.dtype)
+        at_once = max(1, math.ceil(CHUNK / vocabulary))
+        for start in range(0, tokens, at_once):
+            rows = slice(start, start + at_once)
+            log_p, log_base = (tensor[rows].float().log_softmax(-1) for tensor in (logits, base))
+            p_base = log_base.exp()
+            total += (p_base * (log_base - log_p)).sum(dtype=torch.float64)
+            gradient[rows] = ((log_p.exp() - p_base) / tokens).to(gradient.dtype)
         context.save_for_backward(gradient)
         return (total / tokens).float()
 

@@ -1,4 +1,4 @@
-"""Where else the log of a run goes: whatever the Trainer of transformers reports to, by its own callbacks."""
+"""Report a run to TensorBoard, Weights & Biases and others, by the callbacks of transformers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,14 @@ from scale_surgery.training.run_folder import TrainingRun
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# transformers does not list them among what is installed; they say themselves what they need
+# not among the installed reports of transformers; their callbacks check their packages themselves
 UNLISTED = ("azure_ml", "flyte", "kubeflow")
-# packages that have other names than what they are asked for by
+# packages whose name differs from that of the report
 PACKAGES = {"comet_ml": "comet-ml"}
 
 
 def find_reports(names: Sequence[str]) -> dict[str, Any]:
-    """Find the callbacks that report a run.
-
-    Args:
-        names: What it is reported to, as transformers calls it; "none" is nothing.
-
-    Returns:
-        The callbacks, by name.
-
-    Raises:
-        TrainingError: If one is unknown, or its package is not installed; all are named.
-    """
+    """Find the callbacks that report a run."""
     asked = [name for name in dict.fromkeys(names) if name != "none"]
     if not asked:
         return {}
@@ -48,7 +38,7 @@ def find_reports(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _what_is_missing(name: str) -> str | None:
-    """What keeps a callback from being made, in a sentence."""
+    """Why a callback cannot be made, in a sentence."""
     from transformers.integrations import integration_utils
 
     installed = integration_utils.get_available_reporting_integrations()  # type: ignore[no-untyped-call]
@@ -69,13 +59,6 @@ def reporting(
 
     Files for TensorBoard go into the run's folder, unless TENSORBOARD_LOGGING_DIR says otherwise. A resumed run goes on
     in the same place, and hides what was logged after the checkpoint that it begins with.
-
-    Args:
-        trainer: The trainer of the run.
-        callbacks: What `find_reports` found.
-        training: The run, whose folder is there.
-        is_main: Whether this is the process that reports.
-        resume: Whether the run is resumed.
     """
     for callback in callbacks.values():
         trainer.add_callback(callback)
@@ -85,7 +68,7 @@ def reporting(
         return
     latest = training.whole_checkpoints()[-1:]
     begin = training.step_of(latest[0]) + 1 if latest else 0
-    # what is measured after the last step opens it again
+    # the callback opens it again for the measurement after the last step
     board.logging_dir = board.logging_dir or str(training.target / REPORTS_FOLDER)
     # the callback knows which of two packages is there
     board.tb_writer = board._SummaryWriter(log_dir=board.logging_dir, purge_step=begin if resume else None)

@@ -1,4 +1,4 @@
-"""What a training run did."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
-# the same tokens are measured before and after, so what differs is no chance; less than this share is not worth a run
+# the least fall of the loss, as a share, for which a run gives no warning
 LEAST_FALL = 0.01
 
 
@@ -25,8 +25,8 @@ class LossChange:
     """The loss before the first step and after the last one: the same tokens, measured by the same code.
 
     Attributes:
-        text: What was measured: "new" for the new text of --eval-data, "text" for some of the sequences to learn.
-        sequences: How many sequences were measured.
+        text: The measured text: "new" for the new text of --eval-data, "text" for some of the sequences to learn.
+        sequences: Number of measured sequences.
         before: Nats per token before the first step; None where the log does not say.
         after: Nats per token after the last step.
     """
@@ -48,7 +48,7 @@ class Training:
         trained_parameters: Number of parameters that trained.
         loss: Last loss of the log, nats per token.
         change: The loss before and after, on the same tokens.
-        schedule: What the run was to do.
+        schedule: Its schedule.
         warnings: Why it taught little.
         measured: Last measurement on old and new text; empty where nothing was measured.
         log: Log of the run, JSON lines.
@@ -73,7 +73,7 @@ class Training:
 def describe_run(
     trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, seconds: float
 ) -> Training:
-    """Say what a run did, when it is over."""
+    """The result of a finished run."""
     log = trainer.state.log_history
     change = compare_losses(log, trainer.sides)
     losses = [entry["loss"] for entry in log if "loss" in entry]
@@ -94,19 +94,14 @@ def describe_run(
 
 
 def compare_losses(log: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequences]) -> LossChange | None:
-    """Say how the loss changed, as the log has it; None where nothing was measured that is to be learned.
-
-    Args:
-        log: Log of the run.
-        sides: What was measured in it.
-    """
+    """The loss before and after in the log, on new text or on a sample; None where it was not measured."""
     text = "new" if "new" in sides else SAMPLE
     key = f"{text}_nats_per_token"
-    found = [entry for entry in log if key in entry]
-    if not found:
+    entries = [entry for entry in log if key in entry]
+    if not entries:
         return None
-    before = found[0][key] if found[0]["step"] == 0 else None
-    return LossChange(text, len(sides[text]), before, found[-1][key])
+    before = entries[0][key] if entries[0]["step"] == 0 else None
+    return LossChange(text, len(sides[text]), before, entries[-1][key])
 
 
 def loss_warnings(change: LossChange | None) -> tuple[str, ...]:

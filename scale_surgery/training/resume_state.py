@@ -21,7 +21,7 @@ STATE_FILE = "trainer_state.json"
 @open_record
 @dataclass(frozen=True)
 class TrainerFile:
-    """What is relied on in a trainer's state."""
+    """The fields of a trainer's state that are read."""
 
     global_step: Count
     log_history: tuple[Mapping[str, Any], ...]
@@ -29,19 +29,14 @@ class TrainerFile:
 
 @contextmanager
 def reading_state(checkpoint: Path) -> Iterator[None]:
-    """Say of a checkpoint whose files are not what a run wrote that it cannot be resumed.
-
-    Raises:
-        TrainingError: In place of any error that may come of the files; torch reads tensors and plain values alone, and
-            refuses other pickles.
-    """
+    """Raise errors of damaged files as TrainingError: the checkpoint cannot be resumed."""
     from torch.distributed import DistError
 
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, DistError):
-            raise  # the files may be as good as ever
+            raise  # the files may be fine
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise TrainingError(
             f"{checkpoint}: cannot be resumed from, its files are not those that a run wrote ({reason}). Restore them, "
@@ -50,11 +45,7 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
 
 
 def check_state(checkpoint: Path) -> None:
-    """Check the trainer's state of a checkpoint before it is read.
-
-    Raises:
-        TrainingError: If it is damaged.
-    """
+    """Check the trainer's state of a checkpoint before it is read."""
     with reading_state(checkpoint):
-        list_files(checkpoint)  # a pipe would be waited for
+        list_files(checkpoint)  # refuses a pipe, which would block
         read_record(read_json(checkpoint / STATE_FILE), TrainerFile, STATE_FILE)

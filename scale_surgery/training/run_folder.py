@@ -1,4 +1,4 @@
-"""The folder of a training run: an expanded checkpoint that always is the last whole one, and a log beside it.
+"""The folder of a training run: the last complete state as an expanded checkpoint, with a log.
 
     OUT/                                   loads, verifies and strips like any expanded checkpoint
       expansion-NAME-step-200-00001-of-... the expansion tensors of the last whole checkpoint; at the end without step
@@ -50,11 +50,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a run can be continued with these settings, all that decide the result or some of them.
-
-    Raises:
-        TrainingError: If there is no run, it is finished, or it was begun with other settings; all are named.
-    """
+    """Check that there is an unfinished run that was begun with these settings."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if not file.is_file():
         raise TrainingError(f"{target}: holds no training run to resume. Leave --resume out to begin one.")
@@ -71,11 +67,7 @@ def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_unfinished(target: Path) -> None:
-    """Refuse to begin a run where another waits to be continued.
-
-    Raises:
-        TrainingError: If one does.
-    """
+    """Refuse to begin a run in the folder of an unfinished one."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if file.is_file() and not read_json(file).get("finished"):
         raise TrainingError(
@@ -92,8 +84,8 @@ class TrainingRun:
         target: The folder.
         checkpoint: The expanded checkpoint that is trained.
         name: Name of the expansion.
-        decisive: What decides the result; a resumed run must have the same.
-        record: What surgery.json is to say of the run, beside its log.
+        decisive: All that decides the result; a resumed run must have the same.
+        record: What surgery.json records of the run, beside its log.
         stored: The model that is trained, as the checkpoint that it was loaded from.
     """
 
@@ -111,8 +103,8 @@ class TrainingRun:
 
     def whole_checkpoints(self) -> list[Path]:
         """Checkpoints that were written to their end, the latest last."""
-        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
-        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), key=self.step_of)
+        folders = [path.parent for path in self.folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
+        return sorted((path for path in folders if CHECKPOINT.fullmatch(path.name)), key=self.step_of)
 
     @staticmethod
     def step_of(checkpoint: Path) -> int:
@@ -120,14 +112,8 @@ class TrainingRun:
         return int(checkpoint.name.removeprefix("checkpoint-"))
 
     def begin(self, base_weights: BaseWeights, track: Track, *, overwrite: bool) -> None:
-        """Write the folder, with the expansion as it stands before the first step.
-
-        Args:
-            base_weights: How base shards are taken over: "auto", "copy" or "link".
-            track: Makes progress bars.
-            overwrite: Whether an existing folder is replaced.
-        """
-        # of several expansions, one is looked at; all are taken along
+        """Write the folder, with the expansion as it stands before the first step."""
+        # the checkpoint may show one of several expansions; all are copied
         source = replace(open_checkpoint(self.checkpoint.path), stamps=self.checkpoint.stamps)
         base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
         state = {"train": dict(self.decisive), "base_weights": base_weights}
@@ -144,46 +130,37 @@ class TrainingRun:
             write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)
 
     def publish(self, saved: Path, log: Log) -> None:
-        """Make a checkpoint of the run the content of the folder.
-
-        Args:
-            saved: The checkpoint, written to its end but for its mark.
-            log: Log of the run so far.
-        """
+        """Make a checkpoint of the run the content of the folder."""
         write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
         publish_tensors(self.target, self.name, saved / EXPANSION_FILE, f"step-{self.step_of(saved)}-", self.stored)
         self.write(log)
-        for other in self.folder.glob("checkpoint-*"):
-            if other.name != saved.name:
-                shutil.rmtree(other)
+        for folder in self.folder.glob("checkpoint-*"):
+            if folder.name != saved.name:
+                shutil.rmtree(folder)
 
     def write(self, log: Log, trained: Mapping[str, str] | None = None) -> None:
-        """Write the log, and what was trained into surgery.json.
-
-        Args:
-            log: Log of the run.
-            trained: sha256 of the tensors that a run which has ended left otherwise than they began.
-        """
+        """Write the log, and the run into surgery.json."""
         self.write_log(log)
         earlier = read_manifest(self.target).expansions[self.name].training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
-        # the last verification stays: its date tells that it is older than this run
+        # the last verification stays; its date says that it is older than this run
         self._rewrite(self.target, training=(*earlier, entry), trained=trained)
 
     def _rewrite(self, folder: Path, **changes: Any) -> None:
-        """Say something else of the expansion in surgery.json."""
+        """Change fields of the expansion's record in surgery.json."""
         manifest = read_manifest(folder)
         changed = replace(manifest.expansions[self.name], **changes)
         expansions = {**manifest.expansions, self.name: changed}
         write_json(folder / MANIFEST_FILE, replace(manifest, expansions=expansions).to_json())
 
     def _sums(self) -> dict[str, str]:
-        """sha256 of the tensors that the run left otherwise than they began."""
-        own = read_manifest(self.target).expansions[self.name]
-        return changed_tensors(open_checkpoint(self.target), [tensor.name for tensor in own.plan.tensors], own.tensors)
+        """sha256 of the tensors that the run changed."""
+        expansion = read_manifest(self.target).expansions[self.name]
+        names = [tensor.name for tensor in expansion.plan.tensors]
+        return changed_tensors(open_checkpoint(self.target), names, expansion.tensors)
 
     def draw(self, log: Log) -> None:
-        """Draw the curves, once: a figure takes as long as many steps of a small model."""
+        """Draw the curves; only once, as a figure takes as long as many steps of a small model."""
         from scale_surgery.show.figures import plot_training
 
         plot_training([dict(entry) for entry in log], self.folder / CURVES_FILE)
@@ -194,7 +171,7 @@ class TrainingRun:
         write_text(self.folder / LOG_FILE, "".join(json.dumps(dict(entry)) + "\n" for entry in kept))
 
     def finish(self, log: Log) -> None:
-        """Give the shards their names without a step, write the log to its end; what a resumed run needs goes."""
+        """Rename the shards without a step, write log and sums, and remove the checkpoints of the run."""
         publish_tensors(self.target, self.name, self.whole_checkpoints()[-1] / EXPANSION_FILE, "", self.stored)
         self.write(log, self._sums())
         self.draw(log)
@@ -210,16 +187,9 @@ def last_measured(log: Log) -> dict[str, float]:
 
 
 def publish_tensors(target: Path, name: str, trained: Path, step: str, model: InMemory) -> None:
-    """Make trained tensors those of a folder: new shards, then the index, then the old shards go.
+    """Write trained tensors into a folder: new shards, then the index; then the old shards are removed.
 
-    Tensors are cast once, to the dtype that they have in the folder.
-
-    Args:
-        target: Folder of the run.
-        name: Name of the expansion.
-        trained: Safetensors file with the trained tensors, under their names in the model.
-        step: What names of their shards say of the step, before their numbers.
-        model: The model that was trained, as the checkpoint that it was loaded from.
+    Shards have `step` in their names. Tensors are cast once, to the dtype that they have in the folder.
     """
     from safetensors import safe_open
 
@@ -231,10 +201,10 @@ def publish_tensors(target: Path, name: str, trained: Path, step: str, model: In
     with safe_open(trained, framework="pt") as file:
         for shard in plan.shards:
             held = [tensor.name for tensor in plan.tensors if tensor.shard == shard]
-            dtypes = {plan.stored_name(own): TORCH_DTYPES[checkpoint.tensors[own].dtype] for own in held}
-            tensors = {own: tensor.to(dtypes[own]) for own, tensor in model.tensors(file.get_tensor, dtypes)}
+            dtypes = {plan.stored_name(key): TORCH_DTYPES[checkpoint.tensors[key].dtype] for key in held}
+            tensors = {key: tensor.to(dtypes[key]) for key, tensor in model.tensors(file.get_tensor, dtypes)}
             published = shard.replace(stem, stem + step)
-            write_tensors(target / published, {own: tensors[own] for own in dtypes})
+            write_tensors(target / published, {key: tensors[key] for key in dtypes})
             index["weight_map"] |= dict.fromkeys(dtypes, published)
     write_json(target / INDEX_FILE, index)
     for written in target.glob(f"{stem}*.safetensors"):

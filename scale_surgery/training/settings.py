@@ -20,8 +20,7 @@ GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
-# the side of texts that are rehearsed; that of some of the texts to learn, measured beside "old" and "new"; samples of
-# a run
+# names of text sides beside "old" and "new": rehearsed texts, a sample of the texts to learn; the file of samples
 REHEARSAL, SAMPLE, SAMPLES_FILE = "rehearsal", "text", "rehearsal.jsonl"
 
 
@@ -147,11 +146,7 @@ class TrainingStart:
 
 
 def check_settings(settings: TrainingSettings) -> None:
-    """Check that settings make sense, on any model.
-
-    Raises:
-        TrainingError: If not; every setting that does not is named.
-    """
+    """Check that settings make sense, on any model."""
     problems = problems_of(settings, "{option}: {value}")
     problems += [
         f"train-only: {name} is no group of expansion tensors, expected some of {', '.join(GROUPS)}."

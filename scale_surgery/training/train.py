@@ -46,7 +46,7 @@ from scale_surgery.training.arguments import (
     make_arguments,
     training_schedule,
 )
-from scale_surgery.training.ready import check_quantisation, check_reach, load_to_train
+from scale_surgery.training.load_model import check_quantisation, check_reach, load_to_train
 from scale_surgery.training.reports import find_reports, reporting
 from scale_surgery.training.result import Training, describe_run
 from scale_surgery.training.resume_state import check_state
@@ -70,13 +70,13 @@ if TYPE_CHECKING:
     from scale_surgery.training.trainer import ExpansionTrainer
 
 
-# before and after a run one in ten of the sequences that it reads is measured: at least as many as one step reads, and
-# so many at most
+# without new text one in ten sequences is measured before and after a run: at least those of one step, and at most
+# so many
 SAMPLED_SHARE, MOST_SAMPLED = 10, 64
 
 
 def default_output(expanded: Path) -> Path:
-    """Where a trained model goes when nothing is said: `<name>-trained` in the current folder."""
+    """The default folder of a trained model: `<name>-trained` in the current folder."""
     return Path(f"{expanded.resolve().name}-trained")
 
 
@@ -106,7 +106,7 @@ def train(
         track: Makes progress bars.
 
     Returns:
-        What was done.
+        The result of the run.
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, its base has changed, or the output cannot be written.
@@ -124,12 +124,12 @@ def train(
     files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
     for text in (name for names in files.values() for name in names):
         parse_source(text)
-    # these take seconds, for which nobody waits who gave something else than an expanded model and texts
+    # these imports take seconds, so the checks above come first
     from accelerate import DistributedType, PartialState
 
     from scale_surgery.running.loading import quiet_transformers
-    from scale_surgery.training.base_samples import as_learned, own_samples, read_samples, write_samples
-    from scale_surgery.training.learned import read_texts
+    from scale_surgery.training.base_samples import as_learned, read_samples, sample_rehearsal, write_samples
+    from scale_surgery.training.training_texts import read_texts
 
     # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing
     with quiet_transformers():
@@ -165,9 +165,11 @@ def train(
         model = load_to_train(checkpoint, settings, run)
         samples = target / TRAINING_FOLDER / SAMPLES_FILE
         if settings.rehearses_itself:
-            known = start.resume and samples.is_file()
-            made = read_samples(samples) if known else own_samples(model, checkpoint, settings, run, processes, track)
-            texts[REHEARSAL] = as_learned(made, settings, checkpoint)
+            if start.resume and samples.is_file():
+                written = read_samples(samples)
+            else:
+                written = sample_rehearsal(model, checkpoint, settings, run, processes, track)
+            texts[REHEARSAL] = as_learned(written, settings, checkpoint)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
             check_resumable(target, decisive)
@@ -184,7 +186,7 @@ def train(
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, track, overwrite=start.overwrite)
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
-            write_samples(samples, made, need_tokenizer(path, path.name, run))
+            write_samples(samples, written, need_tokenizer(path, path.name, run))
         processes.wait_for_everyone()
         start.announce(schedule)
         started = time.monotonic()
@@ -202,26 +204,27 @@ def train(
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
-    """Check bytes before any step; one process reads, all learn what it found."""
+    """Check the folder's bytes in one process, and raise problems in all."""
     from accelerate.utils import broadcast_object_list
 
     problems: list[Any] = [()]
     if processes.is_main_process:
         with track("bytes", bytes_to_check(checkpoint, manifest, None)) as advance:
-            found = check_files(checkpoint, manifest, None, advance)
-        problems[0] = _file_problems(checkpoint, found, run)
+            integrity = check_files(checkpoint, manifest, None, advance)
+        problems[0] = _file_problems(checkpoint, integrity, run)
     if processes.num_processes > 1:
         broadcast_object_list(problems)
     if problems[0]:
         raise CheckpointError.from_problems(problems[0])
 
 
-def _file_problems(checkpoint: Checkpoint, found: Integrity, run: RunOptions) -> tuple[str, ...]:
-    problems = found.base + found.structure + (() if run.trust_remote_code else found.config + found.code)
+def _file_problems(checkpoint: Checkpoint, integrity: Integrity, run: RunOptions) -> tuple[str, ...]:
+    unread = () if run.trust_remote_code else integrity.config + integrity.code
+    problems = integrity.base + integrity.structure + unread
     if problems:
         advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not trained. Expand the base again."
         return (*problems, advice)
-    if found.foreign_code and not run.trust_remote_code:
+    if integrity.foreign_code and not run.trust_remote_code:
         return (
             f"{checkpoint.path}: another release of this program wrote its code. Give --trust-remote-code to run that.",
         )
@@ -235,7 +238,7 @@ def _decisive(
     texts: Mapping[str, Sequences],
     processes: int,
 ) -> dict[str, Any]:
-    """What decides the result: a resumed run must have the same."""
+    """All that decides the result; a resumed run must have the same."""
     names = [tensor.name for tensor in manifest.plan.tensors]
     hashes = repr(sorted(hash_tensors(checkpoint, names).items()))
     return asdict(settings) | {
@@ -248,7 +251,7 @@ def _decisive(
 
 
 def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any]) -> dict[str, Any]:
-    """What surgery.json keeps of a run, beside what the log says."""
+    """The record of a run in surgery.json, beside its log."""
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "trained_parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -290,13 +293,9 @@ def _make_trainer(
 
 
 def sample_of(learned: Sequences, schedule: TrainingSchedule) -> Sequences:
-    """Choose what is measured before and after a run where there is no new text: few, evenly spread, the same always.
+    """The sequences that are measured before and after a run without new text: few, evenly spread.
 
-    The same too however many processes share a step.
-
-    Args:
-        learned: What is learned.
-        schedule: What the run will do with it.
+    They are the same for any number of processes.
     """
     read = round(schedule.passes * len(learned))
     share = max(read // SAMPLED_SHARE, math.ceil(read / schedule.steps), 1)

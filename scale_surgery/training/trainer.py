@@ -1,6 +1,6 @@
-"""The Hugging Face Trainer, taught three things: to save the expansion alone, to measure forgetting, to report.
+"""The Hugging Face Trainer with three additions: it saves the expansion alone, measures forgetting, and rehearses.
 
-Everything else is the Trainer's: batches, optimizer, schedule, accumulation, precision, several processes, resume.
+Batches, optimizer, schedule, accumulation, precision, several processes and resume are the Trainer's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
 from scale_surgery.training.settings import SAMPLE
 
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
-# what torch puts into names of modules whose activations it computes again
+# part of the names of modules with gradient checkpointing
 WRAPPED = "_checkpoint_wrapped_module."
 SHOWN = ("loss", "forgetting", "learning")
 
@@ -43,19 +43,12 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 class ExpansionTrainer(Trainer):
-    """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor.
-
-    Args:
-        sides: Sequences to measure on, by "old" and "new" during the run, and by SAMPLE before and after it.
-        eval_batch: Sequences in one forward pass of a measurement.
-        rehearsal: Text on which the model stays what its base is, or None.
-        options: As for Trainer.
-    """
+    """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor."""
 
     def __init__(
         self, *, sides: Mapping[str, Sequences], eval_batch: int, rehearsal: Rehearsal | None = None, **options: Any
     ) -> None:
-        # the Trainer wants a data set where it is to evaluate; what is measured stands in `sides`
+        # the Trainer needs a data set to evaluate; `evaluate` measures `sides`
         super().__init__(**options, eval_dataset=dict(sides) or None)
         self.remove_callback(PrinterCallback)
         self.sides, self.eval_batch = sides, eval_batch
@@ -64,12 +57,13 @@ class ExpansionTrainer(Trainer):
         self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """As the Trainer; then the gradient of the divergence from the base is added, so that one graph is held."""
+        """The Trainer's step, then the backward of the divergence from the base; one graph is held at a time."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         return loss if self.rehearsal is None else loss + self._rehearse(model, self.rehearsal)
 
     def _rehearse(self, model: Any, rehearsal: Rehearsal) -> Tensor:
-        batch = {name: own.to(self.args.device) for name, own in rehearsal.batch(self._number_of_batch()).items()}
+        rows = rehearsal.batch(self._number_of_batch())
+        batch = {name: tensor.to(self.args.device) for name, tensor in rows.items()}
         with self.compute_loss_context_manager():
             inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
             divergence = divergence_from_base(model, inside, batch)
@@ -78,7 +72,7 @@ class ExpansionTrainer(Trainer):
         return part.detach()
 
     def _number_of_batch(self) -> int:
-        """Which rehearsal goes with this forward pass of this process; a resumed run goes on with the same."""
+        """Number of the rehearsal batch for this forward pass of this process; the same in a resumed run."""
         step, before = self.rehearsed
         place = before + 1 if step == self.state.global_step else 0
         self.rehearsed = (self.state.global_step, place)
@@ -99,15 +93,14 @@ class ExpansionTrainer(Trainer):
         spoiled = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if spoiled:
             hold = "holds" if len(spoiled) == 1 else "hold"
-            raise TrainingError(self._diverged(f"{counted(len(spoiled), 'tensor')} {hold} numbers that are not finite"))
+            raise TrainingError(
+                f"{Path(str(self.args.output_dir)).parent}: {counted(len(spoiled), 'tensor')} {hold} numbers that are "
+                f"not finite at step {self.state.global_step}. Lower --learning-rate; the folder holds the last whole "
+                "checkpoint."
+            )
         if self.args.should_save:
             whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, whole)
-
-    def _diverged(self, found: str) -> str:
-        target = Path(str(self.args.output_dir)).parent
-        step = self.state.global_step
-        return f"{target}: {found} at step {step}. Lower --learning-rate; the folder holds the last whole checkpoint."
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the expansion tensors of a checkpoint; the base is loaded already."""
@@ -137,7 +130,7 @@ class ExpansionTrainer(Trainer):
             torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The reverse; tensors and plain values only are read, no code."""
+        """The reverse; pickled code is not read."""
         with reading_state(Path(checkpoint)) if checkpoint is not None else nullcontext():
             self._load_states(checkpoint)
 
@@ -160,21 +153,19 @@ class ExpansionTrainer(Trainer):
         return prepared.optimizer, self.lr_scheduler
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
-        """Measure loss and accuracy on old and new text, and what was forgotten and learned against the base."""
+        """Measure loss and accuracy on old and new text, and forgetting and learning against the base."""
         if not self.base_nats and self.sides.keys() != {SAMPLE}:
             with expansion_disabled(self.accelerator.unwrap_model(self.model)):
                 self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides if side != SAMPLE}
         is_end = self.state.global_step in (0, self.args.max_steps)
-        # the sample tells of the whole run: it is measured before and after
-        found = {side: self.measure_side(side) for side in self.sides if side != SAMPLE or is_end}
-        metrics = {f"{side}_nats_per_token": measured.nats_per_token for side, measured in found.items()}
-        metrics |= {
-            f"{side}_accuracy": measured.accuracy for side, measured in found.items() if measured.accuracy is not None
-        }
-        if "old" in found:
-            metrics["forgetting"] = found["old"].nats_per_token - self.base_nats["old"]
-        if "new" in found:
-            metrics["learning"] = self.base_nats["new"] - found["new"].nats_per_token
+        # the sample is measured before and after the run
+        scores = {side: self.measure_side(side) for side in self.sides if side != SAMPLE or is_end}
+        metrics = {f"{side}_nats_per_token": score.nats_per_token for side, score in scores.items()}
+        metrics |= {f"{side}_accuracy": score.accuracy for side, score in scores.items() if score.accuracy is not None}
+        if "old" in scores:
+            metrics["forgetting"] = scores["old"].nats_per_token - self.base_nats["old"]
+        if "new" in scores:
+            metrics["learning"] = self.base_nats["new"] - scores["new"].nats_per_token
         self.measured_at = self.state.global_step
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -184,11 +175,11 @@ class ExpansionTrainer(Trainer):
         """Measure on one of the texts, each process on its share; a model with a router routes."""
         share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
         inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        # the base that forgetting is measured against stays the base
+        # only the model routes; the base is measured without its expansion
         routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
         with inside.routing_enabled() if routes else nullcontext():
-            found = measure(self.model, share, self.eval_batch)
-        sums = torch.tensor([found.nats, found.scored, found.questions, found.answered], dtype=torch.float64)
+            part = measure(self.model, share, self.eval_batch)
+        sums = torch.tensor([part.nats, part.scored, part.questions, part.answered], dtype=torch.float64)
         nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
         return Measurement(nats, *map(int, counts))
 
@@ -207,7 +198,7 @@ def whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        # after a measurement some units are whole still, and hold other tensors than the optimizer
+        # after a measurement some units are still unsharded, with other tensors than those of the optimizer
         if isinstance(module, FSDPModule):
             module.reshard()
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -221,9 +212,9 @@ def load_whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, sta
 
 
 def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
-    """Every `processes`-th sequence; where one is missing at the end, one that is read and not scored.
+    """Every `processes`-th sequence, filled up with one that is not scored.
 
-    All processes then make the same number of forward passes, which a sharded model needs.
+    All processes make the same number of forward passes, as a sharded model needs.
     """
     if processes == 1:
         return sequences
@@ -240,11 +231,7 @@ def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
 
 
 class Advance(TrainerCallback):
-    """Tells of each step.
-
-    Args:
-        advance: Called after each step.
-    """
+    """Advances a progress bar with each step."""
 
     def __init__(self, advance: Progress) -> None:
         self.advance = advance
@@ -255,12 +242,7 @@ class Advance(TrainerCallback):
 
 
 class RunReport(TrainerCallback):
-    """Tells how a run goes, and makes its folder follow.
-
-    Args:
-        advance: Called after each step, with a note.
-        run: The run.
-    """
+    """Shows the progress of a run, and publishes its checkpoints in its folder."""
 
     def __init__(self, advance: Progress, run: TrainingRun) -> None:
         self.advance, self.run = advance, run
@@ -287,7 +269,7 @@ class RunReport(TrainerCallback):
             )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
-        """Publish a checkpoint that is whole now, also what the other processes have to write into it."""
+        """Publish a checkpoint once all processes have written their part."""
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self.run.publish(self.run.folder / f"checkpoint-{state.global_step}", state.log_history)

@@ -13,10 +13,9 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from scale_surgery.deriving.build import build_twin, find_place, token_ids
 from scale_surgery.deriving.derive import derive, find_twins, read_real
-from scale_surgery.deriving.facts import agree, watch_twin
+from scale_surgery.deriving.facts import agree, number_kind, watch_twin
 from scale_surgery.deriving.fallback import hooked, weaker, weaker_block
 from scale_surgery.deriving.norms import norm_style
-from scale_surgery.deriving.numbers import number_kind
 from scale_surgery.deriving.shrink import layer_forms, shrink
 from scale_surgery.deriving.watch import attention_noted, is_combination
 from scale_surgery.errors import UnsupportedFamilyError

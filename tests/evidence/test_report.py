@@ -319,8 +319,8 @@ def test_of_a_routed_model_the_adapt_path_is_compared(adapt: Path, tmp_path: Pat
     assert found.streams is not None and found.streams.path == "adapt" and plain.path == "expanded"
     assert found.streams.layers == plain.layers and not plain.is_bit_equal
     assert found.notes == (
-        "Routed: the preserve path is the base model's bit for bit, so the base stream is that of the adapt path, "
-        "routing disabled.",
+        "Routed: these numbers are of the adapt path, routing disabled; the preserve path always equals the base bit "
+        "for bit.",
     )
     numbers = verify(routed, probes=Probes(new_tokens=0), record=False).numbers
     assert numbers is not None and all(layer.is_bit_equal for layer in numbers.layers)

@@ -33,7 +33,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
-from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, Told, prepare, run
+from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, prepare, run
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.show.pages.learned import _sections
@@ -122,7 +122,11 @@ def done(recipe, tmp_path_factory) -> Done:
             learn(recipe, folder, track=Interrupt(2))
         said[stage] = str(interrupted.value)
         with pytest.raises(EnoughError):
-            learn(recipe, folder, told=Told(begins=lambda name, line, number: lines.update({name: line}), ends=enough))
+            learn(
+                recipe,
+                folder,
+                events=JobEvents(begins=lambda name, line, number: lines.update({name: line}), ends=enough),
+            )
     return Done(learn(recipe, folder), lines, said)
 
 
@@ -229,7 +233,7 @@ def test_what_a_job_took_is_all_the_time_of_all_its_runs(done, recipe, tmp_path)
 def test_a_finished_job_says_its_end_again_and_does_nothing(done, recipe):
     learned = done.learned
     before, begun = digests(learned.path), []
-    again = learn(recipe, learned.path, told=Told(begins=lambda name, line, number: begun.append(name)))
+    again = learn(recipe, learned.path, events=JobEvents(begins=lambda name, line, number: begun.append(name)))
     assert again == learned and not begun
     assert {name: own for name, own in digests(learned.path).items() if "lock" not in name} == before
 
@@ -282,7 +286,7 @@ def test_a_changed_base_byte_is_found_and_nothing_is_lost(recipe, tmp_path):
             shard.write_bytes(content)
 
     with pytest.raises(CheckpointError, match="is not what the expansion wrote, so it is not trained"):
-        learn(recipe, folder, told=Told(begins=begins))
+        learn(recipe, folder, events=JobEvents(begins=begins))
     assert not (folder / "learned").exists() and (folder / "expanded").is_dir()
 
 
@@ -293,7 +297,7 @@ def test_a_folder_that_was_left_before_its_record_is_a_new_one(recipe, tmp_path)
     for name in BEFORE:
         (folder / name).touch()
     with pytest.raises(EnoughError):
-        learn(recipe, folder, told=Told(begins=enough))
+        learn(recipe, folder, events=JobEvents(begins=enough))
     assert (folder / JOB_FILE).is_file()
 
 
@@ -301,7 +305,7 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
     """Interrupted while it goes, it goes in the next run: nothing of it is taken for the new job's."""
     folder = tmp_path / "job"
     with pytest.raises(EnoughError):
-        learn(recipe, folder, told=Told(begins=enough))
+        learn(recipe, folder, events=JobEvents(begins=enough))
     (folder / "learned").mkdir()
     other = replace(recipe, training=replace(recipe.training, steps=5))
     remove = shutil.rmtree
@@ -318,14 +322,14 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"was begun with training\.steps 5, now 4"):
         learn(recipe, folder)
     with pytest.raises(EnoughError):
-        learn(other, folder, told=Told(begins=enough))
+        learn(other, folder, events=JobEvents(begins=enough))
     assert not (folder / "learned").exists()
 
 
 def test_a_second_run_and_a_changed_record_are_refused(recipe, tmp_path):
     folder = tmp_path / "job"
     with pytest.raises(CheckpointError) as refused:
-        learn(recipe, folder, told=Told(begins=lambda name, line, number: learn(recipe, folder)))
+        learn(recipe, folder, events=JobEvents(begins=lambda name, line, number: learn(recipe, folder)))
     assert str(refused.value) == f"{folder}: another process is writing it. Wait until it is done."
     (folder / JOB_FILE).write_text('{"format": 1}')
     with pytest.raises(CheckpointError, match="is of another release of this program, or was changed"):

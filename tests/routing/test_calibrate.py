@@ -38,8 +38,7 @@ from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import Limits, choose, given_options, propose, read_limits
-from scale_surgery.routing.noise import MeanWithError, mean_with_error
-from scale_surgery.routing.outcome import Outcome, ShortPrompt, ShortPrompts
+from scale_surgery.routing.outcome import MeanWithError, Outcome, ShortPrompt, ShortPrompts, mean_with_error
 from scale_surgery.routing.path_scores import (
     PathLosses,
     adapt_alone,
@@ -51,9 +50,8 @@ from scale_surgery.routing.path_scores import (
     weigh_base,
     winning_weights,
 )
-from scale_surgery.routing.settings import round_threshold, settings_of
 from scale_surgery.routing.short_prompts import Beginnings, beginnings
-from scale_surgery.routing.sweep import Measured, Reference
+from scale_surgery.routing.sweep import Measured, Reference, round_threshold, settings_of
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.texts import collate, pad, stride, tokenize
@@ -260,7 +258,7 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
     model, sequences = load(place / router), tokenize(read_documents(new(place)), letters())
     ways = (weigh_base, adapt_alone, best_alone, routed_by(model.choice.router))
     (whole,) = read_paths(model, sequences, 10)
-    monkeypatch.setattr(path_scores, "TOGETHER", 200)
+    monkeypatch.setattr(path_scores, "BATCH_NUMBERS", 200)
     monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 7 * 33)
     parts = read_paths(model, sequences, 7)
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scale_surgery.cli.program import main
-from scale_surgery.show.commands import said
+from scale_surgery.show.commands import changed_options
 from scale_surgery.training.settings import TrainingSettings
 
 
@@ -21,7 +21,7 @@ def test_options_that_are_said_fill_the_same_settings():
         save_every=7,
         rehearsal_prompts="a: b #c.txt",
     )
-    words = list(said(settings, TrainingSettings()))
+    words = list(changed_options(settings, TrainingSettings()))
     options = main.commands["train"].make_context("train", ["folder", "--data", "x", *words]).params
     given = {name: options[name] for name in vars(settings) if options.get(name) is not None}
     usual = vars(TrainingSettings())

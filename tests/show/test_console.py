@@ -10,8 +10,8 @@ from rich.console import Console, Group
 from scale_surgery import Probes, verify
 from scale_surgery.checkpoint.expansions import nameless
 from scale_surgery.show.console import Output
+from scale_surgery.show.layout import Facts
 from scale_surgery.show.tables import (
-    facts,
     format_bytes,
     format_count,
     format_seconds,
@@ -63,7 +63,7 @@ def test_quiet_keeps_errors(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quiet_leaves_warnings_out_of_a_result(capfd: pytest.CaptureFixture[str]) -> None:
-    result = Group(facts("trained", [("steps", "1")]), *render_warnings(("hardly fell", "[odd] name")), facts("", []))
+    result = Group(Facts("trained", [("steps", "1")]), *render_warnings(("hardly fell", "[odd] name")), Facts("", []))
     Output().show(None, result)
     assert capfd.readouterr().out == "trained\nsteps  1\nwarning: hardly fell\nwarning: [odd] name\n"
     Output(quiet=True).show(None, result)
@@ -72,6 +72,6 @@ def test_quiet_leaves_warnings_out_of_a_result(capfd: pytest.CaptureFixture[str]
 
 def test_brackets_in_names_are_no_markup(capfd):
     out = Output()
-    out.show(None, facts("m [old]", [("[b]", "odd [/k] name")]))
+    out.show(None, Facts("m [old]", [("[b]", "odd [/k] name")]))
     out.say("written to [i]x.html")
     assert capfd.readouterr().out.split() == ["m", "[old]", "[b]", "odd", "[/k]", "name", "written", "to", "[i]x.html"]

@@ -26,8 +26,7 @@ from scale_surgery.deriving.base import derive_config
 from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
-from scale_surgery.planning.depth import build_depth_specs, deepened_config
-from scale_surgery.planning.duplicable import BINDINGS
+from scale_surgery.planning.depth import BINDINGS, build_depth_specs, deepened_config
 from scale_surgery.running.freeze import base_states, freeze_base, new_layers
 from scale_surgery.show.tables import render_inspection
 from scale_surgery.show.tables_plan import render_plan

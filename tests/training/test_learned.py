@@ -35,8 +35,8 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, StoredSequences
 from scale_surgery.running.texts import pack, tokenize, without_unscored
 from scale_surgery.running.token_cache import open_stored
-from scale_surgery.training import learned
-from scale_surgery.training.learned import read_texts
+from scale_surgery.training import training_texts
+from scale_surgery.training.training_texts import read_texts
 from tests.conftest import digests
 
 SHORT: dict[str, Any] = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
@@ -176,9 +176,9 @@ def test_in_memory_and_on_disk_are_what_they_were(
 ) -> None:
     monkeypatch.setattr(documents, "LONG_TEXT", 1000)  # the plain text is read in pieces
     monkeypatch.setattr(documents, "PIECE", 300)
-    monkeypatch.setattr(learned, "TOKENS_AT_ONCE", 500)
+    monkeypatch.setattr(training_texts, "TOKENS_AT_ONCE", 500)
     length = 32 if packing else 8192
-    monkeypatch.setattr(learned, "context_of", lambda config: None)  # longer than this model reads
+    monkeypatch.setattr(training_texts, "context_of", lambda config: None)  # longer than this model reads
     settings = TrainingSettings(packing=packing, sequence_length=length)
     before = as_before(place, *texts, packing=packing, length=length)
     assert same(read(place, *texts, settings=settings), before)
@@ -262,7 +262,7 @@ def test_another_tokenizer_makes_its_own(place: Path, tmp_path: Path) -> None:
 
 def test_large_texts_are_kept_without_being_asked(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not isinstance(read(place, "text.jsonl"), StoredSequences)
-    monkeypatch.setattr(learned, "LARGE", 1000)
+    monkeypatch.setattr(training_texts, "LARGE", 1000)
     assert isinstance(read(place, "text.jsonl"), StoredSequences)
     assert kept(Path(os.environ["HF_HOME"]) / "datasets")
 

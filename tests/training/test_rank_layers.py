@@ -19,7 +19,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import DataError, PlanError, SurgeryError
 from scale_surgery.planning.request import complete
 from scale_surgery.planning.selection import select_layers
-from scale_surgery.show.figure_rank_layers import ranking_figure
+from scale_surgery.show.figures import ranking_figure
 from scale_surgery.show.tables_rank_layers import next_command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.training.rank_layers import check_budget, propose_layers, read_budget

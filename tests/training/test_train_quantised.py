@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import read_manifest
-from scale_surgery.training.ready import load_to_train
+from scale_surgery.training.load_model import load_to_train
 from scale_surgery.training.settings import TrainingSettings
 from tests.conftest import digests, load
 from tests.routed import random_ids

@@ -25,7 +25,7 @@ COLOURS = {"attn": BLUE, "ffn": VERMILION}
 
 @dataclass(frozen=True)
 class Chart:
-    """An image of the page: what it shows, what it is for who cannot see it, and its address."""
+    """An image of the page: title, text for screen readers, and data URL."""
 
     title: str
     label: str
@@ -35,19 +35,7 @@ class Chart:
 def render_chart(
     title: str, curves: Sequence[Curve], x_label: str, y_label: str, *, is_log: bool = False, reaches: float | None = 0
 ) -> Iterator[Chart]:
-    """Draw a chart.
-
-    Args:
-        title: What it shows.
-        curves: Its lines.
-        x_label: What is to the right; whole numbers.
-        y_label: What is up.
-        is_log: Whether the vertical axis is logarithmic; values that are not above zero then break the line too.
-        reaches: A value that a linear vertical axis has to reach, such as zero; None for none.
-
-    Yields:
-        The chart; none where no curve has a point to draw.
-    """
+    """Draw a chart."""
     shown = [curve for curve in curves if any(math.isfinite(y) and (y > 0 or not is_log) for _, y in curve.points)]
     if shown:
         figure = chart_figure(shown, x_label, y_label, is_log=is_log, reaches=reaches)
@@ -76,7 +64,7 @@ def chart_figure(
             axes.set_yscale("log", nonpositive="mask")
         else:
             axes.ticklabel_format(useOffset=False)
-        # where a line ends before the others, that is seen
+        # the axes span all points, so that a shorter line shows as such
         height = axes.dataLim.y0 if is_log or reaches is None else reaches
         axes.update_datalim([(min(places), height), (max(places), height)])
         axes.autoscale_view()
@@ -88,7 +76,7 @@ def chart_figure(
 
 
 def run_charts(report: Report) -> Iterator[Chart]:
-    """What the last training run logged."""
+    """Curves of the last training run."""
     titles = ("Training loss", "Forgetting and learning", "Questions answered")
     for title, (label, lines) in zip(titles, PANELS, strict=True):
         yield from render_chart(title, training_curves(report.log, lines), "step", label)
@@ -98,7 +86,7 @@ def collaboration_charts(report: Report) -> Iterator[Chart]:
     """W12 over layers; none of a model that was not trained."""
     if report.state != "trained":
         return
-    # what started as zeros has the norm of its change
+    # a block that started as zeros has the norm of its change
     norm, share = ("Norm", "Norm over that of W"), ("Change", "Change over the norm of W")
     titles = norm if METHODS[report.method].starts_at_zero else share
     labels = (titles[0].lower(), "share of W's norm")

@@ -1,4 +1,4 @@
-"""HTML pages from templates: what comes from a file is escaped, and a gap that nothing fills is an error.
+"""HTML pages from templates: values are escaped, and an unfilled gap is an error.
 
 Control characters and marks of direction in it are shown by signs, also in the data of a page's script.
 """
@@ -31,7 +31,7 @@ def fill(template: str, **content: object) -> str:
 
 
 def _shown(value: object) -> object:
-    """What fills a gap; elements that are ready have been through this, or through the writer of a figure."""
+    """A value as it fills a gap; ready markup stays as it is."""
     from markupsafe import Markup
 
     return visible_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value

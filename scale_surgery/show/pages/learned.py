@@ -70,7 +70,7 @@ def _sections(learned: Learned) -> Iterator[Section]:
 
 
 def _cells(side: str, learned: Learned) -> Cells:
-    """A table without the columns that nothing stands in: accuracies without questions, say."""
+    """A table without empty columns, such as accuracies without questions."""
     head, rows = ("", *COLUMNS[side]), cells_of(side, learned)
     kept = [column for column in range(len(head)) if not column or any(row[column] for row in rows)]
     return Cells(tuple(head[column] for column in kept), [tuple(row[column] for column in kept) for row in rows])

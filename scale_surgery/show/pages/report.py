@@ -5,7 +5,9 @@ The page itself is templates/report.html; here is what its gaps are filled with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +16,9 @@ from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.pages.charts import Chart, collaboration_charts, run_charts, spectrum_charts, stream_charts
 from scale_surgery.show.pages.filling import fill, write
-from scale_surgery.show.pages.heat import HeatTable, heat_tables, matrices
 from scale_surgery.show.palette import DARK, LIGHT
 from scale_surgery.show.tables_report import (
+    GROUPS,
     NONE,
     collaboration,
     describe_measured,
@@ -32,6 +34,25 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams, TensorChange
 
 COLUMNS = ("layer", "block", "role", "norm", "change", "relative", "of W", "rank", "at start", "of change", "full")
+
+BLOCK = re.compile(r"w\d+")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a matrix as text, and its shade in per cent; None without a number."""
+
+    text: str
+    shade: int | None
+
+
+@dataclass(frozen=True)
+class HeatTable:
+    """A table of the page: what it shows, its roles, and for each layer a cell of each role."""
+
+    title: str
+    roles: Sequence[str]
+    rows: Mapping[int | None, Sequence[Cell]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +92,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above the sections, and sections that come before those of a report."""
+    """The top of a page, and sections before those of a report."""
 
     title: str
     model: str
@@ -145,14 +166,64 @@ def _sections(report: Report) -> Iterator[Section]:
     yield Section("W12, layer by layer", METHODS[report.method].about_w12, list(collaboration_charts(report)))
     if report.streams is not None:
         yield _stream_section(report.streams)
-    for title, tensors in matrices(report).items():
-        text, tables = heat_tables(tensors)
+    for title, tensors in _matrices(report).items():
+        text, tables = _heat_tables(tensors)
         yield Section(title, text, tables=tables)
     yield Section(
         "Spectrum of W21",
         "Singular values of W21 by role: dashed at the start, as the expansion wrote them, solid now. A few layers are "
         "shown, from the lowest to the highest.",
         list(spectrum_charts(report)),
+    )
+
+
+def _matrices(report: Report) -> dict[str, list[TensorChange]]:
+    """Matrices of layers by block and by whether they started as zeros, where one of them changed."""
+    by_title: dict[str, list[TensorChange]] = {}
+    for tensor in sorted(report.tensors, key=lambda tensor: tensor.block):
+        if tensor.group in GROUPS and len(tensor.shape) > 1:
+            name = tensor.block.upper() if BLOCK.fullmatch(tensor.block) else f"Copied {tensor.block}"
+            start = "from zeros" if tensor.norms.start_norm == 0 else "from its start"
+            by_title.setdefault(f"{name}, {start}", []).append(tensor)
+    return {title: group for title, group in by_title.items() if any(tensor.is_trained for tensor in group)}
+
+
+def _heat_tables(tensors: Sequence[TensorChange]) -> tuple[str, list[HeatTable]]:
+    """Two tables of one block and what they show: how much changed, and in how many directions."""
+    if all(tensor.norms.start_norm == 0 for tensor in tensors):
+        title, text = "Norm over that of W", "It started as zeros: all of it is what training wrote."
+        shares = [tensor.norms.relative_norm for tensor in tensors]
+    else:
+        title, text = "Change over the norm at the start", "How far it moved from where the expansion put it."
+        shares = [tensor.norms.relative_change for tensor in tensors]
+    largest = max((share for share in shares if share is not None and math.isfinite(share)), default=0.0)
+    changes = [Cell(format_share(share), _shade(share, largest)) for share in shares]
+    ranks = [_rank_cell(tensor) for tensor in tensors]
+    return text, [
+        _table(title, tensors, changes),
+        _table("Effective rank of the change, of the most that it can be", tensors, ranks),
+    ]
+
+
+def _rank_cell(tensor: TensorChange) -> Cell:
+    if tensor.change_rank is None:
+        return Cell(NONE, None)
+    return Cell(f"{tensor.change_rank:.1f}/{tensor.full_rank}", _shade(tensor.change_rank / tensor.full_rank, 1.0))
+
+
+def _shade(value: float | None, most: float) -> int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return round(100 * value / most) if most else 0
+
+
+def _table(title: str, tensors: Sequence[TensorChange], cells: Sequence[Cell]) -> HeatTable:
+    """Order cells, one of each tensor; a layer that lacks a role has an empty one there."""
+    placed = {(tensor.layer, tensor.role): cell for tensor, cell in zip(tensors, cells, strict=True)}
+    roles = list(dict.fromkeys(tensor.role for tensor in tensors))
+    layers = dict.fromkeys(tensor.layer for tensor in tensors)
+    return HeatTable(
+        title, roles, {layer: [placed.get((layer, role), Cell(NONE, None)) for role in roles] for layer in layers}
     )
 
 
@@ -169,7 +240,7 @@ def _stream_section(streams: Streams) -> Section:
 
 
 def _row(tensor: TensorChange) -> tuple[str, ...]:
-    """What the table of all tensors says of one, in the order of COLUMNS."""
+    """A tensor's row in the table of all tensors, in the order of COLUMNS."""
     norms, is_matrix = tensor.norms, len(tensor.shape) > 1
     return (
         "" if tensor.layer is None else str(tensor.layer),

@@ -33,7 +33,7 @@ class PageToken(NamedTuple):
 
 
 class PathColour(NamedTuple):
-    """A colour of the page: its number, the letter that says the same without it, and who has it."""
+    """A colour of the page: its number, its letter, and the name of its path."""
 
     number: int
     letter: str
@@ -63,7 +63,7 @@ def render_page(report: RouteReport) -> str:
 
 
 def _variables(palette: Palette) -> dict[str, str]:
-    """Colours of a page, and what is written on each; the base's is that of the page itself."""
+    """Colours of a page with the text colour on each; the base has that of the page."""
     base = (PATH_COLOURS[0], LIGHT.text) if palette is LIGHT else (palette.line, palette.text)
     others = (PATTERN.format(OTHERS_COLOUR), LIGHT.text)
     places = [base, *((colour, LIGHT.text) for colour in PATH_COLOURS[1:]), others]
@@ -74,7 +74,7 @@ def _variables(palette: Palette) -> dict[str, str]:
 
 
 def _letter(place: int, colouring: Colouring) -> str:
-    """What says without colour where a path begins; the base has none."""
+    """The letter where a path begins; the base has none."""
     return "+" if place == colouring.others else chr(ord("a") + place - 1) if place else ""
 
 

@@ -1,4 +1,4 @@
-"""Load a model to be trained, and refuse what could not learn."""
+"""Load a model to be trained, and refuse one that could not learn."""
 
 from __future__ import annotations
 
@@ -26,24 +26,12 @@ from scale_surgery.training.settings import Quantisation, TrainingSettings
 
 
 def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
-    """Load a model to be trained; what trains is float32, the rest is as it is stored and frozen.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        settings: What the user set.
-        run: How it runs: device, trust_remote_code.
-
-    Returns:
-        The model.
-
-    Raises:
-        TrainingError: If nothing of it would train, or nothing would be learned.
-    """
+    """Load a model to be trained: trained parameters in float32, all others frozen in their stored dtype."""
     kind = settings.base_quantization
     model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind, run)
     others = [name for name in getattr(model, "expansions", ()) if name not in names_in(checkpoint)]
     for name in others:
-        # it trains neither, nor does it lie in the way
+        # it does not train, and would take memory
         model.delete_expansion(name)
     if others:
         model.set_expansion(*names_in(checkpoint))
@@ -75,8 +63,9 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
 
 
 def names_in(checkpoint: Checkpoint) -> list[str]:
-    """Names of the expansions that config.json names, and no others that lie in the same folder."""
-    return [str(own["name"]) for own in specs_of_expansions(checkpoint.config[CONFIG_KEY]) if "name" in own]
+    """Names of the expansions in config.json; the folder may hold others."""
+    entries = specs_of_expansions(checkpoint.config[CONFIG_KEY])
+    return [str(entry["name"]) for entry in entries if "name" in entry]
 
 
 def _load(checkpoint: Checkpoint, run: RunOptions) -> Any:
@@ -85,18 +74,7 @@ def _load(checkpoint: Checkpoint, run: RunOptions) -> Any:
 
 
 def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantisation | None, run: RunOptions) -> None:
-    """Refuse a quantised base where it cannot be had.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        kind: How the base is to be quantised.
-        run: How it runs: trust_remote_code.
-
-    Raises:
-        PlanError: If the expansion needs the base as it is stored.
-        TrainingError: If what quantises is not installed, or code of others would run the model.
-    """
+    """Refuse a quantised base that this expansion, launch or installation does not allow."""
     from accelerate.utils import parse_flag_from_env
 
     if kind is None:
@@ -133,13 +111,13 @@ def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions)
                 device_map={"": PartialState(cpu=is_cpu(run)).device},
             )
     config = written_config(manifest, base.config.to_dict(), str(base.dtype).removeprefix("torch."))
-    own = {tensor.name: checkpoint.tensors[tensor.name] for tensor in manifest.plan.tensors}
-    stored = StoredExpansion(checkpoint.path.name, checkpoint.path, own, config)
+    tensors = {tensor.name: checkpoint.tensors[tensor.name] for tensor in manifest.plan.tensors}
+    stored = StoredExpansion(checkpoint.path.name, checkpoint.path, tensors, config)
     return put_expansion(base, stored, manifest.plan.request.name)
 
 
 def _quantisation(kind: Quantisation, dtype: str) -> Any:
-    """How transformers is told to quantise; products of four bits are computed in the dtype of the base."""
+    """Settings of the quantiser; products of four bits are computed in the dtype of the base."""
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -151,16 +129,7 @@ def _quantisation(kind: Quantisation, dtype: str) -> Any:
 
 
 def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Refuse to train copies of layers where what begins mute stays so: nothing would reach the output.
-
-    Args:
-        stored: The model that would train, as the checkpoint that it was loaded from.
-        checkpoint: That checkpoint.
-        manifest: Its surgery.json.
-
-    Raises:
-        TrainingError: If it would stay so.
-    """
+    """Refuse to train copies of layers whose zero output tensors stay frozen: nothing would reach the output."""
     if manifest.plan.numbering is None:
         return
     mute = [tensor.name for tensor in manifest.plan.method.guards(manifest.plan)]
@@ -187,7 +156,7 @@ def _is_trapped(model: Any) -> bool:
 
     grown = [module for module in model.modules() if getattr(module, "w11", None) is not None]
     halves = [module for module in model.modules() if hasattr(module, "share") and module.w12 is not None]
-    are_alike = all(one.w11.requires_grad == one.w21.requires_grad and equal(one.w11, one.w21) for one in grown)
+    are_alike = all(up.w11.requires_grad == up.w21.requires_grad and equal(up.w11, up.w21) for up in grown)
     return bool(grown) and are_alike and all(is_half(half) and not half.w12.requires_grad for half in halves)
 
 
@@ -199,7 +168,7 @@ def _advice(model: Any) -> str:
 
 
 def _is_base_everywhere(model: Any) -> bool:
-    """Whether a router gives out the base model's logits alone, whatever trains: both paths are still one."""
+    """Whether a strict cosine router gives the base's logits everywhere, as all W12 are zero."""
     router = model.config.scale_surgery[ROUTER_KEY]
     blocks = (part.parameter for part in expansion_parts(model) if part.group == "w12")
     return router["router"] == "cosine" and router["strict"] and not any(block.count_nonzero() for block in blocks)

@@ -1,6 +1,6 @@
 """Texts to learn from and to measure with, as token sequences: small ones in memory, large ones in a cache on disk.
 
-Both hold the same sequences in the same order, and say the same of themselves, so that a run that was begun with one is
+Both hold the same sequences in the same order, with the same fingerprint, so that a run that was begun with one can be
 resumed with the other.
 """
 
@@ -37,9 +37,9 @@ from scale_surgery.running.texts import pack, read_tokens, scored_ones, stride, 
 from scale_surgery.running.tokenizer import digest_tokenizer, need_tokenizer
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
-# bytes of files from which on tokens are kept on disk; below, making them anew takes seconds
+# texts of this many bytes and more are cached; smaller ones are tokenized in seconds
 LARGE = 64 * 2**20
-# the form of what is kept, and how texts become tokens: another number finds nothing that is there
+# version of the cache: of its form and of how texts become tokens
 CACHE_FORM = 2
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
@@ -52,7 +52,7 @@ class Reader:
 
     Attributes:
         tokenizer: The model's tokenizer.
-        tokenizer_digest: What tells it from others.
+        tokenizer_digest: See `digest_tokenizer`.
         length: Tokens of a sequence.
         packing: Whether documents are joined and cut; otherwise each is a sequence.
         learn_prompts: Whether prompts are scored.
@@ -65,18 +65,7 @@ class Reader:
     learn_prompts: bool
 
     def read(self, paths: Sequence[str], advance: Progress = no_progress) -> Iterator[Sequences]:
-        """Sequences in which something is learned, some after the other.
-
-        Args:
-            paths: Files, folders and ids of texts.
-            advance: Called with the bytes of files that were read.
-
-        Yields:
-            The sequences.
-
-        Raises:
-            DataError: If texts cannot be read, or a document does not fit and is not to be cut.
-        """
+        """Sequences with something to learn, in parts."""
         documents = read_documents(paths, advance, whole=False)
         tokens = read_tokens(documents, self.tokenizer, learn_prompts=self.learn_prompts)
         is_empty = is_unscored = True
@@ -121,7 +110,7 @@ class Reader:
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """What decides which sequences a text becomes."""
+        """The settings that decide which sequences a text becomes."""
         packing = self.length if self.packing else f"padding, at most {self.length}"
         return {
             "form": CACHE_FORM,
@@ -141,21 +130,7 @@ def read_texts(
     processes: Any,
     track: Track,
 ) -> dict[str, Any]:
-    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given.
-
-    Args:
-        checkpoint: The model that is trained.
-        files: Texts by side.
-        settings: What the user set.
-        run: How the tokenizer is loaded: trust_remote_code.
-        cache: Folder in which the tokens of what is learned are kept; None keeps those of large texts alone, in the
-            cache of `datasets`.
-        processes: The processes that share the run; one makes what is kept.
-        track: Makes progress bars.
-
-    Raises:
-        DataError: If the texts cannot be read, are empty or do not fit the model.
-    """
+    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
     name = checkpoint.path.name
     length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(checkpoint.path, name, run)
@@ -175,15 +150,15 @@ def read_texts(
 
 
 def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes: Any, track: Track) -> StoredSequences:
-    """Sequences in the cache, made by one process; all learn what they are called, or why there are none."""
+    """Sequences in the cache, which one process fills."""
     from scale_surgery.running.token_cache import open_stored, store
 
     folder = None if cache is None else str(cache)
 
     def make() -> str:
         sources = [parse_source(path) for path in paths]
-        total = sum(map(_bytes_of, sources))
-        stamps = take_stamps(file for source in sources for file in _files_of(source))
+        total = sum(source.bytes for source in sources)
+        stamps = take_stamps(file for source in sources for file in source.files)
         with track("texts", total) as advance:
             texts = [_digest(source, advance) for source in sources]
         key = hashlib.sha256(repr([reader.made_of, texts]).encode()).hexdigest()[:40]
@@ -199,32 +174,24 @@ def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes:
 
 
 def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
-    """Let one process make something of texts; all get it, or learn what was wrong.
-
-    Args:
-        processes: The processes that share the run.
-        make: Makes it.
-
-    Raises:
-        DataError: If the texts cannot be used, in every process.
-    """
+    """Let one process make something, and give the result or the error to all."""
     from accelerate.utils import broadcast_object_list
 
-    found: list[Any] = [None, ()]
+    result: list[Any] = [None, ()]
     if processes.is_main_process:
         try:
-            found[0] = make()
+            result[0] = make()
         except DataError as error:
-            found[1] = error.lines
+            result[1] = error.lines
     if processes.num_processes > 1:
-        broadcast_object_list(found)
-    if found[1]:
-        raise DataError.from_problems(found[1])
-    return found[0]
+        broadcast_object_list(result)
+    if result[1]:
+        raise DataError.from_problems(result[1])
+    return result[0]
 
 
 def _unless_changed(parts: Iterator[Sequences], stamps: Stamps) -> Iterator[Sequences]:
-    """Sequences of files that at their end still are those whose bytes gave the cache its name."""
+    """The sequences; at their end, an error if the files changed since their hash gave the cache its key."""
     yield from parts
     try:
         check_unchanged(stamps)
@@ -234,26 +201,16 @@ def _unless_changed(parts: Iterator[Sequences], stamps: Stamps) -> Iterator[Sequ
 
 def _is_large(paths: Sequence[str]) -> bool:
     sources = [parse_source(path) for path in paths]
-    return any(source.is_on_hub for source in sources) or sum(map(_bytes_of, sources)) >= LARGE
-
-
-def _files_of(source: TextSource) -> list[Path]:
-    if source.path.is_dir():
-        return sorted(file for file in source.path.rglob("*") if file.is_file())
-    return [source.path] if source.path.is_file() else []
-
-
-def _bytes_of(source: TextSource) -> int:
-    return sum(file.stat().st_size for file in _files_of(source))
+    return any(source.is_on_hub for source in sources) or sum(source.bytes for source in sources) >= LARGE
 
 
 def _digest(source: TextSource, advance: Progress) -> str:
-    """What tells a text from another: how it is read, and its bytes."""
+    """Identity of a text: how it is read, and the hash of its bytes."""
     settings = [source.column, source.split, source.config]
     if source.is_on_hub:
         return f"dataset {settings} {digest_of(source)}"
     if source.path.is_dir():
-        files = [(str(file.relative_to(source.path)), hash_file(file, advance)) for file in _files_of(source)]
+        files = [(str(file.relative_to(source.path)), hash_file(file, advance)) for file in source.files]
         return f"folder {settings} {files}"
     kind = source.path.suffix if source.path.suffix in (".jsonl", ".json") else "text"
     with readable(source.path), open_regular(source.path):
