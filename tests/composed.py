@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from scale_surgery import PosteriorRouter, Request, compose, expand, extract, load_expansion
+from tests import routed
 from tests.by_hand import make_base
 from tests.conftest import load, shake
 from tests.surgery.test_mixtures_in_memory import CONFIGS
@@ -26,6 +27,9 @@ REQUESTS = {
     # of two layers one
     "first": Request("0", variant="adapt", collaborate="both", init_w22="random"),
     "second": Request("1", init_w22="random", seed=1),
+    # the other ways through a layer, by the names that they have there
+    **{name: routed.REQUESTS[name] for name in ("deep", "without_up_stream", "without_heads", "without_inner")},
+    "precise": replace(routed.REQUESTS["adapt"], dtype="float32"),
 }
 LLAMA = ("medicine", "law", "music", "chess")
 
@@ -37,22 +41,23 @@ def mixed(weights: tuple[float, ...] | None = None, switch_rate: float = 0.01) -
 
 @dataclass(frozen=True)
 class Made:
-    """A base, expansions of it that have learned, and their extracts, by name."""
+    """A base, expansions of it that have learned, and their extracts, by name; options with which all are loaded."""
 
     base: Path
     folders: dict[str, Path]
     extracts: dict[str, Path]
+    options: dict[str, Any] = field(default_factory=dict)
 
     def composed(self, *names: str) -> Any:
         """A composed model of some expansions, or of all."""
-        model = load(self.base)
+        model = load(self.base, **self.options)
         for name in names or self.extracts:
             model = load_expansion(model, self.extracts[name], name=name)
         return model
 
     def alone(self, name: str | None) -> Any:
         """The model that one expansion is by itself, as apply writes it, or the base."""
-        return load(self.base if name is None else self.folders[name])
+        return load(self.base if name is None else self.folders[name], **self.options)
 
 
 def make_expansions(
