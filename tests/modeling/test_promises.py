@@ -35,7 +35,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from tests.composed import Made, make_expansions
 from tests.conftest import Pair, digests, load
-from tests.each import FORM_OF, WAYS, each_way, each_way_in_a_form, mostly
+from tests.each import DTYPES, FORM_OF, WAYS, each_way, each_way_in_a_form, mostly
 from tests.routed import padded, random_ids
 from tests.tiny import FAMILIES, save_tiny
 
@@ -83,6 +83,7 @@ KEPT = [
     Form("phi3", ("medicine", "without_up_stream")),
     Form("gpt2", ("medicine", "without_inner"), "bfloat16"),
     Form("qwen3_moe", MOE),
+    Form("opt", ("law", "medicine"), "bfloat16"),
     Form("llama", ("law",), "bfloat16", "eager"),
     Form("phi3", ("deep",), "float32", "eager"),
     Form("gpt2", ("law",), "float16", "eager"),
@@ -91,6 +92,11 @@ OTHERS = [
     *(Form(family, (name,), FORM_OF[family][0]) for family, name in product(FAMILIES, ONE)),
     *(Form(family, MANY[:count], FORM_OF[family][0]) for family, count in product(WAYS, (2, 4))),
     *(Form("qwen3_moe", MOE[:count]) for count in (1, 2)),
+    Form("mixtral", ("late", "whole"), "bfloat16"),
+    *(Form(name, ("medicine", "law"), dtype) for name, dtype in product(("internlm3", "opt", "smollm3"), DTYPES)),
+    # whose attention runs as it is inside, where one path runs
+    *(Form(name, ("medicine", "music"), dtype) for name, dtype in product(("deepseek_v3", "gptj"), DTYPES)),
+    Form("gpt_oss", ("second",), "bfloat16"),
     *(Form(family, ("law",), FORM_OF[family][0], "eager") for family in FAMILIES),
 ]
 FORMS = mostly(dict.fromkeys([*KEPT, *OTHERS]), KEPT.__contains__)
@@ -145,8 +151,8 @@ def models_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     def made_of(form: Form, is_trained: bool) -> Made:
         folder = tmp_path_factory.mktemp("trained" if is_trained else "fresh")
         where = functools.partial(base, form.family, form.dtype, form.attention)
-        made = make_expansions(lambda *_: where(), folder, form.family, form.names, is_trained=is_trained)
-        return replace(made, options={"attn_implementation": form.attention})
+        made = make_expansions(lambda *_: where(), folder, form.family, form.names, form.dtype, is_trained=is_trained)
+        return replace(made, options={"attn_implementation": "eager"} if form.attention == "eager" else {})
 
     @functools.cache
     def make(form: Form, device: str = "cpu") -> Models:
