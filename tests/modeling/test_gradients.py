@@ -86,23 +86,6 @@ def test_detaching_above_a_collaborative_layer_would_lose_gradients(pair_of: Any
     assert name not in wrong or not torch.allclose(right[name], wrong[name])
 
 
-def test_the_base_part_of_a_preservation_layer_needs_no_gradient(pair_of: Any) -> None:
-    model = pair_of("llama", "preserve", "float32", True).load()
-    module = model.get_submodule("model.layers.2.self_attn.q_proj")
-    assert isinstance(module, ExpandedModule)
-    read: list[torch.Tensor] = []
-
-    def run(base: torch.Tensor) -> torch.Tensor:
-        read.append(base)
-        return module.run_stock(base)
-
-    x = torch.randn(1, 2, 60, requires_grad=True)
-    written = module.through(run, x, module.layout())
-    assert [base.requires_grad for base in read] == [False]
-    written.sum().backward()
-    assert x.grad is not None and not x.grad[..., :40].any() and x.grad[..., 40:].any(), "the up stream is read"
-
-
 def unchanged(path: Any) -> set[str]:
     """Names of new tensors of a checkpoint that a few steps of training leave as they are."""
     model = load(path)
