@@ -200,7 +200,12 @@ def test_embeddings_instead_of_ids(trio_of: Callable[..., Trio], routing: str) -
 def test_a_compiled_forward(many: Any) -> None:
     """A graph for each choice, without a break."""
     compiled = torch.compile(many, backend="aot_eager", fullgraph=True)
-    for choice, router in ((["law", "music"], {}), (["law"], {"router": "cosine", "threshold": 0.9}), ("music", {})):
+    for choice, router in (
+        (["law", "music"], {}),
+        (["law"], {"router": "cosine", "threshold": 0.9}),
+        ("music", {}),
+        (None, {}),
+    ):
         many.set_expansion(choice, **router)
         wanted = logits(many, PROMPT, use_cache=False)
         torch.testing.assert_close(logits(compiled, PROMPT, use_cache=False), wanted, atol=DRIFT, rtol=1e-4)

@@ -128,16 +128,13 @@ def test_the_ends_of_the_threshold(trio_of: Callable[..., Trio], family: str) ->
             put_router(model, CosineRouter(1.0, strict=True))
             assert torch.equal(model(**prompt).logits, expanded(**prompt).logits)
 
-
-def test_no_cosine_is_above_one(trio_of: Callable[..., Trio]) -> None:
-    """Where both paths agree to the bit the cosine is 1, and must not be rounded above a threshold of 1."""
-    base, expanded, model = trio_of("llama", "adapt", "strict").load()
+    # where both paths agree to the bit the cosine is 1, and must not be rounded above a threshold of 1
+    base, expanded, model = trio_of(family, "adapt", "strict").load()
     ids = random_ids(3, 60)
     with torch.no_grad():
         for one in (expanded, model):
-            one.get_parameter("lm_head.expansions.default.up_weight").normal_(
-                generator=torch.Generator().manual_seed(0)
-            )
+            generator = torch.Generator().manual_seed(0)
+            one.get_parameter("lm_head.expansions.default.up_weight").normal_(generator=generator)
         put_router(model, CosineRouter(1.0, strict=True))
         assert torch.equal(model(ids).logits, expanded(ids).logits)
         assert model.score_tokens(ids).weights[..., 1].eq(1).all()

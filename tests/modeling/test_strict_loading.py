@@ -15,7 +15,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from scale_surgery import Request, expand
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.checkpoint.names import INDEX_FILE
-from scale_surgery.modeling.expanded_loading import is_head
 from tests.by_hand import make_base
 from tests.composed import OTHERS
 from tests.routed import random_ids
@@ -108,7 +107,8 @@ def test_what_does_not_fit_is_named(made, shard, change, found):
         AutoModelForCausalLM.from_pretrained(path)
     with pytest.raises(ValueError, match=found):
         AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, strict_loading=False)
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, strict_loading=False)
+    assert OWN not in found or "missing" not in found or not model.get_parameter(found.split()[0]).any()
     assert found.split()[0] in {*info["missing_keys"], *info["unexpected_keys"]}
 
 
@@ -154,20 +154,3 @@ def test_a_head_is_needed_where_it_is_not_tied(made, tmp_path):
     assert AutoModel.from_pretrained(tmp_path / "alone")(random_ids(2, 9))[0].shape[-1] > 32
     with pytest.raises(ValueError, match=f"{HEAD_UP} is missing, lm_head.weight is missing"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
-
-
-@pytest.mark.parametrize(
-    ("names", "is_one"),
-    [
-        ({"lm_head.weight", HEAD_UP}, True),
-        # of several expansions
-        ({"lm_head.weight", HEAD_UP, "lm_head.expansions.law.up_weight"}, True),
-        ({"embed_out.weight"}, True),
-        ({"language_model.lm_head.weight", f"language_model.{HEAD_UP}"}, True),
-        ({"lm_head.weight", "other.weight"}, False),
-        ({"layers.3.mlp.gate.weight"}, False),
-        (set(), False),
-    ],
-)
-def test_a_head_is_told_from_other_tensors(names, is_one):
-    assert is_head(names) == is_one

@@ -259,19 +259,6 @@ def test_compile(
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
-def test_expansion_disabled_on_a_compiled_model(model_of: Any, path_of: Any, compiler: None) -> None:
-    base = load(path_of("llama", "adapt").parent / "base")
-    compiled = torch.compile(model_of("llama", "adapt").eval(), backend="eager")
-    ids = batch()["input_ids"]
-    with torch.no_grad():
-        before, wanted = compiled(ids).logits, base(ids).logits
-        with compiled.expansion_disabled():
-            assert torch.equal(compiled(ids).logits, wanted)
-        assert not torch.equal(before, wanted) and torch.equal(compiled(ids).logits, before)
-    assert counters["stats"]["unique_graphs"] == 2, "one graph for each state, and both are kept"
-
-
 def weights_kept(model: Any, context: Any = None) -> set[str]:
     """Names of the frozen tensors that autograd keeps for a backward pass: those whose input gets a gradient.
 
