@@ -55,15 +55,10 @@ each_shape = pytest.mark.parametrize("family", mostly(FAMILIES, SHAPES.__contain
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # an untied base is a single file, a tied one is sharded
 ALL_FORMS = [(dtype, tied) for dtype in DTYPES for tied in (False, True)]
-each_form = pytest.mark.parametrize(("dtype", "tied"), mostly(ALL_FORMS, FORMS.__contains__))
 FAMILIES_IN_FORMS = [(family, *form) for family in FAMILIES for form in ALL_FORMS]
 each_way_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     mostly(FAMILIES_IN_FORMS, lambda own: own[0] in WAYS and FORM_OF[own[0]] == own[1:]),
-)
-each_of_few_in_a_form = pytest.mark.parametrize(
-    ("family", "dtype", "tied"),
-    mostly(FAMILIES_IN_FORMS, lambda own: own[0] in FEW and FORM_OF[own[0]] == own[1:]),
 )
 each_shape_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
