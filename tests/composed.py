@@ -41,6 +41,7 @@ REQUESTS = {
     # wider than the others
     "music": Request("0-1", up_width=60, init_w22="random"),
     "chess": Request("1-2", method="grow"),
+    "checkers": Request("1-2", method="grow", variant="grow-train"),
     "whole": Request("all", init_w22="random"),
     "late": Request("all", variant="adapt", collaborative_layers="1", init_w22="random"),
     # of two layers one

@@ -54,8 +54,8 @@ def run_everywhere(model: Any) -> None:
             model.path_logits(ids)
 
 
-# adapt, preserve, without an up stream, copies of inner features, and new ones that write from a layer on
-MADE = (("law",), ("medicine",), ("without_up_stream",), ("chess",), ("deep",))
+# adapt, preserve, without an up stream, copies of inner features that train beside theirs, or alone
+MADE = (("law",), ("medicine",), ("without_up_stream",), ("checkers",), ("chess",))
 
 
 @pytest.mark.parametrize(("family", "names"), woven(FEW, MADE, among=FAMILIES))
