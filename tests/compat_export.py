@@ -22,8 +22,8 @@ from scale_surgery import (
     register,
     route_export,
 )
-from tests.by_hand import make_base, names_of, write_expanded
-from tests.modeling.test_kinds import CASES
+from tests.by_hand import make_base
+from tests.composed import OTHERS
 from tests.tiny import FAMILIES, save_tiny
 
 REQUESTS = {
@@ -53,8 +53,8 @@ STOCK = {
 DEPTH = {"stock_depth": Request("0,2", method="depth"), "stock_depth_trained": Request("all", method="depth")}
 # what is composed: unrouted ones, shaken, by the names that they get
 COMPOSED = {"law": "for_posterior", "medicine": "for_head", "chess": "for_grown"}
-# mixtures, latent attention, and positions that read a mask, with specifications that a test wrote
-BY_HAND = ("qwen3_moe", "deepseek_v3", "opt")
+# mixtures, latent attention, and positions that read a mask
+OTHER_MAKES = ("qwen3_moe", "deepseek_v3", "opt")
 
 
 def shake(path: Path) -> None:
@@ -110,11 +110,11 @@ def main(folder: Path) -> None:
             if name.endswith("trained"):
                 shake(deepened)
             compute(deepened, ids)
-    for name in BY_HAND:
-        case = CASES[name]()
-        base = make_base(folder / name / "base", case.config)
+    for name in OTHER_MAKES:
+        base = make_base(folder / name / "base", OTHERS[name]())
         add_old_names(base / "config.json")
-        compute(write_expanded(base, folder / name / "by_hand", case.specs, names_of(case.config)), ids)
+        request = Request("1", variant="adapt", collaborate="both", init_w22="random")
+        compute(expand(base, request, folder / name / "adapt").path, ids)
     print(f"exported {len(list(folder.rglob('*.expected.json')))} checkpoints")
 
 

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from scale_surgery import PosteriorRouter, Request, compose, expand, extract, load_expansion
+from tests import routed
 from tests.by_hand import make_base
 from tests.conftest import load, shake
 from tests.surgery.test_mixtures_in_memory import CONFIGS
+from tests.tiny import LLAMA_LIKE, TINY, TOKENS
 
+SMALL: dict[str, Any] = TINY | TOKENS
+MLA = {
+    "intermediate_size": 52,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 REQUESTS = {
     "medicine": Request("1-2", init_w22="random"),
     # it writes into the base stream from the first layer on; layer 1 was not chosen
@@ -21,11 +41,28 @@ REQUESTS = {
     # wider than the others
     "music": Request("0-1", up_width=60, init_w22="random"),
     "chess": Request("1-2", method="grow"),
+    "checkers": Request("1-2", method="grow", variant="grow-train"),
     "whole": Request("all", init_w22="random"),
     "late": Request("all", variant="adapt", collaborative_layers="1", init_w22="random"),
     # of two layers one
     "first": Request("0", variant="adapt", collaborate="both", init_w22="random"),
     "second": Request("1", init_w22="random", seed=1),
+    # the other ways through a layer, by the names that they have there
+    **{name: routed.REQUESTS[name] for name in ("deep", "without_up_stream", "without_heads", "without_inner")},
+    "precise": replace(routed.REQUESTS["adapt"], dtype="float32"),
+}
+# other makes: a latent of keys and values beside experts, positions that read a mask, classes of another type, ...
+OTHERS: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SMALL | MLA),
+    "gptj": lambda: transformers.GPTJConfig(
+        vocab_size=97, pad_token_id=0, n_embd=32, n_layer=3, n_head=4, rotary_dim=4, n_positions=64, n_inner=48
+    ),
+    "internlm3": lambda: transformers.InternLM3Config(**LLAMA_LIKE, **TOKENS),
+    "opt": lambda: transformers.OPTConfig(
+        **SMALL, word_embed_proj_dim=40, ffn_dim=52, max_position_embeddings=64, dropout=0.0
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**LLAMA_LIKE, **TOKENS),
+    **CONFIGS,
 }
 LLAMA = ("medicine", "law", "music", "chess")
 
@@ -37,22 +74,23 @@ def mixed(weights: tuple[float, ...] | None = None, switch_rate: float = 0.01) -
 
 @dataclass(frozen=True)
 class Made:
-    """A base, expansions of it that have learned, and their extracts, by name."""
+    """A base, expansions of it that have learned, and their extracts, by name; options with which all are loaded."""
 
     base: Path
     folders: dict[str, Path]
     extracts: dict[str, Path]
+    options: dict[str, Any] = field(default_factory=dict)
 
     def composed(self, *names: str) -> Any:
         """A composed model of some expansions, or of all."""
-        model = load(self.base)
+        model = load(self.base, **self.options)
         for name in names or self.extracts:
             model = load_expansion(model, self.extracts[name], name=name)
         return model
 
     def alone(self, name: str | None) -> Any:
         """The model that one expansion is by itself, as apply writes it, or the base."""
-        return load(self.base if name is None else self.folders[name])
+        return load(self.base if name is None else self.folders[name], **self.options)
 
 
 def make_expansions(
@@ -65,11 +103,8 @@ def make_expansions(
     is_trained: bool = True,
 ) -> Made:
     """Expand a base as some of REQUESTS say, and let all that trains move, unless they are to be as they were made."""
-    if family in CONFIGS:
-        base = make_base(folder / "base", CONFIGS[family]())
-    elif family == "gptj":
-        sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_inner": 48}
-        base = make_base(folder / "base", transformers.GPTJConfig(vocab_size=97, pad_token_id=0, **sizes))
+    if family in OTHERS:
+        base = make_base(folder / "base", OTHERS[family](), getattr(torch, dtype))
     else:
         base = base_of(family, dtype, dtype == "bfloat16")
     folders, extracts = {}, {}

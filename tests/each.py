@@ -60,10 +60,6 @@ each_way_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     mostly(FAMILIES_IN_FORMS, lambda own: own[0] in WAYS and FORM_OF[own[0]] == own[1:]),
 )
-each_of_few_in_a_form = pytest.mark.parametrize(
-    ("family", "dtype", "tied"),
-    mostly(FAMILIES_IN_FORMS, lambda own: own[0] in FEW and FORM_OF[own[0]] == own[1:]),
-)
 each_shape_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     mostly(FAMILIES_IN_FORMS, lambda own: own[0] in SHAPES and FORM_OF[own[0]] == own[1:]),

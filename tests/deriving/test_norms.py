@@ -55,3 +55,9 @@ def test_an_up_stream_is_normalised_as_the_stock_norm_does(style: str, has_bias:
     other = blocks_of(norm, "rms" if style != "rms" else "layer")
     other.load_state_dict(blocks.state_dict())
     assert not torch.allclose(other(x, x, norm(x), False)[1], norm(x), atol=1e-2)
+
+
+def test_a_norm_of_another_formula_has_no_style() -> None:
+    norm = Norm("rms", has_bias=False)
+    norm.forward = lambda x: norm.weight * x * (x.pow(2).mean(-1, keepdim=True) + EPSILON) ** -0.25
+    assert norm_style(norm, FEATURES) is None

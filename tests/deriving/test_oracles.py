@@ -20,46 +20,38 @@ def oracle(request) -> tuple[Family, PreTrainedConfig, Derived]:
     return FAMILIES[request.param], config, derive(config)
 
 
-def test_linears(oracle):
-    family, _, found = oracle
-    (kind,) = found.architecture.kinds
-    assert found.architecture.is_uniform and [own.group for own in kind.blocks] == ["attn", "ffn"]
-    assert [(own.name, own.roles, own.fused_by) for own in kind.linears] == [
-        (own.name, own.roles, own.fused_by) for own in family.linears
-    ]
-
-
-def test_widths_of_linears(oracle):
+def test_linears_and_their_widths(oracle):
     family, config, found = oracle
-    sizes = read_sizes(family, config.to_dict())
+    (kind,), sizes = found.architecture.kinds, read_sizes(family, config.to_dict())
+    assert found.sizes == sizes
+    assert found.architecture.is_uniform and [own.group for own in kind.blocks] == ["attn", "ffn"]
     query, key_value = sizes.query_heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
     widths = {"residual": sizes.hidden, "query": query, "key_value": key_value, "inner": sizes.inner}
-    for own, written in zip(found.architecture.kinds[0].linears, family.linears, strict=True):
-        assert own.inputs == widths[written.reads]
-        assert list(own.outputs) == [widths[stream] for stream in written.writes()]
+    assert [(own.name, own.roles, own.fused_by, own.inputs, list(own.outputs)) for own in kind.linears] == [
+        (own.name, own.roles, own.fused_by, widths[own.reads], [widths[stream] for stream in own.writes()])
+        for own in family.linears
+    ]
+    for block in kind.blocks:
+        assert {name.rpartition(".")[0] for name in block.mute} == {block.linears[-1].name}
 
 
-def test_norms(oracle):
+def test_norms_attention_and_activation(oracle):
     family, _, found = oracle
     (kind,), style = found.architecture.kinds, family.norm_style
     assert [(own.name, own.style) for own in kind.pre_norms] == [(name, style) for name in family.pre_norms]
     assert [(own.name, own.style) for own in kind.post_norms] == [(name, style) for name in family.post_norms]
-    assert [(own.name, own.stream, own.head_axis, own.style) for own in kind.blocks[0].inner_norms] == [
+    attention, mlp = kind.blocks
+    assert [(own.name, own.stream, own.head_axis, own.style) for own in attention.inner_norms] == [
         (own.name, own.stream, own.head_axis, style) for own in family.inner_norms
     ]
-
-
-def test_attention_and_activation(oracle):
-    family, _, found = oracle
-    attention, mlp = found.architecture.kinds[0].blocks
     assert (attention.name, mlp.activations) == (family.attention, (family.activation,))
     unread = UNREAD.get(family.model_type, ())
     assert attention.attributes == {k: v for k, v in family.attention_attributes.items() if k not in unread}
     assert attention.config == family.attention_config
 
 
-def test_around_the_layers(oracle):
-    family, _, found = oracle
+def test_around_the_layers_and_config(oracle):
+    family, config, found = oracle
     about = found.architecture
     assert (about.base_model, about.layers, about.embedding) == (family.base_model, family.layers, family.embedding)
     assert (about.final_norm.name, about.final_norm.style) == (family.final_norm, family.norm_style)
@@ -67,27 +59,10 @@ def test_around_the_layers(oracle):
     assert (about.first_norms, about.enters, about.transposed) == ((), "embedding", family.transposed)
     # transformers 5 renamed GPT-NeoX's head
     assert about.head == {"embed_out": "lm_head"}.get(family.head, family.head)
-
-
-def test_config(oracle):
-    family, config, found = oracle
-    about = found.architecture
-    assert about.softcap == family.softcap
-    assert about.config_class == type(config).__name__
+    assert (about.softcap, about.config_class) == (family.softcap, type(config).__name__)
     assert about.classes["AutoModel"] == type(config).__name__.replace("Config", "Model")
     known = {name: family.key(name) for name in about.keys}
     assert about.keys == known and {"hidden", "layers", "query_heads", "vocabulary"} <= set(known)
-
-
-def test_sizes(oracle):
-    family, config, found = oracle
-    assert found.sizes == read_sizes(family, config.to_dict())
-
-
-def test_what_mutes_a_block(oracle):
-    _, _, found = oracle
-    for block in found.architecture.kinds[0].blocks:
-        assert {name.rpartition(".")[0] for name in block.mute} == {block.linears[-1].name}
 
 
 @each_shape

@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from scale_surgery.deriving.build import build_twin, find_place, token_ids
+from scale_surgery.deriving.build import build_twin, token_ids
 from scale_surgery.deriving.derive import derive, find_twins, read_real
 from scale_surgery.deriving.facts import agree, number_kind, watch_twin
 from scale_surgery.deriving.fallback import hooked, weaker, weaker_block
-from scale_surgery.deriving.norms import norm_style
-from scale_surgery.deriving.shrink import layer_forms, shrink
+from scale_surgery.deriving.shrink import shrink
 from scale_surgery.deriving.watch import attention_noted, is_combination
 from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Linear, numberless
@@ -34,39 +34,18 @@ LLAMA = LlamaConfig(
         "original_max_position_embeddings": 8192,
     },
 )
-MIXED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "qwen3_next", "gemma4_text")
 
 
-def test_twins_keep_rope_and_heads():
-    twins = derive(LLAMA).twins
-    assert all(own["rope_parameters"] == LLAMA.to_dict()["rope_parameters"] for own in twins)
-    assert all(own["head_dim"] == 128 and own["rms_norm_eps"] == LLAMA.rms_norm_eps for own in twins)
-
-
-def test_sizes_of_twins_differ():
-    one, other = derive(LLAMA).twins
+def test_twins_keep_rope_and_heads_and_no_two_sizes():
+    found = derive(LLAMA)
+    one, other = twins = found.twins
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     assert not {one[name] for name in names} & {other[name] for name in names}
     assert len({one[name] for name in names}) == len(names)
-
-
-@pytest.mark.parametrize("model_type", mostly(MIXED, MIXED[:3].__contains__))
-def test_twins_show_every_kind_of_layer(model_type):
-    real = read_real(CONFIG_MAPPING[model_type]())
-    twin = build_twin(shrink(real)[0])
-    place = find_place(twin)
-    assert place is not None and place.count == real.depth < real.place.count
-    made = [own.made_of for own in layer_forms(twin, place)]
-    assert made == [real.forms[layer].made_of for layer in real.chosen]
-    assert set(made) == {own.made_of for own in real.forms}
-
-
-def test_a_kind_that_comes_late_is_among_the_layers_of_a_twin():
-    """Bamba has three layers of attention among those of a state space, and its stock class runs with one at least."""
-    real = read_real(CONFIG_MAPPING["bamba"](attn_layer_indices=[9, 18, 27]))
-    few = find_twins(real)[0]
-    assert len({own.made_of for own in real.forms}) == 2
-    assert {few.forms[layer].made_of for layer in few.chosen} == {own.made_of for own in real.forms}
+    assert derive(LlamaConfig(**LLAMA.to_dict())) is found, "asked twice it answers at once"
+    assert derive(LlamaConfig(**LLAMA.to_dict() | {"num_hidden_layers": 4})) is not found
+    assert all(own["rope_parameters"] == LLAMA.to_dict()["rope_parameters"] for own in twins)
+    assert all(own["head_dim"] == 128 and own["rms_norm_eps"] == LLAMA.rms_norm_eps for own in twins)
 
 
 def test_the_same_config_gives_the_same_twins():
@@ -91,14 +70,6 @@ def test_equal_sizes_make_a_false_fact_that_a_second_twin_unmasks():
     assert agree(deceived, number_kind(deceived, layer, 8), honest.layers[0].kind) == deceived
 
 
-def test_the_users_process_is_left_as_it_was():
-    state = torch.get_rng_state()
-    config = LlamaConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=4)
-    before = config.to_dict()
-    derive(config)
-    assert torch.equal(torch.get_rng_state(), state) and config.to_dict() == before
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(dtype)
@@ -121,27 +92,19 @@ SETTINGS = (
 def test_what_the_caller_set_for_torch_changes_no_fact(number):
     # a model of its own for each, since what is known already is not derived again
     settings = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 5 + number}
+    config, state, functions = LlamaConfig(**settings), torch.get_rng_state(), dict(ALL_ATTENTION_FUNCTIONS)
+    before = config.to_dict()
     with SETTINGS[number]():
         assert torch.is_grad_enabled() == (number > 1)
-        found = derive(LlamaConfig(**settings))
+        found = derive(config)
+    assert torch.equal(torch.get_rng_state(), state) and config.to_dict() == before, "nothing of the caller's moved"
+    with pytest.raises(RuntimeError), attention_noted():
+        assert dict(ALL_ATTENTION_FUNCTIONS) != functions
+        raise RuntimeError
+    assert dict(ALL_ATTENTION_FUNCTIONS) == functions
     assert found.architecture == replace(
         derive(LlamaConfig(**settings | {"num_hidden_layers": 4})).architecture, kind_of_layer=(0,) * (5 + number)
     )
-
-
-def test_attention_functions_are_put_back():
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before = dict(ALL_ATTENTION_FUNCTIONS)
-    with pytest.raises(RuntimeError), attention_noted():
-        assert dict(ALL_ATTENTION_FUNCTIONS) != before
-        raise RuntimeError
-    assert dict(ALL_ATTENTION_FUNCTIONS) == before
-
-
-def test_asked_twice_it_answers_at_once():
-    assert derive(LLAMA) is derive(LlamaConfig(**LLAMA.to_dict()))
-    assert derive(LLAMA) is not derive(LlamaConfig(**LLAMA.to_dict() | {"num_hidden_layers": 4}))
 
 
 def test_a_combination_is_found_and_another_is_not():
@@ -149,19 +112,6 @@ def test_a_combination_is_found_and_another_is_not():
     numbers = is_combination(one * 2 - other * 0.5, [one, other])
     assert numbers is not None and numbers == pytest.approx([2, -0.5], abs=1e-5)
     assert is_combination(one * other, [one, other]) is None and is_combination(third, [one, other]) is None
-
-
-def test_norms_of_unknown_formulas_have_no_style():
-    class Norm(torch.nn.Module):
-        def __init__(self, power: float):
-            super().__init__()
-            self.weight, self.power = torch.nn.Parameter(torch.rand(8) + 0.5), power
-
-        def forward(self, x):
-            return self.weight * x * x.pow(2).mean(-1, keepdim=True).add(1e-6).pow(self.power)
-
-    assert norm_style(Norm(-0.5), 8) == "rms"
-    assert norm_style(Norm(-0.25), 8) is None
 
 
 def test_what_mutes_a_block_mutes_it():
@@ -179,11 +129,6 @@ def test_what_mutes_a_block_mutes_it():
     assert kind.blocks[1].mute == ("mlp.experts.down_proj", "mlp.shared_experts.down_proj.weight")
 
 
-def test_names_of_experts_have_no_number():
-    assert numberless("mlp.experts.13.down_proj.weight") == "mlp.experts.*.down_proj.weight"
-    assert numberless("self_attn.o_proj.weight") == "self_attn.o_proj.weight"
-
-
 def test_treatments_step_down():
     block = derive(CONFIG_MAPPING["phi3"]()).architecture.kinds[0].blocks[0]
     by_head = weaker_block(block)
@@ -194,9 +139,7 @@ def test_treatments_step_down():
     whole = weaker_block(edges)
     assert whole is not None and (whole.treatment, whole.linears) == ("block", ())
     assert weaker_block(whole) is None
-
-
-def test_an_architecture_steps_down_one_class_at_a_time():
+    # an architecture steps down one class at a time
     about = derive(CONFIG_MAPPING["llama"]()).architecture
     found = weaker(about, "LlamaMLP")
     assert found is not None and [own.treatment for own in found.kinds[0].blocks] == ["split", "edges"]
@@ -215,6 +158,7 @@ LATE: dict[str, tuple[str, dict[str, object], tuple[int, ...]]] = {
     "a list of types": ("qwen3_next", {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 6}, (0, 1, 7)),
     "a list of numbers": ("lfm2", {"full_attn_idxs": [7, 10], "num_hidden_layers": 16}, (0, 1, 7)),
     "a list of layers without experts": ("qwen3_moe", {"mlp_only_layers": [20]}, (0, 1, 20)),
+    "a few of attention among state spaces": ("bamba", {"attn_layer_indices": [9, 18, 27]}, (0, 1, 9)),
     # what layers are told, and not what they are made of
     "layers without rope": ("smollm3", {}, (0, 1, 2, 3)),
     "a list of numbers that are zero": ("granite_swa", {"layer_rope_theta": [1e4] * 9 + [0.0] * 15}, (0, 1, 2, 9, 12)),
@@ -238,18 +182,14 @@ def test_layers_that_are_told_the_same_are_of_one_kind():
     assert [set(own) for own in kinds] == [{0, 1}, {0}, {0}]
 
 
-def test_a_layer_that_no_twin_shows_is_named():
+def test_a_layer_that_no_twin_shows_is_named(monkeypatch):
     real = read_real(CONFIG_MAPPING["llama"](num_hidden_layers=4))
     forms = [*real.forms[:2], real.forms[2]._replace(made_of=("another",)), real.forms[3]]
     with pytest.raises(UnsupportedFamilyError, match="could be built and run: it has none that is made as layer 2"):
         shrink(replace(real, forms=forms))
-
-
-def test_a_layer_for_which_a_twin_would_be_large_is_named(monkeypatch):
-    real = read_real(CONFIG_MAPPING["smollm3"]())
     monkeypatch.setattr("scale_surgery.deriving.shrink.MOST_PARAMETERS", 1000)
     with pytest.raises(UnsupportedFamilyError, match="large: layer 3 is the first of its kind, and it has 4 layers"):
-        shrink(real)
+        shrink(read_real(CONFIG_MAPPING["smollm3"]()))
 
 
 def test_layers_are_called_by_their_numbers_in_the_model():

@@ -83,12 +83,3 @@ def test_a_command_on_the_device(
     for result, wanted in ran[device][name]:
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         assert result.exit_code == wanted, result.output
-
-
-@pytest.mark.gpu
-def test_a_device_that_is_not_there_is_named(tmp_path: Path, device: str) -> None:
-    """The negative control: what is asked for is where it runs."""
-    with workplace(tmp_path):
-        assert CliRunner().invoke(main, ["expand", "biographies", "--layers", "3", "-o", "wide"]).exit_code == 0
-        result = CliRunner().invoke(main, ["verify", "wide", "--device", "cuda:99"])
-    assert result.exit_code == 1 and "cuda" in result.output.lower(), result.output

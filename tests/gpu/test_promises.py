@@ -1,4 +1,4 @@
-"""The promises on the device, bit for bit: output_at_init, base_stream_always, recoverable, with negative controls.
+"""The promises on the device, bit for bit: the matrix of forms, each kernel, training, routers; negative controls.
 
 Both models run on the same device with the settings that a user has: no deterministic algorithms, no workspace of
 cuBLAS, TF32 as torch has it. Equal operations on equal shapes take equal kernels, and those give equal bits.
@@ -18,12 +18,29 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import is_flash_attn_2_available
 
-from scale_surgery import Request, RunOptions, expand, strip, verify
+from scale_surgery import Probes, Request, RunOptions, expand, route_export, strip, verify
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
+from tests import routed
 from tests.conftest import REQUESTS, Pair, digests, load
-from tests.modeling.test_promises import base_bytes, check_base_stream, prompts, train, unequal
+from tests.modeling import test_promises
+from tests.modeling.test_generation import GREEDY, assert_same_generation
+from tests.modeling.test_promises import (
+    MANY,
+    Form,
+    Models,
+    base_bytes,
+    broken,
+    check_base_stream,
+    never_parted,
+    prompts,
+    train,
+    unequal,
+)
+from tests.routed import Trio, padded, random_ids
 from tests.tiny import FAMILIES, save_tiny
 
+trio_of, models_of = routed.trio_of, test_promises.models_of
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = {
     "eager": ("eager", None),
@@ -42,22 +59,24 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
+@each_dtype
+@each_family
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+@pytest.mark.parametrize("names", (("law",), ("deep",), ("without_up_stream",), MANY[:2], MANY), ids="+".join)
+def test_nothing_is_broken(
+    models_of: Callable[..., Models], device: str, family: str, names: tuple[str, ...], dtype: str, attention: str
+) -> None:
+    if attention == "eager" and names[0] != "deep":
+        pytest.skip("how attention runs has nothing to do with the number of paths")
+    assert broken(models_of(Form(family, names, dtype, attention), device)) == set()
+
+
 def placed(pair: Pair, device: str, **options: Any) -> Pair:
     """Both models loaded once more, on a device."""
     models = {"base": pair.base_path, "expanded": pair.path}
     loaded = {name: load(path, device_map=device, **options) for name, path in models.items()}
     assert all(model.device.type == torch.device(device).type for model in loaded.values())
     return replace(pair, **loaded)
-
-
-@each_dtype
-@each_family
-@pytest.mark.parametrize("request_name", REQUESTS)
-def test_output_at_init(pair_of: Callable[..., Pair], device: str, family: str, request_name: str, dtype: str) -> None:
-    pair = placed(pair_of(family, request_name, dtype), device)
-    assert pair.expanded.dtype == pair.base.dtype == getattr(torch, dtype)
-    assert unequal(pair.base, pair.expanded) == unequal(pair.base, pair.expanded, use_cache=False) == []
-    assert base_bytes(pair.base, pair.expanded) == []
 
 
 def heads_of_32(family: str, groups: int) -> dict[str, int]:
@@ -101,23 +120,6 @@ def test_output_at_init_by_every_kernel(
     assert all(new is not None and torch.equal(old, new) for old, new in taken)
 
 
-@each_dtype
-@each_family
-def test_output_at_init_in_generation(pair_of: Callable[..., Pair], device: str, family: str, dtype: str) -> None:
-    """Greedy, with beams and sampled; with a KV cache and without; a batch padded on the left."""
-    pair = placed(pair_of(family, "adapt", dtype), device)
-    usual = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
-    for prompt in (prompts(device)[3], prompts(device)[-2]):
-        for how in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True}):
-            for use_cache in (True, False):
-                found = []
-                for model in (pair.base, pair.expanded):
-                    torch.manual_seed(0)
-                    found.append(model.generate(**prompt, **usual, **how, use_cache=use_cache))
-                assert torch.equal(found[0].sequences, found[1].sequences), (how, use_cache)
-                assert all(map(torch.equal, found[0].logits, found[1].logits)), (how, use_cache)
-
-
 @pytest.fixture
 def tf32() -> Iterator[None]:
     """Products of float32 matrices with 10 bits of mantissa, as users set it for speed."""
@@ -136,38 +138,37 @@ def test_output_at_init_in_tf32(pair_of: Callable[..., Pair], device: str, tf32:
 
 @each_dtype
 @each_family
-def test_base_stream_always(pair_of: Callable[..., Pair], device: str, family: str, dtype: str) -> None:
-    """Also where training spoils the new tensors, as float16 without a scaler does."""
+def test_an_optimiser_moves_the_up_stream_alone(
+    pair_of: Callable[..., Pair], device: str, family: str, dtype: str
+) -> None:
+    """Also where training spoils the new tensors, as float16 without a scaler does; where W12 trains it is noticed."""
     pair = placed(pair_of(family, "preserve", dtype), device)
     model = pair.load(device_map=device)
     assert train(model), "gradients reached it"
-    assert base_bytes(pair.base, model) == []
-    assert unequal(pair.base, model) == [tuple(prompt["input_ids"].shape) for prompt in prompts()], "it learned"
-    for prompt in prompts(device):
-        check_base_stream(pair, model, prompt)
+    check_base_stream(pair, model)
     with model.expansion_disabled():
         assert unequal(pair.base, model) == []
-
-
-@each_family
-def test_a_trained_w12_is_noticed(pair_of: Callable[..., Pair], device: str, family: str) -> None:
-    """The negative control of base_stream_always: adapt changes what it says that it changes, and no base byte."""
-    pair = placed(pair_of(family, "adapt"), device)
-    model = pair.load(device_map=device)
-    train(model)
-    assert base_bytes(pair.base, model) == []
+    adapted = placed(pair_of(family, "adapt", dtype), device)
+    train(model := adapted.load(device_map=device))
+    assert base_bytes(adapted.base, model) == []
     with pytest.raises(AssertionError, match="base stream after layer"):
-        check_base_stream(replace(pair, expanded=model), model, prompts(device)[0])
-    with model.expansion_disabled():
-        assert unequal(pair.base, model) == []
+        check_base_stream(adapted, model)
 
 
-def test_one_bit_of_the_base_is_noticed(pair_of: Callable[..., Pair], device: str) -> None:
-    pair = placed(pair_of("llama"), device)
-    weight = pair.expanded.get_parameter("model.layers.1.mlp.down_proj.weight")
-    weight.data.view(torch.int32)[0, 0] ^= 1 << 22
-    assert base_bytes(pair.base, pair.expanded) == ["model.layers.1.mlp.down_proj.weight"]
-    assert unequal(pair.base, pair.expanded)
+@pytest.mark.parametrize("spoiled", ("one bit of the base", "one base stream for all"))
+def test_what_is_spoiled_is_noticed(models_of: Callable[..., Models], device: str, spoiled: str) -> None:
+    models = models_of(Form("llama", MANY[:2]), device)
+    models.trained.known_paths.clear()
+    if spoiled == "one base stream for all":
+        with never_parted():
+            found = broken(models)
+    else:
+        weight = models.trained.get_parameter("model.layers.1.mlp.down_proj.weight")
+        weight.data = weight.data.clone()
+        weight.data.view(torch.int32)[0, 0] ^= 1 << 22
+        found = broken(models)
+        assert "recoverable" in found
+    assert {"base_stream_always", "paths_as_alone: None"} <= found
 
 
 @pytest.mark.parametrize("request_name", ("preserve", "adapt"))
@@ -212,3 +213,42 @@ def test_a_trained_checkpoint(tmp_path: Path, device: str, real: Path, dtype: st
     result = verify(expanded, real, run=RunOptions(device=device))
     assert result.passed and result.numbers is not None and result.numbers.is_bit_equal
     assert result.numbers.generation_equal and result.numbers.uncached_equal
+
+
+@pytest.mark.parametrize("routing", (PosteriorRouter(switch_rate=0.0), CosineRouter(strict=True)), ids=str)
+def test_a_trained_checkpoint_that_routes(tmp_path: Any, device: str, routing: Router) -> None:
+    request = Request("2-3", variant="adapt", collaborate="both", init_w22="random", svd="exact")
+    expanded = expand(SHIPPED_MODEL, request, tmp_path / "expanded", run=RunOptions(device=device))
+    path = route_export(expanded.path, tmp_path / "routed", routing).path
+    result = verify(path, run=RunOptions(device=device), probes=Probes(new_tokens=4))
+    assert result.passed and result.numbers is not None and result.numbers.base_logits_bit_equal
+    strip(path, tmp_path / "stripped")
+    assert digests(tmp_path / "stripped") == digests(SHIPPED_MODEL)
+
+
+@pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
+@each_family
+def test_generation_with_and_without_a_cache(
+    trio_of: Callable[..., Trio], device: str, family: str, routing: str
+) -> None:
+    model = trio_of(family, "adapt", routing).routed(device_map=device)
+    prompt = padded(random_ids(2, 9).to(device), (0, 4))
+    for options in (GREEDY, GREEDY | {"num_beams": 3}):
+        cached = model.generate(**prompt, **options)
+        assert_same_generation(cached, model.generate(**prompt, **options, use_cache=False))
+    with model.routing_disabled():
+        assert not torch.equal(model.generate(**prompt, **GREEDY).logits[-1], cached.logits[-1]), "the control"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ("static", "offloaded"))
+@pytest.mark.parametrize("family", ("llama", "gemma2", "gpt2"))
+def test_generation_with_other_caches(trio_of: Callable[..., Trio], device: str, family: str, cache: str) -> None:
+    """A static cache is compiled on a GPU unless that is switched off; an offloaded one needs a GPU."""
+    if cache == "offloaded" and not device.startswith("cuda"):
+        pytest.skip("an offloaded cache moves layers between a GPU and the CPU")
+    prompt = padded(random_ids(2, 9).to(device), (0, 4))
+    for model in trio_of(family).trained(device_map=device):
+        wanted = model.generate(**prompt, **GREEDY)
+        found = model.generate(**prompt, **GREEDY, cache_implementation=cache, disable_compile=True)
+        assert_same_generation(found, wanted)

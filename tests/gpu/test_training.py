@@ -52,18 +52,11 @@ each_variant = pytest.mark.parametrize("request_name", ("preserve", "adapt"))
 @pytest.mark.parametrize("request_name", modes.REQUESTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients(model_of: Any, wanted_of: Any, device: str, family: str, request_name: str) -> None:
-    check(gradients(model_of(family, request_name).to(device)), wanted_of(family, request_name))
-
-
-@each_kind
-@each_variant
-@pytest.mark.parametrize("options", modes.CHECKPOINTING, ids=("default", "hooks", "reentrant"))
-def test_gradients_with_checkpointing(
-    model_of: Any, wanted_of: Any, device: str, family: str, request_name: str, options: dict[str, Any] | None
-) -> None:
-    model = model_of(family, request_name).to(device)
-    enable_checkpointing(model, options)
-    check(gradients(model), wanted_of(family, request_name))
+    for options in ("none", *(modes.CHECKPOINTING if family in modes.KINDS else ())):
+        model = model_of(family, request_name).to(device)
+        if options != "none":
+            enable_checkpointing(model, options)
+        check(gradients(model), wanted_of(family, request_name))
 
 
 @each_kind
@@ -74,7 +67,7 @@ def test_gradients_in_bfloat16(
 ) -> None:
     """By autocast, of a float32 base and of a bfloat16 base with a float32 expansion."""
     which = (family, request_name, dtype)
-    found = gradients(model_of(*which).to(device), context=autocast(torch.device(device).type))
+    found = gradients(model_of(*which).to(device), context=lambda: autocast(torch.device(device).type))
     check_noise(found, wanted_of(*which), noise_of(*which))
 
 
@@ -91,14 +84,6 @@ def test_gradients_of_a_compiled_model(
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     check(gradients(model, lambda **inputs: compiled(**inputs, use_cache=False)), wanted_of(family, request_name))
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_a_wrong_gradient_would_be_noticed(model_of: Any, wanted_of: Any, device: str) -> None:
-    model, wanted = model_of("llama", "adapt").to(device), wanted_of("llama", "adapt")
-    with torch.no_grad():
-        model.get_parameter("model.layers.0.mlp.down_proj.weight")[0, 0] += 1
-    with pytest.raises(AssertionError, match="relative error"):
-        check(gradients(model), wanted)
 
 
 # ---- runs
@@ -186,17 +171,6 @@ def test_a_run_leaves_the_base_as_it_was(
     held = {promise.name for promise in result.promises if promise.holds}
     assert result.passed and result.state == "trained" and {"recoverable", grown.keeps} - {None} <= held
     assert ("base_stream_always" in held) == (name in ("preserve", "routed")), "the control"
-
-
-@pytest.mark.parametrize("groups", (("w12",), ("head",), ("w21", "w12"), ("w22", "head")), ids="+".join)
-def test_what_was_not_chosen_does_not_move(tmp_path: Path, texts: Path, device: str, groups: tuple[str, ...]) -> None:
-    """Tensors behind what begins as zero have a gradient only where that trains too."""
-    path = grow(SHIPPED_MODEL, GROWN["adapt"], tmp_path)
-    settings = replace(SETTINGS, groups=groups)
-    trained = train(path, [texts / "learn.jsonl"], tmp_path / "trained", settings, run=place_of(device)).path
-    ends = {"lm_head.expansions.default.up_weight" if group == "head" else group for group in groups}
-    names = moved(path, trained)
-    assert {next(end for end in ends if name.endswith(end)) for name in names} == ends
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, texts: Path, device: str) -> None:

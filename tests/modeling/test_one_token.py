@@ -9,7 +9,7 @@ import torch
 
 from scale_surgery import Request, expand, extract
 from scale_surgery.modeling.expanded_attention import HeadPart, joined_parts
-from scale_surgery.modeling.expanded_mixture import log_weights_after, normalizers
+from scale_surgery.modeling.expanded_mixture import normalizers
 from scale_surgery.modeling.expanded_state import state_of
 from tests.composed import LLAMA, Made
 from tests.conftest import shake
@@ -91,23 +91,3 @@ def test_heads_attend_together_only_where_that_is_exact(threads):
     # heads that begin inside a cache line, several tokens, a batched product of all heads
     for states, name in ((token[..., :8], "sdpa"), (torch.zeros(2, 12, 3, 16), "sdpa"), (token, "eager")):
         assert joined_parts(parts, states, name) == parts
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.01, 0.9])
-def test_weights_follow_their_formula(rate):
-    """v ∝ w p, then (1 - r) v + (r / K) (1 - v), in float64 and without logarithms."""
-    generator = torch.Generator().manual_seed(0)
-    evidence = -4 * torch.rand(2, 20, 3, generator=generator)
-    prior = torch.tensor([0.5, 0.3, 0.2])
-    restarts = torch.zeros(2, 20, dtype=torch.bool)
-    restarts[:, 0] = restarts[1, 7] = True
-    found = log_weights_after(prior.log().expand(2, -1), evidence, restarts, prior.log(), rate).double().exp()
-    for row in range(2):
-        for step in range(20):
-            if restarts[row, step]:
-                weights = prior.double()
-            else:
-                after = weights * evidence[row, step].double().exp()
-                after = after / after.sum()
-                weights = (1 - rate) * after + rate / 2 * (1 - after)
-            assert torch.allclose(found[row, step], weights, rtol=1e-4, atol=0)

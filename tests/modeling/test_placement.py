@@ -6,9 +6,9 @@ with one; values decide nothing here.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from scale_surgery.planning.request import Request
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.expand import expand
 from tests import routed
 from tests.composed import LLAMA
-from tests.conftest import REQUESTS, Pair, load, shake
+from tests.conftest import Pair, load, shake
 from tests.each import FEW, mostly, woven
 from tests.routed import Trio, padded, random_ids
 from tests.tiny import FAMILIES
@@ -51,31 +49,22 @@ def run_everywhere(model: Any) -> None:
     with torch.no_grad():
         cache = model(ids, attention_mask=torch.ones_like(ids)).past_key_values
         model(ids[:, :1], past_key_values=cache)
-        if getattr(model, "is_routing_enabled", False):
+        if model.is_routing_enabled:
             model.score_tokens(ids)
             model.path_logits(ids)
 
 
-@pytest.mark.parametrize(("family", "request_name"), woven(FEW, tuple(REQUESTS), among=FAMILIES))
-def test_expanded(pair_of: Callable[..., Pair], family: str, request_name: str) -> None:
-    run_everywhere(pair_of(family, request_name).load())
+# adapt, preserve, without an up stream, copies of inner features that train beside theirs, or alone
+MADE = (("law",), ("medicine",), ("without_up_stream",), ("checkers",), ("chess",))
 
 
-@pytest.mark.parametrize(
-    ("family", "routing"),
-    mostly(
-        product(FAMILIES, ("posterior", "cosine", "strict")),
-        (("gpt2", "posterior"), ("llama", "cosine")).__contains__,
-    ),
-)
-def test_routed(trio_of: Callable[..., Trio], family: str, routing: str) -> None:
-    run_everywhere(load(trio_of(family, "adapt", routing).path))
-
-
-@pytest.mark.parametrize(("family", "variant"), woven(("llama", "gpt2", "phi3"), ("grow-freeze", "grow-train")))
-def test_grown(base_of: Callable[..., Any], tmp_path: Any, family: str, variant: str) -> None:
-    request = Request("0,2", method="grow", variant=variant)
-    run_everywhere(load(expand(base_of(family), request, tmp_path / "grown").path))
+@pytest.mark.parametrize(("family", "names"), woven(FEW, MADE, among=FAMILIES))
+def test_no_tensor_stays_behind(made_of: Callable[..., Any], family: str, names: tuple[str]) -> None:
+    model = made_of(family, names).composed()
+    run_everywhere(copy.deepcopy(model))
+    for router in ({"router": "posterior"}, {"router": "cosine"}, {"router": "cosine", "strict": True}):
+        model.set_expansion(list(names), **router)
+        run_everywhere(copy.deepcopy(model))
 
 
 def move(hook_args: Any, device: str) -> Any:

@@ -28,7 +28,7 @@ FORBIDDEN_CALLS = {"open", "eval", "exec", "compile", "__import__", "input", "ge
 
 
 @pytest.mark.parametrize("file", CODE_FILES)
-def test_exported_code_imports_tensors_and_nothing_else(file: str) -> None:
+def test_exported_code_imports_tensors_and_reaches_nothing_outside(file: str) -> None:
     tree = ast.parse(modeling.code_text(file))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -37,28 +37,20 @@ def test_exported_code_imports_tensors_and_nothing_else(file: str) -> None:
             assert str(node.module).split(".")[0] in STANDARD_LIBRARY | {"torch", "transformers"}
         elif isinstance(node, ast.ImportFrom):
             assert f"{node.module}.py" in CODE_FILES
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert (
+        not {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls} & FORBIDDEN_CALLS
+    )
 
 
-@pytest.mark.parametrize("file", CODE_FILES)
-def test_exported_code_calls_nothing_that_reaches_outside(file: str) -> None:
-    calls = [node.func for node in ast.walk(ast.parse(modeling.code_text(file))) if isinstance(node, ast.Call)]
-    names = {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls}
-    assert not names & FORBIDDEN_CALLS
-
-
-def test_the_only_module_that_is_imported_by_name_is_one_that_transformers_loaded_already() -> None:
+def test_exported_code_is_the_code_of_the_package_and_small(llama: Pair) -> None:
+    for file in CODE_FILES:
+        assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
+    assert sum(len(modeling.code_text(file).splitlines()) for file in CODE_FILES) < 3280
+    # the only module that is imported by its name is one that transformers has loaded already
     found = [file for file in CODE_FILES if "import_module(" in modeling.code_text(file)]
     assert found == ["expanded_attention.py"]
     assert "import_module(type(module).__module__)" in modeling.code_text(found[0])
-
-
-def test_exported_code_is_the_code_of_the_package(llama: Pair) -> None:
-    for file in CODE_FILES:
-        assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
-
-
-def test_exported_code_is_small() -> None:
-    assert sum(len(modeling.code_text(file).splitlines()) for file in CODE_FILES) < 3280
 
 
 @pytest.mark.parametrize(
@@ -85,14 +77,11 @@ def test_releases_that_run_code_of_a_config_are_told(
     assert said == [wanted] * is_told
 
 
-def test_verify_does_not_warn_of_released_code(llama: Pair) -> None:
-    assert verify(llama.path, probes=None, record=False).warnings == ()
-
-
 def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouches_for_it(
     llama: Pair, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(llama.path, tmp_path / "forged"))
+    assert verify(folder, probes=None, record=False).warnings == (), "the control: of released code"
     code = folder / "expanded_streams.py"
     code.write_text(code.read_text() + "# harmless\n")
     manifest = json.loads((folder / "surgery.json").read_text())

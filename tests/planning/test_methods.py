@@ -41,13 +41,9 @@ class Toy(Scale):
         return Resolved(layers, Widths(up_inner_width=8), Collaboration(layers, ("ffn",)))
 
 
-@pytest.fixture
-def toy(monkeypatch):
-    """A fourth row of the table, for one test."""
+def test_a_method_of_its_own_goes_the_whole_way(base_of, tmp_path, monkeypatch):
+    """A fourth row of the table."""
     monkeypatch.setitem(METHODS, "toy", Toy())
-
-
-def test_a_method_of_its_own_goes_the_whole_way(toy, base_of, tmp_path):
     base = base_of("llama")
     request = Request("0,2", method="toy")
     made = plan(base, request)
@@ -65,31 +61,21 @@ def test_a_method_of_its_own_goes_the_whole_way(toy, base_of, tmp_path):
     assert "It is made up." in make_card(read_contents(done.path), "me/toy", None, None, None).text
     assert extract(done.path, tmp_path / "extract").tensors == len(made.tensors)
     assert digests(strip(done.path, tmp_path / "stripped").path) == digests(base)
-
-
-def test_its_promise_can_be_broken(toy, base_of, tmp_path):
-    done = expand(base_of("llama"), Request("0,2", method="toy"), tmp_path / "toy")
+    # the command line knows it, and its promise can be broken
+    shown = CliRunner().invoke(main, ["verify", str(done.path)])
+    assert shown.exit_code == 0, shown.output
     shard = done.path / done.plan.shards[0]
     tensors = {name: tensor + ("w12" in name) for name, tensor in load_file(shard).items()}
     save_file(tensors, shard, metadata={"format": "pt"})
     found = verify(done.path, required=("output_at_init",))
-    assert not found.passed
     (promise,) = [promise for promise in found.promises if promise.name == "output_at_init"]
-    assert "tensors of W12 and the head's up part left zero" in promise.evidence
+    assert not found.passed and "tensors of W12 and the head's up part left zero" in promise.evidence
 
 
-def test_the_command_line_knows_it(toy, base_of, tmp_path):
-    folder = expand(base_of("llama"), Request("1", method="toy"), tmp_path / "toy").path
-    done = CliRunner().invoke(main, ["verify", str(folder)])
-    assert done.exit_code == 0, done.output
-
-
-def test_without_its_row_it_is_unknown(base_of):
+def test_an_unknown_method_and_options_of_other_methods_are_refused(base_of, monkeypatch):
     with pytest.raises(PlanError, match="--method is 'toy', expected one of: scale, grow, depth"):
         plan(base_of("llama"), Request("1", method="toy"))
-
-
-def test_options_of_other_methods_are_refused(toy, base_of):
+    monkeypatch.setitem(METHODS, "toy", Toy())
     with pytest.raises(PlanError, match="--copies 3 belongs to --method grow, it has no meaning for toy"):
         plan(base_of("llama"), Request("1", method="toy", copies=3))
 

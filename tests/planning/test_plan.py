@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,52 +47,44 @@ def refuse(base_of):
     return refused
 
 
-def test_default_widths_are_an_eighth(base_of):
+def test_default_widths_are_an_eighth_and_shares_that_are_not_are_explained(base_of):
+    """The tiny llama has 2 key/value heads: a quarter of them is one, which is half."""
     made = plan(base_of("llama"), Request("last:1"))
     # 2 kv heads / 8 rounds to 0, at least 1; 2 queries each of size 10; 52 / 8 to a multiple of 8
+    assert (made.layers, made.collaboration.layers) == ((2,), ())
     assert made.widths == Widths(up_width=20, up_kv_heads=1, up_inner_width=8)
-    assert made.layers == (2,)
-    assert made.collaboration.layers == ()
     wide = plan(base_of("llama"), Request("last:1", ratio=2.0))
     assert wide.widths == Widths(up_width=80, up_kv_heads=4, up_inner_width=104)
+
+    def share(**widths: float) -> str:
+        return rows(plan(base_of("llama"), Request("1", **widths)))["share of base"]
+
+    told = share(ratio=0.25)
+    assert told.startswith("residual stream 50.0%, key/value heads 50.0%, inner 30.8%. --ratio 0.25 asks for 25.0%")
+    assert "added whole to 2" in told and "--up-kv-heads" in told
+    assert share(ratio=0.5) == "residual stream 50.0%, key/value heads 50.0%, inner 46.2%"
+    assert "--ratio" not in share(up_width=20, up_kv_heads=1, up_inner_width=52), "nothing came from the ratio"
 
 
 def rows(made: Plan) -> dict[str, str]:
     return dict(plan_rows(made))
 
 
-def test_a_share_that_is_not_the_ratio_is_explained(base_of):
-    """The tiny llama has 2 key/value heads: a quarter of them is one, which is half."""
-    told = rows(plan(base_of("llama"), Request("1", ratio=0.25)))["share of base"]
-    assert told.startswith("residual stream 50.0%, key/value heads 50.0%, inner 30.8%. --ratio 0.25 asks for 25.0%")
-    assert "added whole to 2" in told and "--up-kv-heads" in told
-    met = rows(plan(base_of("llama"), Request("1", ratio=0.5)))["share of base"]
-    assert met == "residual stream 50.0%, key/value heads 50.0%, inner 46.2%"
-    chosen = rows(plan(base_of("llama"), Request("1", up_width=20, up_kv_heads=1, up_inner_width=52)))["share of base"]
-    assert "--ratio" not in chosen  # nothing came from the ratio
-
-
-def test_a_plan_says_what_the_expansion_can_become(base_of):
-    wide = rows(plan(base_of("llama"), Request("1")))
+def test_a_plan_says_what_the_expansion_can_become_and_what_stands_outside_its_layers(base_of):
+    made = plan(base_of("llama"), Request("1"))
+    wide, total = rows(made), sum(tensor.elements for tensor in made.tensors if tensor.layer is None)
+    assert wide["outside layers"] == f"+{total:,}, of them lm_head.up_weight {97 * 20:,}"
+    assert total + made.costs.parameters_per_layer == made.costs.parameters_added
     assert wide["fused form"] == "yes, by merge --to fused" and wide["router"] == "yes, by route-export"
     assert wide["stock form"].startswith("none. The residual stream is 20 features wider than the base's 40")
     cast = rows(plan(base_of("llama"), Request("1", dtype="bfloat16")))
     assert cast["fused form"] == "yes, by merge --to fused, where the base's tensors are bfloat16 too"
     grown = rows(plan(base_of("llama"), Request("1", method="grow")))
-    assert grown["fused form"].startswith("none. The model is grown") and grown["stock form"].startswith("+")
+    assert "outside layers" not in grown and grown["stock form"].startswith("+")
+    assert grown["fused form"].startswith("none. The model is grown")
     deep = rows(plan(base_of("llama"), Request("1", method="depth")))
     assert deep["fused form"].startswith("none. It is a stock checkpoint already")
     assert deep["router"].startswith("none. It is a stock checkpoint, whose classes run one path")
-
-
-def test_what_is_added_outside_the_layers_is_said(base_of):
-    """lm_head.up_weight of a large vocabulary can be most of what is added."""
-    made = plan(base_of("llama"), Request("1"))
-    outside = [tensor for tensor in made.tensors if tensor.layer is None]
-    total = sum(tensor.elements for tensor in outside)
-    assert rows(made)["outside layers"] == f"+{total:,}, of them lm_head.up_weight {97 * 20:,}"
-    assert total + made.costs.parameters_per_layer == made.costs.parameters_added
-    assert "outside layers" not in rows(plan(base_of("llama"), Request("1", method="grow")))
 
 
 def test_adapt_collaborates_in_attention_of_all_expanded_layers_by_default(base_of):
@@ -200,48 +194,44 @@ def test_what_does_not_fit_is_said(refuse, request_, messages):
 
 
 def test_several_problems_are_one_error(refuse):
-    lines = refuse("9,1,1", variant="adapt", up_width=7, ratio=9.0, collaborative_layers="x", collaborate="ffn")
+    lines = refuse("9,1,1", variant="adapt", up_width=7, ratio=float("nan"), collaborative_layers="x")
     beginnings = [" ".join(line.split()[:3]) for line in lines]
     assert beginnings == [
         "--layers 9,1,1: layer",
         "--layers 9,1,1: names",
-        "--ratio is 9.0,",
+        "--ratio is nan,",
         "--up-width is 7,",
         "--collaborative-layers x: 'x'",
     ]
 
 
-def test_nan_as_ratio_is_refused(refuse):
-    assert refuse("0", ratio=float("nan"))[0].startswith("--ratio is nan, expected more than 0")
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def damaged(folder: Path, name: str, value: torch.Tensor | None) -> list[str]:
-    shard = folder / "model.safetensors"
-    tensors = {key: tensor for key, tensor in load_file(shard).items() if key != name}
-    save_file(tensors | ({} if value is None else {name: value}), shard)
-    with pytest.raises(CheckpointError) as error:
-        plan(folder, Request("0"))
-    return str(error.value).splitlines()
-
-
-NORM = "model.layers.1.input_layernorm.weight"
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_base_tensors_that_are_missing_or_wrong(llama_base):
-    name = "model.layers.2.mlp.up_proj.weight"
-    assert damaged(llama_base, name, torch.zeros(52, 41)) == [
-        f"{name}: shape (52, 41), expected (52, 40) from config.json. Is config.json from this checkpoint?"
-    ]
-    both = damaged(llama_base, NORM, None)
-    assert both == [
-        f"{NORM}: no such tensor, expected one of shape (40,). Is the checkpoint complete?",
-        f"{name}: shape (52, 41), expected (52, 40) from config.json. Is config.json from this checkpoint?",
-    ]
-
-
-def test_weights_of_another_dtype_are_refused(llama_base):
-    assert damaged(llama_base, NORM, torch.zeros(40).double()) == [
-        f"{NORM}: dtype F64, expected one of F32, F16, BF16. Cast it."
+    """Every one is named, and no weight is read: all may be NaN."""
+    wanted = plan(llama_base, Request("0"))
+    edit_tensors(llama_base, lambda own: own.update({name: torch.full_like(own[name], torch.nan) for name in own}))
+    assert plan(llama_base, Request("0")) == wanted
+    norm, up = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
+    edit_tensors(llama_base, lambda own: own.update({norm: own[norm].double()}))
+    with pytest.raises(CheckpointError) as error:
+        plan(llama_base, Request("0"))
+    assert str(error.value) == f"{norm}: dtype F64, expected one of F32, F16, BF16. Cast it."
+    edit_tensors(llama_base, lambda own: own.update({up: torch.zeros(52, 41)}) or own.pop(norm))
+    with pytest.raises(CheckpointError) as error:
+        plan(llama_base, Request("0"))
+    assert str(error.value).splitlines() == [
+        f"{norm}: no such tensor, expected one of shape (40,). Is the checkpoint complete?",
+        f"{up}: shape (52, 41), expected (52, 40) from config.json. Is config.json from this checkpoint?",
     ]
 
 
@@ -276,47 +266,44 @@ def test_a_quantised_base_is_refused_in_one_line(llama_base, how):
     assert f"is quantised ({said})" in " ".join(shown.split()) and "scale-surgery plan" not in shown
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+COUNTED = {
+    "num_hidden_layers": "found 51 tensors in all. Is config.json from this checkpoint",
+    "num_experts": "found ",
+    "num_attention_heads": "found ",
+    "depth": "found ",
+    "hidden_size": "expected at most",
+    "vocab_size": "expected at most",
+}
 
 
-def test_layers_that_are_not_there_are_not_counted_to(llama_base, tmp_path):
+@pytest.mark.parametrize("key", COUNTED)
+def test_what_is_not_there_is_not_counted_to(llama_base, tmp_path, key):
     """Whatever counts to a billion does not end."""
-    text = tmp_path / "some.txt"
-    text.write_text("some words")
-    tensors = len(open_checkpoint(llama_base).tensors)
-    promised = "Is config.json from this checkpoint"
-    edit_config(llama_base, num_hidden_layers=10**9)
-    looks = (lambda: plan(llama_base, Request("all")), lambda: inspect(llama_base))
-    for look in (*looks, lambda: evaluate(llama_base, text)):
-        with pytest.raises(
-            CheckpointError, match=f"num_hidden_layers is 1000000000, found {tensors} tensors in all. {promised}"
-        ):
-            look()
-    edit_config(llama_base, num_hidden_layers=4)
-    for look in looks:
-        with pytest.raises(CheckpointError, match=f"num_hidden_layers is 4, found tensors of 3 layers. {promised}"):
-            look()
-
-
-@pytest.mark.parametrize("key", ("num_experts", "num_attention_heads", "depth", "hidden_size", "vocab_size"))
-def test_nothing_else_is_counted_to_either(llama_base, key):
+    (tmp_path / "some.txt").write_text("some words")
     edit_config(llama_base, **{key: 10**9})
-    expected = "expected at most" if key.endswith("_size") else "found "
-    with pytest.raises(CheckpointError, match=f"{key} is 1000000000, {expected}"):
-        plan(llama_base, Request("all"))
+    looks = [lambda: plan(llama_base, Request("all"))]
+    if key == "num_hidden_layers":
+        looks += [lambda: inspect(llama_base), lambda: evaluate(llama_base, tmp_path / "some.txt")]
+    for look in looks:
+        with pytest.raises(CheckpointError, match=f"{key} is 1000000000, {COUNTED[key]}"):
+            look()
+    edit_config(llama_base, **{key: 4})
+    if key == "num_hidden_layers":
+        with pytest.raises(CheckpointError, match="num_hidden_layers is 4, found tensors of 3 layers"):
+            inspect(llama_base)
 
 
-def test_sizes_are_not_taken_for_counts(llama_base):
-    edit_config(llama_base, shared_expert_intermediate_size=20480, vocab_size_per_layer_input=262144)
-    assert plan(llama_base, Request("0")).layers == (0,)
-
-
-@pytest.mark.parametrize("key", ("rope_theta", "rope_parameters"))
-def test_the_base_of_rope_is_no_size(llama_base, key):
-    """As of models for texts of a million tokens, and written without a point."""
-    edit_config(llama_base, **{key: {"rope_type": "default", "rope_theta": 10**11} if key[5] == "p" else 75_000_000})
+@pytest.mark.parametrize(
+    "sizes",
+    (
+        {"shared_expert_intermediate_size": 20480, "vocab_size_per_layer_input": 262144},
+        # as of models for texts of a million tokens, and written without a point
+        {"rope_theta": 75_000_000},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10**11}},
+    ),
+)
+def test_sizes_are_not_taken_for_counts(llama_base, sizes):
+    edit_config(llama_base, **sizes)
     assert plan(llama_base, Request("0")).layers == (0,)
 
 
@@ -331,11 +318,11 @@ def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_p
         read_manifest(expanded)
 
 
-@pytest.mark.parametrize("model_type", ("no_such_type", None, 3, "Llama", "clip"))
-def test_an_unknown_model_type_says_what_is_expected(llama_base, model_type):
-    edit_config(llama_base, model_type=model_type)
-    with pytest.raises(UnsupportedFamilyError, match=f"config.json: model_type is {model_type!r}, "):
-        plan(llama_base, Request("0"))
+def test_an_unknown_model_type_says_what_is_expected(llama_base):
+    for model_type in ("no_such_type", None, 3, "Llama", "clip"):
+        edit_config(llama_base, model_type=model_type)
+        with pytest.raises(UnsupportedFamilyError, match=f"config.json: model_type is {model_type!r}, "):
+            plan(llama_base, Request("0"))
 
 
 def test_an_expanded_model_is_expanded_again_under_another_name_only(pair_of, base_of, llama_base):
@@ -376,22 +363,19 @@ def test_shards_are_filled_to_their_size(base_of, monkeypatch):
     assert [t.name for t in made.tensors] == [t.name for t in whole.tensors]
 
 
-def test_a_saved_plan_gives_its_request_back(base_of, tmp_path):
+def test_a_saved_plan_is_for_the_model_wherever_it_lies(base_of, tmp_path):
     request = Request("0,2", variant="adapt", collaborate="ffn", up_kv_heads=2, init_w22="svd", svd="exact", seed=4)
-    made = plan(base_of("llama"), request)
-    assert made.request == request
-    file = tmp_path / "plan.json"
+    made, file, elsewhere = plan(base_of("llama"), request), tmp_path / "plan.json", tmp_path / "elsewhere"
     save_plan(made, file)
-    assert load_plan(base_of("llama"), file) == made
-    content = json.loads(file.read_text())
-    assert set(content) == {"base_name", "base_revision", "base_fingerprint", "facts", "request"}
-    file.write_text(json.dumps(content | {"layers": [0]}))
-    with pytest.raises(PlanError, match=r"plan\.json: is not a plan of scale-surgery \(layers is unknown\)\. Make one"):
-        load_plan(base_of("llama"), file)
-    save_plan(made, file)
-    wanted = "was made for another base model, llama_float32_untied, found llama_bfloat16_untied. Give the model that"
-    with pytest.raises(PlanError, match=wanted):
-        load_plan(base_of("llama", "bfloat16"), file)
+    assert load_plan(base_of("llama"), file) == made and made.request == request
+    assert set(json.loads(file.read_text())) == {"base_name", "base_revision", "base_fingerprint", "facts", "request"}
+    shutil.copytree(base_of("llama"), elsewhere)
+    assert load_plan(elsewhere, file) == plan(elsewhere, request), "the plan names the model that is read"
+    edit_config(elsewhere, rope_theta=20000.0)
+    for base, name in ((elsewhere, "elsewhere"), (base_of("llama", "bfloat16"), "llama_bfloat16_untied")):
+        wanted = f"was made for another base model, llama_float32_untied, found {name}. Give the model that"
+        with pytest.raises(PlanError, match=wanted):
+            load_plan(base, file)
 
 
 def elsewhere_proved(path, request, versions):
@@ -421,37 +405,47 @@ def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
     assert re.search(r"scale-surgery \S+, torch \S+, transformers \S+, processor \w+$", here)
 
 
-def set_norm(facts, **changes):
-    facts["architecture"]["final_norm"].update(changes)
-
-
 # another style is another specification of the module; what classes are called decides nothing
-OTHER_FACTS = {
-    "a style": (lambda own: set_norm(own, style="layer"), "another plan is made here: specs. Both were proved with "),
-    "a name": (lambda own: set_norm(own, name="wte"), "no plan follows from its facts (model.wte.weight: no such tens"),
+OTHER_FACTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a style": (
+        lambda own: own["facts"]["architecture"]["final_norm"].update(style="layer"),
+        "another plan is made here: specs. Both were proved with ",
+    ),
+    "a name": (
+        lambda own: own["facts"]["architecture"]["final_norm"].update(name="wte"),
+        "no plan follows from its facts (model.wte.weight: no such tens",
+    ),
     "a size": (
-        lambda own: own["sizes"].update(hidden=8),
+        lambda own: own["facts"]["sizes"].update(hidden=8),
         "is not a plan of scale-surgery (facts.sizes.hidden is 8,",
     ),
     "a release": (
-        lambda own: own["proof"]["versions"].update({"scale-surgery": "0.0"}),
+        lambda own: own["facts"]["proof"]["versions"].update({"scale-surgery": "0.0"}),
         "another plan is made here: the release of this program. It was proved with scale-surgery 0.0, ",
     ),
     "no release": (
-        lambda own: own.update(proof={}),
+        lambda own: own["facts"].update(proof={}),
         "of this program. It was proved with releases that it does not name,",
     ),
-    "words alone": (lambda own: own["architecture"].update(config_class="AConfig"), ""),
+    "a key": (lambda own: own.update(layers=[0]), "is not a plan of scale-surgery (layers is unknown). Make one"),
+    "no request": (lambda own: own.pop("request"), "is not a plan of scale-surgery"),
+    # as rank-layers -o writes a request
+    "a request alone": (
+        lambda own: [own.pop(key) for key in list(own) if key != "request"],
+        "is not a plan of scale-surgery",
+    ),
+    "a request of another kind": (lambda own: own.update(request=4), "is not a plan of scale-surgery"),
+    "words alone": (lambda own: own["facts"]["architecture"].update(config_class="AConfig"), ""),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_FACTS)
-def test_facts_of_a_saved_plan_have_to_give_the_same_plan(base_of, tmp_path, name):
+def test_what_a_saved_plan_says_has_to_give_the_same_plan(base_of, tmp_path, name):
     change, reason = OTHER_FACTS[name]
     file, made = tmp_path / "plan.json", plan(base_of("llama"), Request("1"))
     save_plan(made, file)
     content = json.loads(file.read_text())
-    change(content["facts"])
+    change(content)
     file.write_text(json.dumps(content))
     if not reason:
         assert load_plan(base_of("llama"), file) == made
@@ -462,55 +456,13 @@ def test_facts_of_a_saved_plan_have_to_give_the_same_plan(base_of, tmp_path, nam
     assert str(error.value).endswith((" Make it again with plan -o.", " Make one with plan -o."))
 
 
-def test_a_saved_plan_is_for_the_model_wherever_it_lies(base_of, tmp_path):
-    file, elsewhere = tmp_path / "plan.json", tmp_path / "elsewhere"
-    save_plan(plan(base_of("llama"), Request("0")), file)
-    shutil.copytree(base_of("llama"), elsewhere)
-    assert load_plan(elsewhere, file) == plan(elsewhere, Request("0")), "the plan names the model that is read"
-    config = json.loads((elsewhere / "config.json").read_text())
-    (elsewhere / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
-    with pytest.raises(PlanError, match="was made for another base model, llama_float32_untied, found elsewhere"):
-        load_plan(elsewhere, file)
-
-
-# the last: rank-layers -o writes a request too
-NO_PLANS = (
-    '{"a": 1}',
-    '{"request": {"layers": "0", "sides": 3}}',
-    '{"request": 4}',
-    "x",
-    '{"request": {"layers": "0"}}',
-)
-
-
-@pytest.mark.parametrize("content", NO_PLANS)
-def test_a_file_that_is_no_plan(base_of, tmp_path, content):
-    with pytest.raises(
-        PlanError, match=r"plan\.json: there is no such file, it is not a plan of scale-surgery\. Make one"
-    ):
-        load_plan(base_of("llama"), tmp_path / "plan.json")
-    (tmp_path / "plan.json").write_text(content)
+def test_a_file_that_is_no_plan(base_of, tmp_path):
+    file = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match=r"plan\.json: there is no such file, it is not a plan of scale-surgery\. Make"):
+        load_plan(base_of("llama"), file)
+    file.write_text("x")
     with pytest.raises(PlanError, match=r"plan\.json: is not a plan of scale-surgery"):
-        load_plan(base_of("llama"), tmp_path / "plan.json")
-
-
-def test_planning_reads_no_weight(llama_base):
-    """A base whose weights are all NaN plans as well as any: only headers are read."""
-    wanted = plan(llama_base, Request("0"))
-    shard = llama_base / "model.safetensors"
-    save_file({name: torch.full_like(value, torch.nan) for name, value in load_file(shard).items()}, shard)
-    assert plan(llama_base, Request("0")) == wanted
-
-
-def test_costs_are_those_of_what_is_written(pair_of):
-    for name in ("preserve", "adapt", "adapt_without_up_stream"):
-        pair = pair_of("llama", name)
-        costs, stored = pair.expansion.plan.costs, open_checkpoint(pair.path).tensors
-        new = {tensor.name for tensor in pair.expansion.plan.tensors}
-        assert costs.bytes_added == sum(info.bytes for key, info in stored.items() if key in new)
-        assert costs.parameters_added == sum(info.elements for key, info in stored.items() if key in new)
-        assert costs.parameters_before == sum(p.numel() for p in pair.base.parameters())
-        assert costs.forward_factor > 1
+        load_plan(base_of("llama"), file)
 
 
 @pytest.fixture(scope="module")
@@ -519,13 +471,10 @@ def nemotron(tmp_path_factory):
     return write_base(twin_config("nemotron_h"), torch.float32, tmp_path_factory.mktemp("nemotron") / "base")
 
 
-def test_layers_to_which_nothing_would_be_added_are_named(nemotron):
+def test_a_layer_to_which_nothing_can_be_added_is_named(nemotron):
     with pytest.raises(PlanError, match="--up-inner-width is 0: all of layers 1 stays as it is, as mixtures do"):
         plan(nemotron, Request("0-2", up_inner_width=0))
     assert plan(nemotron, Request("0,2", up_inner_width=0)).layers == (0, 2)
-
-
-def test_an_adaptation_that_could_write_nothing_is_refused(nemotron):
     with pytest.raises(PlanError) as error:
         plan(nemotron, Request("1,3", variant="adapt"))
     assert str(error.value) == (

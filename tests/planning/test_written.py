@@ -6,33 +6,19 @@ import re
 from typing import Any
 
 import pytest
-import transformers
 from torch import nn
 
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.specs import attention_values
 from scale_surgery.planning.stored import expected_shapes, find_prefix
 from tests.conftest import REQUESTS
 from tests.each import WAYS, mostly, woven
-from tests.families import FAMILIES, Family, read_sizes
-from tests.tiny import CONFIGS, tiny_config
+from tests.families import FAMILIES, Family, Sizes, read_sizes
+from tests.tiny import tiny_config
 from tests.written import written_architecture, written_sizes
 
 each_family = pytest.mark.parametrize("name", mostly(FAMILIES, WAYS.__contains__))
-# sizes that config.json must state: transformers' defaults for them are those of one published model
-STATED = ("hidden", "layers", "query_heads", "inner", "vocabulary")
-
-
-def tiny_sizes(family: Family) -> Sizes:
-    return read_sizes(family, tiny_config(family.model_type).to_dict())
-
-
-def test_there_is_a_tiny_model_of_every_family():
-    assert set(CONFIGS) == set(FAMILIES)
-    assert all(family.model_type == name for name, family in FAMILIES.items())
-    assert len({family.stem for family in FAMILIES.values()}) == len(FAMILIES)
 
 
 @each_family
@@ -50,22 +36,18 @@ def test_facts_and_tensors_on_disk_cover_each_other(base_of, name):
     assert weights == expected
     biases = {tensor.removesuffix(".bias") for tensor in checkpoint.tensors} - set(checkpoint.tensors)
     assert {f"{module}.weight" for module in biases} <= set(expected)
+    # a tied head has no tensor of its own
+    tied = open_checkpoint(base_of(name, tied=True))
+    assert read_sizes(family, tied.config).is_tied and f"{family.head}.weight" not in tied.tensors
 
 
 @each_family
-@pytest.mark.parametrize("tied", (False, True))
-def test_a_tied_head_has_no_tensor_of_its_own(base_of, name, tied):
-    family, checkpoint = FAMILIES[name], open_checkpoint(base_of(name, tied=tied))
-    assert read_sizes(family, checkpoint.config).is_tied == tied
-    assert (f"{family.head}.weight" in checkpoint.tensors) == (not tied)
-
-
-@each_family
-def test_facts_name_modules_of_the_model(pair_of, name):
+def test_facts_name_all_modules_of_the_model(pair_of, name):
+    """And no linear, norm or activation that reads the streams is left out of the facts."""
     family, model = FAMILIES[name], pair_of(name).base
     base = model.get_submodule(family.base_model)
     assert base is model.base_model
-    sizes = tiny_sizes(family)
+    sizes = read_sizes(family, tiny_config(name).to_dict())
     layers = base.get_submodule(family.layers)
     assert isinstance(layers, nn.ModuleList)
     assert len(layers) == sizes.layers
@@ -76,6 +58,10 @@ def test_facts_name_modules_of_the_model(pair_of, name):
             check_norm(family, sizes, layer.get_submodule(norm))
         assert not list(layer.get_submodule(family.activation).parameters())
         assert callable(layer.get_submodule(family.activation))
+        known = {linear.name for linear in family.linears} | {norm.name for norm in family.inner_norms}
+        known |= {*family.pre_norms, *family.post_norms, family.activation}
+        leaves = {path: module for path, module in layer.named_modules() if not list(module.children())}
+        assert {path for path, module in leaves.items() if not isinstance(module, nn.Dropout)} == known
         attention = layer.get_submodule(family.attention)
         assert all(
             linear.name.startswith(f"{family.attention}.") == (linear.group == "attn") for linear in family.linears
@@ -94,34 +80,6 @@ def check_norm(family: Family, sizes: Sizes, norm: Any) -> None:
     assert isinstance(norm, nn.LayerNorm) == (family.norm_style == "layer")
     is_plus_one = "Gemma" in type(norm).__name__
     assert is_plus_one == (family.norm_style == "rms_plus_one")
-
-
-@each_family
-def test_every_module_of_a_layer_is_known(pair_of, name):
-    """The other direction: no linear, norm or activation that reads the streams is left out of the facts."""
-    family = FAMILIES[name]
-    layer = pair_of(name).base.get_submodule(f"{family.base_model}.{family.layers}.0")
-    known = {linear.name for linear in family.linears} | {norm.name for norm in family.inner_norms}
-    known |= {*family.pre_norms, *family.post_norms, family.activation}
-    found = {path for path, module in layer.named_modules() if not list(module.children()) and path}
-    harmless = {path for path in found if isinstance(layer.get_submodule(path), nn.Dropout)}
-    assert found - harmless == known
-
-
-@each_family
-def test_defaults_are_those_of_transformers(name):
-    family = FAMILIES[name]
-    config = getattr(transformers, CONFIGS[name][0])()
-    for size, default in family.defaults.items():
-        assert getattr(config, family.key(size)) == default, size
-    stated = {family.key(size): getattr(config, family.key(size)) for size in STATED}
-    sizes = read_sizes(family, stated)
-    heads = sizes.query_heads
-    assert sizes.key_value_heads == (getattr(config, family.key("key_value_heads"), None) or heads)
-    assert sizes.head_size == (getattr(config, "head_dim", None) or sizes.hidden // heads)
-    assert sizes.epsilon == getattr(config, family.key("epsilon"))
-    assert sizes.is_tied == config.tie_word_embeddings
-    assert sizes.inner == (getattr(config, family.key("inner")) or 4 * sizes.hidden)
 
 
 @pytest.mark.parametrize(("name", "request_name", "tied"), woven(tuple(FAMILIES), tuple(REQUESTS), (False, True)))
@@ -143,6 +101,10 @@ def test_the_plan_lists_exactly_the_tensors_that_the_model_has(pair_of, name, re
     for tensor in pair.expansion.plan.tensors:
         info = stored[tensor.name]
         assert (info.shape, info.dtype, info.file) == (tensor.shape, tensor.dtype, tensor.shard)
+    costs, written = pair.expansion.plan.costs, [stored[tensor.name] for tensor in pair.expansion.plan.tensors]
+    assert costs.bytes_added == sum(info.bytes for info in written)
+    assert costs.parameters_added == sum(info.elements for info in written)
+    assert costs.parameters_before == sum(p.numel() for p in pair.base.parameters()) and costs.forward_factor > 1
 
 
 def test_parameter_count_in_closed_form(pair_of):

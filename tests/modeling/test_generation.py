@@ -1,0 +1,325 @@
+"""Paths in use: pieces, padding, packed texts, caches of all kinds, beams, crops, assistants; one path or a mixture."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from scale_surgery.modeling import expanded_routing
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
+from scale_surgery.modeling.expanded_state import RouterState, state_of
+from tests import routed
+from tests.conftest import load
+from tests.each import mostly
+from tests.routed import Trio, padded, put_router, random_ids, train
+
+trio_of = routed.trio_of
+DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other shapes
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+THREE = ("medicine", "law", "late")
+# full attention, sliding windows, both with a cap, learned positions, heads fused one by one
+USED = ("llama", "mistral", "gemma2", "gpt2", "gpt_neox")
+# an expansion alone, its router beside the base, or three expansions
+RUNS = ("alone", "posterior", "cosine", "strict", "three")
+KEPT = {("gpt2", "alone"), ("llama", "posterior"), ("mistral", "cosine"), ("gemma2", "strict"), ("gemma2", "three")}
+each_run = pytest.mark.parametrize(("family", "run"), mostly(product(USED, RUNS), KEPT.__contains__))
+
+
+@pytest.fixture
+def model_of(trio_of: Callable[..., Trio], made_of: Callable[..., Any]) -> Callable[..., Any]:
+    """A trained model of a family, which runs in one of RUNS."""
+
+    def make(family: str = "llama", run: str = "three") -> Any:
+        if run == "alone":
+            return train(load(trio_of(family).expanded_path))
+        if run != "three":
+            return trio_of(family, "adapt", run).routed()
+        model = made_of(family, THREE).composed()
+        model.set_expansion(list(THREE), switch_rate=0.05)
+        return model
+
+    return make
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+@torch.no_grad()
+def logits(model: Any, prompt: dict[str, Tensor], **options: Any) -> Tensor:
+    return model(**prompt, **options).logits
+
+
+@torch.no_grad()
+def in_pieces(model: Any, prompt: dict[str, Tensor], sizes: tuple[int, ...], cache: Any = None) -> Tensor:
+    """Logits of a prompt that is read piece by piece into one cache."""
+    ids, found, start = prompt["input_ids"], [], 0
+    mask = prompt.get("attention_mask", torch.ones_like(ids))
+    for size in sizes:
+        now = slice(start, start + size)
+        output = model(
+            input_ids=ids[:, now],
+            attention_mask=mask[:, : now.stop],
+            position_ids=positions_of(mask)[:, now],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache, start, found = output.past_key_values, now.stop, [*found, output.logits]
+    return torch.cat(found, 1)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=DRIFT, rtol=1e-4)
+
+
+def assert_same_generation(found: Any, wanted: Any) -> None:
+    assert torch.equal(found.sequences, wanted.sequences)
+    for one, other in zip(found.logits, wanted.logits, strict=True):
+        assert_close(one, other)
+
+
+@each_run
+def test_pieces_give_what_the_whole_gives(
+    model_of: Callable[..., Any], family: str, run: str, monkeypatch: Any
+) -> None:
+    model, prompt = model_of(family, run), padded(random_ids(3, 14), (5, 0, 2))
+    at = {"position_ids": positions_of(prompt["attention_mask"])}
+    # from the first token on that is no padding in any row
+    whole = logits(model, prompt, **at)
+    for sizes in ((1,) * 14, (6, 5, 1, 2), (2, 12), (13, 1)):
+        assert_close(in_pieces(model, prompt, sizes)[:, 5:], whole[:, 5:])
+    for keep in (1, 4, 14, 99, torch.tensor([13]), torch.tensor([8, 5, 13]), torch.tensor([7, 7])):
+        kept = whole[:, -keep:] if isinstance(keep, int) else whole[:, keep]
+        assert_close(logits(model, prompt, logits_to_keep=keep, **at)[1:], kept[1:])
+        # a cache goes on, whatever was kept
+        with torch.no_grad():
+            ids, kept = prompt["input_ids"][1:2], keep if isinstance(keep, int) else keep.clamp(max=9)
+            cache = model(ids[:, :10], logits_to_keep=kept, use_cache=True).past_key_values
+            assert_close(model(ids[:, 10:], past_key_values=cache).logits, whole[1:2, 10:])
+    # one call, whose logits are made, and of those that are not kept scored, some positions at a time
+    monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 4 * 3 * 5 * 97)
+    assert_close(logits(model, prompt, **at)[:, 5:], whole[:, 5:])
+    assert_close(logits(model, prompt, logits_to_keep=2, **at), whole[:, -2:])
+
+
+def test_a_router_that_forgets_is_noticed(model_of: Callable[..., Any], monkeypatch: Any) -> None:
+    model, prompt = model_of("llama", "posterior"), {"input_ids": random_ids(2, 14)}
+    whole, remembering = logits(model, prompt), RouterState.set
+    monkeypatch.setattr(
+        RouterState, "set", lambda self, evidence, weights, tokens: remembering(self, evidence, weights * 0, tokens)
+    )
+    assert (in_pieces(model, prompt, (1,) * 14) - whole).abs().max() > 10 * DRIFT
+
+
+@each_run
+def test_texts_that_are_padded_or_packed_are_texts_of_their_own(
+    model_of: Callable[..., Any], family: str, run: str
+) -> None:
+    model, ids, counts = model_of(family, run), random_ids(3, 10), (4, 0, 7)
+    batch = model.generate(**padded(ids, counts), **GREEDY, pad_token_id=0)
+    for row, count in enumerate(counts):
+        alone = model.generate(ids[row : row + 1, count:], **GREEDY, pad_token_id=0)
+        own = alone.sequences[0, 10 - count :]
+        assert torch.equal(batch.sequences[row, 10 : 10 + len(own)], own)
+        # a text that ends alone goes on as padding in a batch
+        for one, other in zip(batch.logits, alone.logits, strict=False):
+            assert_close(one[row], other[0])
+    behind = torch.nn.functional.pad(ids, (0, 4))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (0, 4))
+    assert_close(
+        logits(model, {"input_ids": behind, "attention_mask": mask})[:, :10], logits(model, {"input_ids": ids})
+    )
+    ids, lengths = random_ids(2, 17), (6, 1, 10)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].expand(2, -1)
+    packed = logits(model, {"input_ids": ids}, position_ids=positions, use_cache=False)
+    alone = torch.cat([logits(model, {"input_ids": text}) for text in ids.split(lengths, 1)], 1)
+    assert_close(packed, alone)
+    assert (logits(model, {"input_ids": ids}) - alone).abs().max() > 100 * DRIFT, "the control"
+
+
+@each_run
+def test_generation_with_and_without_a_cache(model_of: Callable[..., Any], family: str, run: str) -> None:
+    model, prompt = model_of(family, run), padded(random_ids(2, 9), (0, 4))
+    uncached = model.generate(**prompt, **GREEDY, use_cache=False)
+    assert_same_generation(model.generate(**prompt, **GREEDY), uncached)
+    assert_same_generation(model.generate(**prompt, **GREEDY, prefill_chunk_size=4), uncached)
+    with model.use_expansion(None):
+        assert not torch.equal(model.generate(**prompt, **GREEDY).logits[-1], uncached.logits[-1]), "the control"
+    beams = GREEDY | {"num_beams": 4, "num_return_sequences": 3, "output_scores": True}
+    cached, uncached = (model.generate(**prompt, **beams, use_cache=use_cache) for use_cache in (True, False))
+    assert cached.sequences.shape[0] == 6 and torch.equal(cached.sequences, uncached.sequences)
+    assert_close(cached.sequences_scores, uncached.sequences_scores)
+    # rows of one batch, each its own; beams of a row stay that row's
+    rows = GREEDY | {"expansion_names": [model.expansions[0], None], "num_beams": 3}
+    cached, uncached = (model.generate(**prompt, **rows, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(cached.sequences, uncached.sequences)
+    sampled = []
+    for use_cache in (True, False):
+        torch.manual_seed(11)
+        options = {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 4, "use_cache": use_cache}
+        sampled.append(model.generate(random_ids(1, 6), **options))
+    assert torch.equal(*sampled) and len({tuple(row) for row in sampled[0].tolist()}) > 1
+
+
+def test_a_state_that_does_not_follow_its_beam_is_noticed(model_of: Callable[..., Any], monkeypatch: Any) -> None:
+    model = model_of("llama", "posterior")
+    options = GREEDY | {"num_beams": 4, "num_return_sequences": 4, "output_scores": True, "max_new_tokens": 16}
+    wanted = model.generate(random_ids(1, 7), **options)
+    monkeypatch.setattr(RouterState, "reorder_cache", lambda *_: None)
+    found = model.generate(random_ids(1, 7), **options)
+    same_text = torch.equal(found.sequences, wanted.sequences)
+    assert not same_text or (found.sequences_scores - wanted.sequences_scores).abs().max() > 1e-3
+
+
+@each_run
+def test_caches_of_other_kinds(model_of: Callable[..., Any], family: str, run: str) -> None:
+    """Static ones, one that knows nothing of the model's layers, one that is copied, emptied or begun again."""
+    model, prompt = model_of(family, run), padded(random_ids(2, 9), (0, 4))
+    wanted = model.generate(**prompt, **GREEDY)
+    assert_same_generation(model.generate(**prompt, **GREEDY, cache_implementation="static"), wanted)
+    cache = StaticCache(config=model.config, max_cache_len=30)
+    for _ in range(2):
+        assert_same_generation(model.generate(**prompt, **GREEDY, past_key_values=cache), wanted)
+        cache.reset()
+    # without padding masks are left out where all layers of a cache grow, and this one's do not
+    ids = random_ids(2, 14)
+    static = model.generate(ids, **GREEDY, cache_implementation="static")
+    assert_same_generation(static, model.generate(ids, **GREEDY))
+    assert_close(in_pieces(model, {"input_ids": ids}, (6, 1, 4, 3), DynamicCache()), logits(model, {"input_ids": ids}))
+    first = model.generate(ids[:1], **GREEDY)
+    asked = torch.cat((first.sequences, random_ids(1, 5, seed=9)), 1)
+    # a token that was written may be the one that pads
+    later = GREEDY | {"attention_mask": torch.ones_like(asked)}
+    wanted = model.generate(asked, **later)
+    copied = copy.deepcopy(first.past_key_values)
+    with torch.no_grad():
+        model(random_ids(1, 4), past_key_values=copied)
+    for cache in (copy.deepcopy(first.past_key_values), first.past_key_values):
+        assert_same_generation(model.generate(asked, past_key_values=cache, **later), wanted)
+
+
+@pytest.mark.parametrize("only_full", (False, True))
+@pytest.mark.parametrize("family", ("llama", "gemma2"))
+def test_an_offloaded_cache_fetches_the_first_layer_after_the_last(
+    trio_of: Callable[..., Trio], family: str, only_full: bool
+) -> None:
+    """On an accelerator a layer that was not fetched fails; here it is seen who is asked."""
+    found = []
+    for model in trio_of(family).trained()[1:]:
+        cache = DynamicCache(config=model.config)
+        model(random_ids(1, 6), past_key_values=cache, use_cache=True)
+        cache.prefetch_stream, fetched = nullcontext(), []
+        for index in range(3):
+            cache.layers[index].prefetch = lambda index=index, fetched=fetched: fetched.append(index)
+        cache.prefetch(3, only_non_sliding=only_full)
+        found.append(fetched)
+    assert found[0] == found[1] == [1 if only_full and family == "gemma2" else 0]
+
+
+@pytest.mark.parametrize("run", ("posterior", "three"))
+@torch.no_grad()
+def test_rows_of_the_cache_move_together(model_of: Callable[..., Any], run: str) -> None:
+    """Reordered, repeated and cropped: as if each row had been read so from its beginning."""
+    model, ids, rows = model_of("llama", run), random_ids(3, 10, seed=1), torch.tensor([2, 0, 0])
+    cache = model(ids[:, :7], use_cache=True).past_key_values
+    cache.reorder_cache(rows)
+    moved = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3, 5]))
+    for own, picked in ((moved, rows), (cache, rows[[0, 1, 2]])):
+        found = model(ids[:, 7:], past_key_values=own).logits
+        whole = logits(model, {"input_ids": torch.cat((ids[picked, :7], ids[:, 7:]), 1)})
+        assert_close(found, whole[:, 7:])
+    assert (found[0] - found[1]).abs().max() > DRIFT, "the control: rows differ"
+
+
+@pytest.mark.parametrize("run", ("posterior", "three"))
+@torch.no_grad()
+def test_a_cropped_cache_goes_on(model_of: Callable[..., Any], run: str) -> None:
+    model, ids = model_of("llama", run), random_ids(2, 64)
+    cache = model(ids[:, :10], use_cache=True).past_key_values
+    for removed in (0, 3, 6):
+        before = cache.get_seq_length()
+        cache.crop(-removed)
+        now = ids[:, before - removed : before + 4]
+        # what several logits are asked for is remembered as long
+        found = model(now, past_key_values=cache, logits_to_keep=now.shape[1]).logits
+        assert_close(found, logits(model, {"input_ids": ids[:, : before + 4]})[:, before - removed :])
+    # as assisted generation asks: so many logits, and all guesses but the first few were wrong
+    read = cache.get_seq_length()
+    model(ids[:, read : read + 41], past_key_values=cache, logits_to_keep=41)
+    cache.crop(-38)
+    found = model(ids[:, read + 3 : read + 10], past_key_values=cache).logits
+    assert_close(found, logits(model, {"input_ids": ids})[:, read + 3 : read + 10])
+    cache.crop(-20)
+    with pytest.raises(ValueError, match=r"^past_key_values: holds 12 tokens that this router has not read, or f"):
+        model(ids[:, :1], past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, use_cache=True).logits)
+    cache.crop(-64)
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, use_cache=True).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "run", "count"), [("llama", "posterior", 30), ("gemma3_text", "posterior", 1), ("mistral", "three", 5)]
+)
+def test_prompt_lookup_gives_what_greedy_gives(model_of: Callable[..., Any], family: str, run: str, count: int) -> None:
+    """Guesses are taken back from the cache where they are wrong."""
+    model, options = model_of(family, run), {"max_new_tokens": 32, "do_sample": False}
+    prompt = random_ids(1, 10).repeat(1, 2)
+    wanted = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, **options, prompt_lookup_num_tokens=count), wanted)
+
+
+@pytest.mark.parametrize("run", mostly(("posterior", "cosine", "three"), "cosine".__ne__))
+def test_assisted_generation(trio_of: Callable[..., Trio], model_of: Callable[..., Any], run: str) -> None:
+    model, (base, expanded, _) = model_of("llama", run), trio_of("llama").trained()
+    if run == "posterior":
+        put_router(model, PosteriorRouter((0.1, 0.9), 0.0))
+    prompt, options = random_ids(1, 9), {"max_new_tokens": 16, "do_sample": False}
+    wanted = model.generate(prompt, **options)
+    for assistant in (base, expanded):
+        assert torch.equal(model.generate(prompt, **options, assistant_model=assistant), wanted)
+    if run == "cosine":
+        assert torch.equal(base.generate(prompt, **options, assistant_model=model), base.generate(prompt, **options))
+    elif run == "posterior":
+        # it writes token by token, and is taken back by several
+        with pytest.raises(ValueError, match="from which more were taken back than it remembers"):
+            base.generate(prompt, **options, assistant_model=model)
+
+
+FOREIGN = "that were not read under this choice of expansions"
+
+
+@pytest.mark.parametrize(
+    ("family", "request_name", "routing"),
+    [("llama", "adapt", "posterior"), ("mistral", "adapt", "cosine"), ("llama", "preserve", "posterior")],
+)
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused(
+    trio_of: Callable[..., Trio], family: str, request_name: str, routing: str
+) -> None:
+    """Also where keys and values are those of the model without a router: what it has read is not known."""
+    base, expanded, model = trio_of(family, request_name, routing).trained()
+    ids = random_ids(2, 9)
+    for other in (base, expanded):
+        cache = other(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=f"^past_key_values: holds 9 tokens {FOREIGN}.*Begin with an empty one"):
+            model(ids[:, :1], past_key_values=cache)
+    cache = model(ids, use_cache=True).past_key_values
+    assert (state_of(cache) is not None) == (routing == "posterior")
+    with model.routing_disabled():
+        switched_off = model(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=f"holds 9 tokens {FOREIGN}"):
+            model(ids, past_key_values=copy.deepcopy(cache))
+    with pytest.raises(ValueError, match=FOREIGN):
+        model(ids[:, :1], past_key_values=switched_off)
+    assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all(), "the control"
