@@ -83,7 +83,7 @@ def test_one_name_is_the_model_that_apply_writes(llama, tmp_path, name):
 )
 @torch.no_grad()
 def test_a_mixture_and_its_scores_follow_their_formula(made_of, family, names, dtype):
-    """That each path is its model bit for bit is `tests/modeling/test_promises_of_paths.py`."""
+    """That each path is its model bit for bit is `tests/modeling/test_promises.py`."""
     model, room = made_of(family, names, dtype).composed(), 2e-5 if dtype == "float32" else 0.07
     model.set_expansion(list(names), switch_rate=0.05)
     for prompt, starts in zip(PROMPTS, ([0, 0], [5, 2, 0]), strict=True):
