@@ -280,7 +280,7 @@ def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
         (Router(), r"router: is .*, expected one such as scale_surgery\.PosteriorRouter\(\)"),
         ({"prior": 0.5}, r"router: is {'prior': 0\.5}, expected one such as scale_surgery\.PosteriorRouter\(\)"),
     ),
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_router_that_makes_no_sense_is_refused_and_nothing_is_written(
     trio_of: Callable[..., Trio], tmp_path: Path, router: Any, said: str
