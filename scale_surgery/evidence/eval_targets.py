@@ -142,7 +142,8 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         name=source.name,
         is_expanded=is_expanded,
         is_fused=is_fused,
-        is_routed=ROUTER_KEY in specs,
+        # of a fused model no path can be measured by itself
+        is_routed=ROUTER_KEY in specs and not is_fused,
         manifest=manifest,
         base=None,
         tokenizer=need_tokenizer(source.path, source.name, run),

@@ -219,7 +219,8 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
         with track("loading", 1) as advance:
             network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
             advance(1)
-        routing = router_of(specs)
+        # a fused model decides in its last norm, and says nothing of it
+        routing = None if subject.is_fused else router_of(specs)
         paths = () if routing is None else sides_of(routing, specs)
         yield Speaker(subject, network, routing, paths, path_names(specs))
 

@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.set_expansion(["default"], router="cosine", threshold=0.0)
     cosines = model.score_tokens(random_ids(4, 64)).observed
     route_export(place / "wide", place / "cosine", CosineRouter(threshold=between(cosines)))
-    merge(place / "posterior", place / "fused")
+    merge(place / "cosine", place / "fused")
     shake(expand(base, Request("0,2", method="depth"), place / "deep").path)
     return place
 
