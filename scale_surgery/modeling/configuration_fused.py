@@ -49,7 +49,8 @@ def _make_config(stock: Any, module: str) -> type:
         base_model_pp_plan = stock.base_model_pp_plan
 
         def __init__(self, scale_surgery: Any = None, **values: Any) -> None:
-            inside = make_stock(values, scale_surgery["stock"])
+            # transformers 4 makes one without values, to see which are usual
+            inside = make_stock(values, (scale_surgery or {}).get("stock", {}))
             known = {name: value for name, value in vars(inside).items() if not name.startswith("_")}
             parts = {name for name, value in known.items() if isinstance(value, PretrainedConfig)}
             values = {name: value for name, value in values.items() if name not in parts}
