@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,9 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
         parent = next(folder for folder in place.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             problems.append(f"{file}: {parent} is not a folder you may write to. Choose another place.")
-    given = [file.resolve() for file in files if file is not None]
-    if len(set(given)) < len(given):
-        problems.append(f"{next(iter(places))}: is to be two different files at once. Choose two names.")
+    counts = Counter(file.resolve() for file in files if file is not None)
+    twice = [file for file, place in places.items() if counts[place] > 1]
+    problems += [f"{file}: is to be two different files at once. Choose two names." for file in twice[:1]]
     return problems
 
 

@@ -108,7 +108,15 @@ def test_the_suffix_says_what_is_written(command, suffixes, place, tmp_path):
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(place, tmp_path):
     model, text, twice = place / "wide-1.5", place / "text.txt", tmp_path / "report.html"
     check_output_files([tmp_path / "new" / "report.html", twice, None], [model, text])
-    files = [twice, tmp_path / "x" / ".." / "report.html", text, tmp_path, text / "a.html", model / "config.json"]
+    files = [
+        tmp_path / "a.json",
+        twice,
+        tmp_path / "x" / ".." / "report.html",
+        text,
+        tmp_path,
+        text / "a.html",
+        model / "config.json",
+    ]
     with pytest.raises(CheckpointError) as refused:
         check_output_files(files, [model, text])
     assert set(str(refused.value).splitlines()) == {
