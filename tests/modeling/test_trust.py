@@ -14,7 +14,7 @@ import transformers
 
 from scale_surgery import Request, expand, modeling, verify
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.checkpoint.names import CODE_FILES
+from scale_surgery.checkpoint.names import CODE_FILES, FUSED_CODE_FILES
 from scale_surgery.modeling import FOLDER, configuration_scale
 from tests.conftest import Pair
 from tests.tiny import save_tiny
@@ -25,9 +25,10 @@ STANDARD_LIBRARY = {
 }
 # no files, no network, no processes, no code from texts
 FORBIDDEN_CALLS = {"open", "eval", "exec", "compile", "__import__", "input", "getenv", "system", "popen", "load"}
+EXPORTED = tuple(dict.fromkeys((*CODE_FILES, *FUSED_CODE_FILES)))
 
 
-@pytest.mark.parametrize("file", CODE_FILES)
+@pytest.mark.parametrize("file", EXPORTED)
 def test_exported_code_imports_tensors_and_reaches_nothing_outside(file: str) -> None:
     tree = ast.parse(modeling.code_text(file))
     for node in ast.walk(tree):
@@ -36,7 +37,7 @@ def test_exported_code_imports_tensors_and_reaches_nothing_outside(file: str) ->
         elif isinstance(node, ast.ImportFrom) and not node.level:
             assert str(node.module).split(".")[0] in STANDARD_LIBRARY | {"torch", "transformers"}
         elif isinstance(node, ast.ImportFrom):
-            assert f"{node.module}.py" in CODE_FILES
+            assert f"{node.module}.py" in EXPORTED
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert (
         not {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls} & FORBIDDEN_CALLS
@@ -46,9 +47,10 @@ def test_exported_code_imports_tensors_and_reaches_nothing_outside(file: str) ->
 def test_exported_code_is_the_code_of_the_package_and_small(llama: Pair) -> None:
     for file in CODE_FILES:
         assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
-    assert sum(len(modeling.code_text(file).splitlines()) for file in CODE_FILES) < 3280
+    for files, lines in ((CODE_FILES, 3200), (FUSED_CODE_FILES, 800)):
+        assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
-    found = [file for file in CODE_FILES if "import_module(" in modeling.code_text(file)]
+    found = [file for file in EXPORTED if "import_module(" in modeling.code_text(file)]
     assert found == ["expanded_attention.py"]
     assert "import_module(type(module).__module__)" in modeling.code_text(found[0])
 
