@@ -309,7 +309,9 @@ def test_words(page):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_is_explained(name):
-    assert f"### The {name} router\n" in (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert f"### The {name} router\n" in (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8"), (
+        "a section of docs/concepts.md"
+    )
     assert re.search(rf"\b{name}\b", fields_of(RouterOptions)["router"].help), "its line in RouterOptions"
 
 
