@@ -1,4 +1,4 @@
-"""The commands learn and hold-out: parse, call one function, hand its result to the console."""
+"""The command learn: parse, call one function, hand its result to the console."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from scale_surgery.cli.options import (
     output_options,
     read_settings,
     run_options,
-    set_option,
-    take_fields,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
-from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.learning.recipe import PresetName
 from scale_surgery.planning.request import Request
 from scale_surgery.training.ranking import RankingSettings
@@ -141,25 +138,3 @@ def learn_command(
     out.say("")
     out.show(learned, render_learned(learned))
     sys.exit(0 if learned.verified else 1)
-
-
-@click.command(name="hold-out", cls=Headed)
-@click.argument("files", nargs=-1, required=True)
-@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
-@options_from(HoldOutSettings)
-@set_option(HoldOutSettings)
-@output_options
-def hold_out_command(files: tuple[str, ...], output: Path, out: Output, **options: Any) -> None:
-    """Set some text of FILES aside: calibrate.jsonl for the router, measure.jsonl to measure on.
-
-    The rest is learn.jsonl. Documents are drawn by a hash of what they say, so equal ones go the same way, and a
-    second run draws the same. Of fewer than 20 documents, the ends of long ones are set aside.
-
-    \b
-    Example: scale-surgery hold-out domain.jsonl -o texts
-    """
-    from scale_surgery.learning.hold_out import hold_out
-    from scale_surgery.show.tables_learn import render_held_out
-
-    done = hold_out(files, output, take_fields(HoldOutSettings, options), track=out.track)
-    out.show(done, render_held_out(done))

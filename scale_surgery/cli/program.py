@@ -16,9 +16,11 @@ from scale_surgery.cli.compose import compose_command
 from scale_surgery.cli.demo import demo_command
 from scale_surgery.cli.evaluate import evaluate_command
 from scale_surgery.cli.expand import expand_command
+from scale_surgery.cli.extract import extract_command
 from scale_surgery.cli.generate import generate_command
+from scale_surgery.cli.hold_out import hold_out_command
 from scale_surgery.cli.inspect import inspect_command
-from scale_surgery.cli.learn import hold_out_command, learn_command
+from scale_surgery.cli.learn import learn_command
 from scale_surgery.cli.merge import merge_command
 from scale_surgery.cli.plan import plan_command
 from scale_surgery.cli.push import push_command
@@ -27,8 +29,8 @@ from scale_surgery.cli.report import report_command
 from scale_surgery.cli.route_calibrate import route_calibrate_command
 from scale_surgery.cli.route_export import route_export_command
 from scale_surgery.cli.route_report import route_report_command
-from scale_surgery.cli.separate import extract_command, strip_command
 from scale_surgery.cli.serve import serve_command
+from scale_surgery.cli.strip import strip_command
 from scale_surgery.cli.train import train_command
 from scale_surgery.cli.verify import verify_command
 

@@ -1,4 +1,4 @@
-"""The commands about routing: parse, call one function, hand its result to the console."""
+"""The command route-export: parse, call one function, hand its result to the console."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, given, named, options_from, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
+from scale_surgery.fields import fields_of
 from scale_surgery.modeling.expanded_routers import ROUTERS
 from scale_surgery.surgery.routers import RouterOptions
 
@@ -36,10 +37,9 @@ def make_routing(router: str, options: dict[str, Any]) -> Router | None:
     type=click.Choice([*ROUTERS, "none"]),
     default="posterior",
     show_default=True,
-    help="posterior: weigh both paths by how well each predicted the text so far. cosine: choose by the cosine of both "
-    "paths' base logits, as in the SCALE paper. none: remove the router of EXPANDED.",
+    help=f"{fields_of(RouterOptions)['router'].help} none removes the router of EXPANDED.",
 )
-@options_from(RouterOptions, "threshold", "prior", "switch_rate", "strict")
+@options_from(RouterOptions, *(name for name in fields_of(RouterOptions) if name != "router"))
 @overwrite_options
 @output_options
 def route_export_command(

@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 class Router:
     """Base class of routers: a router makes one set of logits of several paths.
 
+    A router is a frozen dataclass: its fields are `router`, its name, and its numbers, each with a default. It has to
+    have `weights`; `problems` checks its numbers.
+
     Attributes:
         router: Its name.
         reads_tokens: Whether it weighs paths by how they predicted the tokens read; it then has a state in the cache.
-        is_hard: Whether it gives all weight to one path, whose logits then come out as they are.
+        is_hard: Whether the path of the largest weight gets all of it; its logits then come out as they are.
         bound: Nats that a text may lose, whatever it says: against the base, or of many paths against the best for it;
             None where nothing bounds them.
         bound_per_token: Nats that each further token adds to the bound.
@@ -73,7 +76,12 @@ class Router:
         return [features.whole(side) for side in sides], observed
 
     def weights(self, evidence: Evidence) -> Tensor:
-        """Log weights of the paths after each token (b, t, k), float32."""
+        """Log weights of the paths after each token (b, t, k), float32.
+
+        `evidence` is one of `expanded_routing`: log-likelihoods of the tokens on each path, restarts, and more. Weights
+        after the last token are all that a router remembers: the next call reads them in `evidence.before`. So weights
+        after a token are made of that token and of the weights before it; at a restart there are none before.
+        """
         raise NotImplementedError
 
     @property

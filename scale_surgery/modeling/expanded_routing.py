@@ -134,6 +134,13 @@ class TokenScores(NamedTuple):
     observed: Tensor | None  # what the router read in the logits there (b, t - 1), or None; see `Router.sides`
 
 
+def decided(router: Router, weights: Tensor) -> Tensor:
+    """Log weights by which logits are combined: a hard router may remember more than the path that it chose."""
+    if not router.is_hard:
+        return weights
+    return torch.full_like(weights, -torch.inf).scatter_(-1, weights.argmax(-1, keepdim=True), 0)
+
+
 def combine(
     router: Router, logits: list[Tensor], norms: list[Tensor], weights: Tensor, out: Tensor | None = None
 ) -> Tensor:
@@ -268,4 +275,5 @@ def weigh(router: Router, base: Tensor, sides: Tensor, restarts: Tensor, observe
     log_likelihoods = torch.nn.functional.pad(sides, (0, 0, 1, 0))
     seen = None if observed is None else torch.nn.functional.pad(observed, (0, 1))
     weights = router.weights(Evidence(log_likelihoods, None, restarts, seen, sides.shape[-1]))[:, :-1]
+    weights = decided(router, weights)
     return TokenScores(base, sides, weights.exp(), (sides + weights).logsumexp(-1), observed)

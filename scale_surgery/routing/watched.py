@@ -28,8 +28,10 @@ class WeightObserver(Observer):
 
     def weights(self, evidence: Any) -> Any:
         """The log weights of the router."""
+        from scale_surgery.modeling.expanded_routing import decided
+
         log_weights = self.router.weights(evidence)
-        self.latest = tuple(log_weights[0, -1].exp().tolist())
+        self.latest = tuple(decided(self.router, log_weights[0, -1]).exp().tolist())
         return log_weights
 
 

@@ -14,7 +14,7 @@ from scale_surgery.errors import PlanError, in_one_line
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
 
-KINDS = {str: "a text", bool: "true or false", float: "a number", list: "a list of numbers"}
+KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list of numbers"}
 # weights that differ by at most this are the same
 EVEN = 1e-9
 

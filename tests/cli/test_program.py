@@ -58,6 +58,11 @@ def test_module_and_command_are_the_same() -> None:
     assert result.stdout == run("--version").output
 
 
+def test_each_command_is_in_the_module_of_its_name() -> None:
+    modules = {name: command.callback.__module__ for name, command in main.commands.items()}
+    assert modules == {name: f"scale_surgery.cli.{name.replace('-', '_')}" for name in modules}
+
+
 def test_the_whole_job(base: Path, tmp_path: Path) -> None:
     plan, expanded, stripped = tmp_path / "plan.json", tmp_path / "expanded", tmp_path / "stripped"
     assert "family" in run("inspect", base).stdout

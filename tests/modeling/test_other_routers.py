@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from scale_surgery import CheckpointError, GenerationSettings, Probes, evaluate, generate, verify
+from scale_surgery import CheckpointError, GenerationSettings, PlanError, Probes, evaluate, generate, verify
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.modeling.expanded_routers import ROUTERS, Router
 from scale_surgery.modeling.expanded_routing import Evidence
 from scale_surgery.modeling.expanded_state import state_of
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.report import route_report
+from scale_surgery.routing.watched import watched
 from scale_surgery.show.tables_calibrate import render_calibration
 from scale_surgery.show.tables_route_report import render_route_report
 from scale_surgery.surgery.record import read_manifest
@@ -78,18 +79,28 @@ class LastToken(Router):
 
 
 @dataclass(frozen=True)
-class BestOfLastToken(LastToken):
-    """The path that predicted the last token best, and no other."""
+class BestOfNewest(Router):
+    """The path that predicted the newest tokens best, and no other: the older a token, the less it counts."""
 
-    router: str = field(default="best_of_last_token", init=False)
+    router: str = field(default="best_of_newest", init=False)
     is_hard: ClassVar[bool] = True
+    last_tokens: int = 4
+
+    def weights(self, evidence: Evidence) -> Tensor:
+        log_likelihoods, sums = evidence.log_likelihoods, []
+        start = torch.zeros_like(log_likelihoods[:, 0])
+        latest = start if evidence.before is None else evidence.before
+        for here, is_start in zip(log_likelihoods.unbind(1), evidence.restarts[..., None].unbind(1), strict=True):
+            latest = torch.where(is_start, start, (1 - 1 / self.last_tokens) * latest + here)
+            sums.append(latest)
+        return torch.stack(sums, 1)
 
 
 TOYS: dict[str, tuple[type, dict[str, Any]]] = {
     "newest": (Newest, {}),
     "shares": (Shares, {"shares": [0.1, 0.2, 0.3, 0.25, 0.15]}),
     "last_token": (LastToken, {"sharpness": 3.0}),
-    "best_of_last_token": (BestOfLastToken, {}),
+    "best_of_newest": (BestOfNewest, {"last_tokens": 3}),
 }
 each_toy = pytest.mark.parametrize("name", TOYS)
 # one that reads tokens and one that reads none
@@ -121,12 +132,15 @@ def defined(model: Any, name: str, prompt: dict[str, Tensor]) -> tuple[Tensor, T
         weights = torch.tensor(TOYS[name][1]["shares"], dtype=torch.float64).expand_as(weights)
     else:
         known = log_p[:, :-1].gather(2, ids[:, 1:, None, None].expand(-1, -1, 1, len(paths)))[:, :, 0]
-        sharpness = TOYS[name][1].get("sharpness", 2.0)
-        later = (sharpness * known).softmax(-1)
-        weights = torch.cat((weights[:, :1], torch.where(is_start[:, 1:, None], weights[:, 1:], later)), 1)
+        numbers, later = TOYS[name][1], [torch.zeros_like(known[:, 0])]
+        for token, start in zip(known.unbind(1), is_start[:, 1:, None].unbind(1), strict=True):
+            earlier = (1 - 1 / numbers["last_tokens"]) * later[-1] if "last_tokens" in numbers else 0
+            later.append(torch.where(start, 0.0, earlier + numbers.get("sharpness", 1.0) * token))
+        weights = torch.stack(later, 1).softmax(-1)
     if TOYS[name][0].is_hard:
         best = weights.argmax(-1)
-        return log_p.gather(-1, best[..., None, None].expand(*log_p.shape[:-1], 1))[..., 0], weights
+        chosen = torch.nn.functional.one_hot(best, len(paths)).double()
+        return log_p.gather(-1, best[..., None, None].expand(*log_p.shape[:-1], 1))[..., 0], chosen
     return (log_p + weights[:, :, None].log()).logsumexp(-1), weights
 
 
@@ -147,9 +161,8 @@ def test_it_gives_what_it_was_defined_to_give(
         torch.testing.assert_close(scores.weights[kept].double(), weights[:, :-1][kept], atol=1e-4, rtol=1e-4)
         following = prompt["input_ids"][:, 1:, None]
         assert_of_paths(model, scores, prompt, kept)
-        if not TOYS[name][0].is_hard:
-            routed = wanted[:, :-1].gather(-1, following)[..., 0]
-            torch.testing.assert_close(scores.routed[kept].double(), routed[kept], atol=1e-4, rtol=1e-4)
+        routed = wanted[:, :-1].gather(-1, following)[..., 0]
+        torch.testing.assert_close(scores.routed[kept].double(), routed[kept], atol=1e-4, rtol=1e-4)
     whole = model(**prompt).logits
     monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 1)
     torch.testing.assert_close(model(**prompt).logits[mask], whole[mask], atol=1e-5, rtol=1e-5)
@@ -186,8 +199,26 @@ def test_gradients_reach_the_expansions_that_it_weighs(made_of: Callable[..., An
         for key, tensor in model.named_parameters()
         if f".expansions.{own}." in key and tensor.grad is not None and tensor.grad.any()
     }
-    assert reached == ({LLAMA[-1]} if name == "newest" else set(LLAMA))
+    weighed = model.score_tokens(IDS).weights.amax((0, 1)) > 0
+    assert reached == {own for own, is_weighed in zip(LLAMA, weighed[1:], strict=True) if is_weighed} != set()
     assert all(tensor.grad is None for tensor in model.parameters() if not tensor.requires_grad)
+
+
+@torch.no_grad()
+def test_what_a_hard_one_remembers_is_not_shown(made_of: Callable[..., Any]) -> None:
+    """Weights beside a token are those of its logits, with a cache too: one path has all."""
+    model = choose(made_of("llama", LLAMA).composed(), "best_of_newest")
+    with watched(model) as passes:
+        ids = model.generate(IDS[:1], **GREEDY)
+    assert torch.equal(ids, model.generate(IDS[:1], **GREEDY, use_cache=False))
+    assert {tuple(sorted(weights)) for weights in passes} == {(0, 0, 0, 0, 1)}
+    last = model.score_tokens(ids).weights[0, IDS.shape[1] - 1 :]
+    assert list(passes) == [tuple(weights) for weights in last.tolist()]
+
+
+def test_a_number_of_another_type_is_named(speaking: tuple[Any, Path], tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"^last_tokens is 'many', expected a whole number\.$"):
+        route_export(speaking[1], tmp_path / "routed", BestOfNewest("many"))
 
 
 def test_its_numbers_are_checked(made_of: Callable[..., Any]) -> None:

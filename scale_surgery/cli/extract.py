@@ -1,36 +1,18 @@
-"""The commands that take a folder apart: parse, call one function, hand its result to the console."""
+"""The command extract: parse, call one function, hand its result to the console."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, overwrite_options
+from scale_surgery.cli.options import FOLDER, output_options, overwrite_option
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
-
-
-@click.command(name="strip", cls=Headed)
-@click.argument("expanded", type=FOLDER)
-@click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
-@overwrite_options
-@output_options
-def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
-    """Take the expansion off EXPANDED again, or all expansions: its base model, every file byte for byte.
-
-    \b
-    Example: scale-surgery strip EXPANDED -o BASE
-    """
-    from scale_surgery.show.tables import render_stripped
-    from scale_surgery.surgery.strip import strip
-
-    done = strip(expanded, output, base_weights=base_weights, overwrite=overwrite, track=out.track)
-    out.show(done, render_stripped(done))
 
 
 @click.command(name="extract", cls=Headed)
