@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # of transformers, beside the installed one: each has constraints-RELEASE.txt
-COMPAT ?= 4.57 5.19
+COMPAT ?= 4.57 5.16 5.19
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 # images for containers set it; then each process that tests start would compile the package again
@@ -119,7 +119,7 @@ test-families: install  ## every model type that transformers knows goes the who
 
 # small models on one thread, as in tests/conftest.py: several wait for each other on a machine that is busy
 test-compat: export OMP_NUM_THREADS := 1
-test-compat: install  ## load exported checkpoints under transformers 4.57 and 5.19, each in an environment of its own
+test-compat: install  ## load exported checkpoints under transformers 4.57, 5.16 and 5.19, each in an environment of its own
 	rm -rf .compat-checkpoints
 	$(BIN)/python -m tests.compat_export .compat-checkpoints
 	$(MAKE) --keep-going $(COMPAT:%=compat-%)
