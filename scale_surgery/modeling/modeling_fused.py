@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -60,10 +60,17 @@ class FusedPreTrainedModel(StrictlyLoaded):
         # that of every module inside
         self.stock_config, self.config = self.config, config
         config._attn_implementation = self.stock_config._attn_implementation
+        sizes = {name for name in config.scale_surgery["stock"] if hasattr(self.stock_config, name)}
+        # stock code may read them by a common name
+        sizes |= {name for name, own in self.stock_config.attribute_map.items() if own in sizes}
+        self.stock_sizes = {name: getattr(self.stock_config, name) for name in sizes}
         widen_model(self, config.scale_surgery)
         if "gram" in config.scale_surgery:
             # half precision has too few bits for a decision
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "gram"}
+        # a layer lies on one device, by whatever name its class goes
+        layers = (type(module).__name__ for module in self.modules() if isinstance(module, Entering))
+        self._no_split_modules = [*(self._no_split_modules or ()), *layers]
         self.freeze_base()
 
     @contextmanager
@@ -299,7 +306,9 @@ class Deciding:
         if len(self.gram) > p.shape[-1]:
             # the bias of the head
             p, a = (functional.pad(stream, (0, 1), value=1.0) for stream in (p, a))
-        of_p, of_a = p @ self.gram, a @ self.gram
+        # of a model that was cast as a whole
+        gram = self.gram.float()
+        of_p, of_a = p @ gram, a @ gram
         lengths = (of_p * p).sum(-1, keepdim=True) * (of_a * a).sum(-1, keepdim=True)
         return ((of_p * a).sum(-1, keepdim=True) * torch.rsqrt(lengths)).clamp(-1, 1)
 
@@ -341,8 +350,23 @@ def model_of(stock: type, stock_config: type, module: str = "") -> type:
 
 @cache
 def _make_model(stock: Any, stock_config: type, config: type, module: str) -> type:
+    @wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = object.__new__(inside)
+        seen.__dict__ = vars(self)
+        return stock.forward(seen, *args, **kwargs)
+
     attributes = {"config_class": config, "__module__": module, "__doc__": FusedPreTrainedModel.__doc__}
-    return make_model_class("Fused", FusedPreTrainedModel, stock, stock_config, **attributes)
+    made = make_model_class("Fused", FusedPreTrainedModel, stock, stock_config, forward=forward, **attributes)
+    # the same model as its stock forward has to see it; transformers knows classes by their names
+    inside = type(made.__name__, (made,), {"config": property(inner_config), "__module__": module})
+    return made
+
+
+def inner_config(model: Any) -> Any:
+    """The configuration of a fused model, but for sizes: what stock code computes with them is of those of the base."""
+    values = vars(model)
+    return View(values["config"], values["stock_sizes"])
 
 
 def __getattr__(name: str) -> Any:
