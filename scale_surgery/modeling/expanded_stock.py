@@ -9,7 +9,9 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from .configuration_scale import find_stock_class
 
 # tensors that an error names
 MOST_NAMED = 5
@@ -166,6 +168,21 @@ def normalise(x: Tensor, style: str, epsilon: float, gain: Tensor, bias: Tensor 
         return functional.layer_norm(x, gain.shape, gain, bias, epsilon)
     y = functional.rms_norm(x, gain.shape, gain, epsilon)
     return y if bias is None else y + bias
+
+
+def find_stock_model(name: str, module: str, prefix: str) -> tuple[Any, Any]:
+    """The stock model class that a class of ours is made of, and the configuration class of its base.
+
+    Args:
+        name: Name of our class, as `make_model_class` gives it.
+        module: Module that was asked for it.
+        prefix: What stands before the name of the stock class.
+    """
+    class_name, _, config = name.partition("_of_")
+    stock = find_stock_class(class_name, PreTrainedModel, module, prefix)
+    if not config:
+        return stock, stock.config_class
+    return stock, find_stock_class(f"{prefix}{config}", PretrainedConfig, module, prefix)
 
 
 def make_model_class(prefix: str, mixin: type, stock: Any, stock_config: type, **attributes: Any) -> Any:

@@ -27,17 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .configuration_fused import config_of
-from .configuration_scale import find_stock_class
 from .expanded_stock import (
     StrictlyLoaded,
     View,
     adds_features,
     find_base_model,
     find_module,
+    find_stock_model,
     make_model_class,
     normalise,
     padded,
@@ -370,7 +369,4 @@ def inner_config(model: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    class_name, _, config = name.partition("_of_")
-    stock = find_stock_class(class_name, PreTrainedModel, __name__, "Fused")
-    config_class = find_stock_class(f"Fused{config}", PretrainedConfig, __name__, "Fused") if config else None
-    return model_of(stock, config_class or stock.config_class)
+    return model_of(*find_stock_model(name, __name__, "Fused"))

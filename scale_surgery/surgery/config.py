@@ -124,9 +124,9 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     return {
         **config,
         **wide,
-        "architectures": modeling.architectures(architecture, is_fused=True),
+        "architectures": modeling.architectures(architecture, "fused"),
         "model_type": architecture.fused_type,
-        "auto_map": {**config["auto_map"], **modeling.auto_map(architecture, is_fused=True)},
+        "auto_map": {**config["auto_map"], **modeling.auto_map(architecture, "fused")},
         CONFIG_KEY: fused,
     }
 

@@ -70,17 +70,13 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
 def _router_problems(manifest: Manifest) -> list[str]:
     """Why a routed model has no fused form."""
     routing = manifest.routing
-    advice = (
-        "Take the router away first: scale-surgery route-export --router none; or serve the routed folder as it is."
-    )
-    if routing is None:
+    if routing is None or isinstance(routing, CosineRouter):
         return []
-    if not isinstance(routing, CosineRouter):
-        return [
-            f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
-            f"cosine one. {advice}"
-        ]
-    return []
+    return [
+        f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
+        "cosine one. Take the router away first: scale-surgery route-export --router none; or serve the routed folder "
+        "as it is."
+    ]
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from scale_surgery.surgery.joining import join_pieces, joined_tensors, take_piec
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, digests, load, shake
 from tests.each import each_shape, mostly
+from tests.routed import between
 from tests.tiny import FAMILIES
 
 
@@ -174,10 +175,7 @@ def halfway(expanded: Path, folder: Path, *, strict: bool) -> Path:
     """The model with a cosine router whose threshold parts the tokens in the widest gap between their cosines."""
     probe = load(route_export(expanded, folder / "probe", CosineRouter(strict=strict)).path)
     with torch.no_grad():
-        observed = probe.score_tokens(IDS).observed.flatten().sort().values
-    middle = observed[len(observed) // 4 : -len(observed) // 4]
-    place = int((middle[1:] - middle[:-1]).argmax())
-    threshold = float(middle[place : place + 2].mean())
+        threshold = between(probe.score_tokens(IDS).observed)
     return route_export(expanded, folder / "routed", CosineRouter(threshold=threshold, strict=strict)).path
 
 
@@ -440,6 +438,7 @@ SPOILED = [
     ("fused.shards", {}),
     ("fused.drift", {}),
     ("fused.texts", None),
+    ("fused.made", None),
     ("expansions.default.facts.sizes", None),
 ]
 
