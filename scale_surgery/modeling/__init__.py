@@ -6,15 +6,13 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 from scale_surgery.checkpoint.names import OWN_CODE_FILES
 
 FOLDER = Path(__file__).parent
-# what stands before the model type of a base model, in names of files and, capital, of classes: of an expanded model,
-# and of a fused one
-Code = Literal["scale", "fused"]
-CODES: tuple[Code, ...] = get_args(Code)
+# what stands before the model type of a base model, in names of files and, capital, of classes; and what that model is
+CODES = {"scale": "expanded", "fused": "fused"}
 # the widest first: a model that sees images is saved with what sees them
 AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 
@@ -54,14 +52,14 @@ def code_texts(architecture: Described, files: Iterable[str]) -> dict[str, str]:
 
 def own_code_text(architecture: Described, file: str) -> str:
     """The code file that names the base's own classes: transformers takes along what a file imports."""
-    code = CODES[OWN_CODE_FILES.index(file)]
+    code = dict(zip(OWN_CODE_FILES, CODES, strict=True))[file]
     prefix = code.capitalize()
     config, classes = architecture.config_class, dict(architecture.own_code)
     widest = next(classes[name] for name in AUTO_CLASSES if name in classes).partition(".")[2]
     imports = sorted({f"from .{path.replace('.', ' import ')}" for path in classes.values()})
     names = sorted({path.partition(".")[2] for path in classes.values()})
     lines = [
-        f'"""The classes of the base\'s own code, {"expanded" if code == "scale" else "fused"}."""',
+        f'"""The classes of the base\'s own code, {CODES[code]}."""',
         "",
         f"from .configuration_{code} import config_of",
         *imports,
@@ -99,13 +97,13 @@ def block_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.group_of))
 
 
-def auto_map(architecture: Described, code: Code = "scale") -> dict[str, str]:
+def auto_map(architecture: Described, code: str = "scale") -> dict[str, str]:
     """The `auto_map` of config.json of an expanded or a fused model: local files only."""
     prefix = code.capitalize()
     if architecture.own_code:
-        file = OWN_CODE_FILES[CODES.index(code)].removesuffix(".py")
         named = {auto_class: f"{prefix}{path.partition('.')[2]}" for auto_class, path in architecture.own_code.items()}
         classes = {"AutoConfig": f"{prefix}{architecture.config_class}", **named}
+        file = dict(zip(CODES, OWN_CODE_FILES, strict=True))[code].removesuffix(".py")
         return {auto_class: f"{file}.{name}" for auto_class, name in classes.items()}
     stem = architecture.config_class.removesuffix("Config").removesuffix("Text")
     models = {
@@ -117,7 +115,7 @@ def auto_map(architecture: Described, code: Code = "scale") -> dict[str, str]:
     return {"AutoConfig": f"configuration_{code}.{prefix}{architecture.config_class}", **models}
 
 
-def architectures(architecture: Described, code: Code = "scale") -> list[str]:
+def architectures(architecture: Described, code: str = "scale") -> list[str]:
     """The `architectures` of config.json of an expanded or a fused model."""
     names = auto_map(architecture, code)
     widest = next(name for name in AUTO_CLASSES if name in names)

@@ -30,6 +30,9 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from .configuration_fused import config_of
+
+# transformers 4 copies the files that this one imports itself, and no others
+from .configuration_scale import find_stock_class  # noqa: F401
 from .expanded_stock import (
     StrictlyLoaded,
     View,
