@@ -1,7 +1,7 @@
 """What fused and routed models cost in vLLM, beside a stock model of as many parameters.
 
     python -m benchmarks.served make FOLDER --shape 100m
-    .venv-vllm/bin/python benchmarks/served.py time FOLDER -o numbers.json
+    .venv-vllm/bin/python -m benchmarks.served time FOLDER -o numbers.json
 
 The first line needs this package, the second vLLM (`make test-vllm` makes its environment) and nothing of this package:
 it loads all models into one process and lets them take turns; a round is one call of each.
@@ -24,19 +24,10 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 
+from tests.vllm.check import SETTINGS
+
 MODELS = ("dense", "fused", "half", "routed")
 PAIRS = (("fused", "dense"), ("routed", "half"))
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-}
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 64, 32, 6
 
 
@@ -67,7 +58,7 @@ def make(folder: Path, shape_name: str) -> None:
 
 def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds of each model in each round."""
-    os.environ.update(SETTINGS)
+    os.environ.update(SETTINGS, OMP_NUM_THREADS="1")
     from vllm import LLM, SamplingParams
 
     options = {"dtype": "float32", "max_model_len": 2 * (PROMPT_TOKENS + NEW_TOKENS), "max_num_seqs": PROMPTS}

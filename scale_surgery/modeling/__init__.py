@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from scale_surgery.checkpoint.names import OWN_CODE_FILE, OWN_CODE_FILES
+from scale_surgery.checkpoint.names import OWN_CODE_FILES
 
 FOLDER = Path(__file__).parent
-# what stands before the model type of a base model: in that of an expanded model, and of a fused one
-EXPANDED, FUSED = "scale_", "fused_"
+# what stands before the model type of a base model, in names of files and, capital, of classes; and what that model is
+CODES = {"scale": "expanded", "fused": "fused"}
 # the widest first: a model that sees images is saved with what sees them
 AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 
@@ -52,17 +52,18 @@ def code_texts(architecture: Described, files: Iterable[str]) -> dict[str, str]:
 
 def own_code_text(architecture: Described, file: str) -> str:
     """The code file that names the base's own classes: transformers takes along what a file imports."""
-    prefix, suffix = ("Scale", "scale") if file == OWN_CODE_FILE else ("Fused", "fused")
+    code = dict(zip(OWN_CODE_FILES, CODES, strict=True))[file]
+    prefix = code.capitalize()
     config, classes = architecture.config_class, dict(architecture.own_code)
     widest = next(classes[name] for name in AUTO_CLASSES if name in classes).partition(".")[2]
     imports = sorted({f"from .{path.replace('.', ' import ')}" for path in classes.values()})
     names = sorted({path.partition(".")[2] for path in classes.values()})
     lines = [
-        f'"""The classes of the base\'s own code, {"expanded" if file == OWN_CODE_FILE else "fused"}."""',
+        f'"""The classes of the base\'s own code, {CODES[code]}."""',
         "",
-        f"from .configuration_{suffix} import config_of",
+        f"from .configuration_{code} import config_of",
         *imports,
-        f"from .modeling_{suffix} import model_of",
+        f"from .modeling_{code} import model_of",
         "",
         f"{prefix}{config} = config_of({widest}.config_class, __name__)",
         *(f"{prefix}{name} = model_of({name}, {widest}.config_class, __name__)" for name in names),
@@ -96,34 +97,35 @@ def block_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.group_of))
 
 
-def auto_map(architecture: Described, *, is_fused: bool = False) -> dict[str, str]:
+def auto_map(architecture: Described, code: str = "scale") -> dict[str, str]:
     """The `auto_map` of config.json of an expanded or a fused model: local files only."""
-    prefix, suffix = ("Fused", "fused") if is_fused else ("Scale", "scale")
+    prefix = code.capitalize()
     if architecture.own_code:
-        file = OWN_CODE_FILES[is_fused].removesuffix(".py")
         named = {auto_class: f"{prefix}{path.partition('.')[2]}" for auto_class, path in architecture.own_code.items()}
         classes = {"AutoConfig": f"{prefix}{architecture.config_class}", **named}
+        file = dict(zip(CODES, OWN_CODE_FILES, strict=True))[code].removesuffix(".py")
         return {auto_class: f"{file}.{name}" for auto_class, name in classes.items()}
     stem = architecture.config_class.removesuffix("Config").removesuffix("Text")
     models = {
-        auto_class: f"modeling_{suffix}.{prefix}{stock}"
+        auto_class: f"modeling_{code}.{prefix}{stock}"
         # a class that is named after another model has another configuration
         + ("" if stock.startswith(stem) else f"_of_{architecture.config_class}")
         for auto_class, stock in architecture.classes.items()
     }
-    return {"AutoConfig": f"configuration_{suffix}.{prefix}{architecture.config_class}", **models}
+    return {"AutoConfig": f"configuration_{code}.{prefix}{architecture.config_class}", **models}
 
 
-def architectures(architecture: Described, *, is_fused: bool = False) -> list[str]:
+def architectures(architecture: Described, code: str = "scale") -> list[str]:
     """The `architectures` of config.json of an expanded or a fused model."""
-    names = auto_map(architecture, is_fused=is_fused)
+    names = auto_map(architecture, code)
     widest = next(name for name in AUTO_CLASSES if name in names)
     return [names[widest].partition(".")[2]]
 
 
 def stock_type(model_type: object) -> str:
     """Model type of the base of a model, by its own model type."""
-    return str(model_type).removeprefix(EXPANDED).removeprefix(FUSED)
+    code, _, base_type = str(model_type).partition("_")
+    return base_type if code in CODES else str(model_type)
 
 
 def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
@@ -162,11 +164,11 @@ class _ExpandedConfigs(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         from transformers import CONFIG_MAPPING
 
-        is_ours = isinstance(key, str) and key.startswith((EXPANDED, FUSED))
+        is_ours = isinstance(key, str) and stock_type(key) != key
         return super().__contains__(key) or (is_ours and stock_type(key) in CONFIG_MAPPING)
 
     def __missing__(self, key: str) -> Any:
-        self[key] = _register_type(stock_type(key), is_fused=key.startswith(FUSED))
+        self[key] = _register_type(stock_type(key), key.partition("_")[0])
         return self[key]
 
 
@@ -180,11 +182,11 @@ def is_part(stock: Any, stock_config: Any) -> bool:
     return getattr(stock, "config_class", None) in stock_config.sub_configs.values()
 
 
-def _register_type(base_type: str, *, is_fused: bool) -> Any:
+def _register_type(base_type: str, code: str) -> Any:
     """Register a form of each stock class that loads models of a type; returns that of the configuration."""
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers("fused" if is_fused else "scale")
+    stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers(code)
     config = config_of(stock_config)
     config.register_for_auto_class("AutoConfig")
     for auto_class in (AutoModel, AutoModelForImageTextToText, AutoModelForCausalLM):
@@ -197,10 +199,10 @@ def _register_type(base_type: str, *, is_fused: bool) -> Any:
     return config
 
 
-def _makers(suffix: str) -> tuple[Any, Any]:
+def _makers(code: str) -> tuple[Any, Any]:
     """The functions that make configuration and model classes of stock ones."""
-    configuration: Any = import_module(f"{__name__}.configuration_{suffix}")
-    modeling: Any = import_module(f"{__name__}.modeling_{suffix}")
+    configuration: Any = import_module(f"{__name__}.configuration_{code}")
+    modeling: Any = import_module(f"{__name__}.modeling_{code}")
     return configuration.config_of, modeling.model_of
 
 

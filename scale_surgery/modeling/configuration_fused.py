@@ -42,41 +42,63 @@ def _make_config(stock: Any, module: str) -> type:
 
         model_type = f"fused_{stock.model_type}"
         has_no_defaults_at_init = True
-        attribute_map = stock.attribute_map
-        sub_configs = stock.sub_configs
-        keys_to_ignore_at_inference = stock.keys_to_ignore_at_inference
-        base_model_tp_plan = stock.base_model_tp_plan
-        base_model_pp_plan = stock.base_model_pp_plan
 
         def __init__(self, scale_surgery: Any = None, **values: Any) -> None:
-            # transformers 4 makes one without values, to see which are usual
-            inside = make_stock(values, (scale_surgery or {}).get("stock", {}))
+            inside = make_stock(values, scale_surgery)
             known = {name: value for name, value in vars(inside).items() if not name.startswith("_")}
             parts = {name for name, value in known.items() if isinstance(value, PretrainedConfig)}
             values = {name: value for name, value in values.items() if name not in parts}
-            super().__init__(**known | values, scale_surgery=scale_surgery)
+            said = known | values
+            # the base class knows fewer types of layers than some stock ones, and reads them for what layers differ in
+            late = {name: said.pop(name) for name in (*LATE, *map(stock.attribute_map.get, LATE)) if name in said}
+            super().__init__(**said, scale_surgery=scale_surgery)
+            for name, value in late.items():
+                setattr(self, name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            # what the stock class has and this one has not; what it computes, such as types of layers, it computes of
+            # the base's values
+            own = stock.attribute_map.get(name, name)
+            said = MISSING if own.startswith("_") else getattr(stock, own, MISSING)
+            if said is MISSING or "scale_surgery" not in vars(self):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            is_computed = isinstance(said, property) or callable(said)
+            return getattr(self.stock_config(), name) if is_computed else said
 
         def stock_config(self) -> Any:
             """The configuration of the stock model that is widened."""
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-            inside = make_stock(values, self.scale_surgery["stock"])
+            inside = make_stock(values, self.scale_surgery)
             # what is wider has a head of its own
             for part in (inside, inside.get_text_config(decoder=True)):
                 part.tie_word_embeddings = self.tie_word_embeddings
             inside._attn_implementation = self._attn_implementation
             return inside
 
-    def make_stock(values: dict[str, Any], base_values: dict[str, Any]) -> Any:
+    def make_stock(values: dict[str, Any], specs: dict[str, Any] | None) -> Any:
         """The stock configuration of these values, those of the base in place of others."""
+        # transformers 4 compares a configuration with one of defaults alone
+        base_values = {} if specs is None else specs["stock"]
         own = {name: value for name, value in values.items() if name not in (*OURS, *base_values)}
         own |= {name: value for name, value in base_values.items() if value is not None}
         return stock(**deepcopy(own))
 
+    for name in SAID:
+        if hasattr(stock, name):
+            setattr(FusedConfig, name, getattr(stock, name))
     FusedConfig.__name__ = FusedConfig.__qualname__ = f"Fused{stock.__name__}"
     FusedConfig.__module__ = module
     return FusedConfig
 
 
+MISSING = object()
+# what is set when all else is
+LATE = ("layer_types", "mlp_layer_types", "per_layer_config")
+# what a class says of its models; none says all of it
+SAID = (
+    *("attribute_map", "sub_configs", "keys_to_ignore_at_inference"),
+    *("base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "base_model_fsdp_plan"),
+)
 # keys that a stock configuration does not have
 OURS = ("scale_surgery", "auto_map", "architectures", "model_type", "transformers_version")
 

@@ -9,7 +9,9 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from .configuration_scale import find_stock_class
 
 # tensors that an error names
 MOST_NAMED = 5
@@ -132,11 +134,7 @@ def find_base_model(model: nn.Module, path: str) -> nn.Module:
 
 
 def find_module(parent: nn.Module, name: str) -> nn.Module:
-    """The module that config.json names.
-
-    Raises:
-        ValueError: If there is none of that name: releases of transformers rename modules.
-    """
+    """The module that config.json names; releases of transformers rename modules."""
     try:
         return parent.get_submodule(name)
     except AttributeError as error:
@@ -168,16 +166,19 @@ def normalise(x: Tensor, style: str, epsilon: float, gain: Tensor, bias: Tensor 
     return y if bias is None else y + bias
 
 
-def make_model_class(prefix: str, mixin: type, stock: Any, stock_config: type, **attributes: Any) -> Any:
-    """The class of a model that is made of a stock one.
+def find_stock_model(name: str, module: str, prefix: str) -> tuple[Any, Any]:
+    """The stock model class that a class of ours is made of, by its name, and the configuration class of its base."""
+    class_name, _, config = name.partition("_of_")
+    stock = find_stock_class(class_name, PreTrainedModel, module, prefix)
+    if not config:
+        return stock, stock.config_class
+    return stock, find_stock_class(f"{prefix}{config}", PretrainedConfig, module, prefix)
 
-    Args:
-        prefix: What stands before the name of the stock class.
-        mixin: What stands before it among its parents.
-        stock: The stock model class.
-        stock_config: Configuration class of the base model; the name of the class says so where it is not the stock
-            model's own.
-        attributes: Attributes of the class, `config_class` among them.
+
+def make_model_class(prefix: str, mixin: type, stock: Any, stock_config: type, **attributes: Any) -> Any:
+    """The class of a model that is made of a stock one: the mixin before it, and `config_class` among the attributes.
+
+    Its name says the configuration class of the base where that is not the stock model's own.
     """
     suffix = "" if stock_config is stock.config_class else f"_of_{stock_config.__name__}"
     # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates

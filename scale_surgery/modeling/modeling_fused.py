@@ -21,23 +21,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .configuration_fused import config_of
-from .configuration_scale import find_stock_class
+
+# transformers 4 copies the files that this one imports itself, and no others
+from .configuration_scale import find_stock_class  # noqa: F401
 from .expanded_stock import (
     StrictlyLoaded,
     View,
     adds_features,
     find_base_model,
     find_module,
+    find_stock_model,
     make_model_class,
     normalise,
     padded,
@@ -60,10 +62,17 @@ class FusedPreTrainedModel(StrictlyLoaded):
         # that of every module inside
         self.stock_config, self.config = self.config, config
         config._attn_implementation = self.stock_config._attn_implementation
+        sizes = {name for name in config.scale_surgery["stock"] if hasattr(self.stock_config, name)}
+        # stock code may read them by a common name
+        sizes |= {name for name, own in self.stock_config.attribute_map.items() if own in sizes}
+        self.stock_sizes = {name: getattr(self.stock_config, name) for name in sizes}
         widen_model(self, config.scale_surgery)
         if "gram" in config.scale_surgery:
             # half precision has too few bits for a decision
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "gram"}
+        # a layer lies on one device, by whatever name its class goes
+        layers = (type(module).__name__ for module in self.modules() if isinstance(module, Entering))
+        self._no_split_modules = [*(self._no_split_modules or ()), *layers]
         self.freeze_base()
 
     @contextmanager
@@ -299,7 +308,9 @@ class Deciding:
         if len(self.gram) > p.shape[-1]:
             # the bias of the head
             p, a = (functional.pad(stream, (0, 1), value=1.0) for stream in (p, a))
-        of_p, of_a = p @ self.gram, a @ self.gram
+        # of a model that was cast as a whole
+        gram = self.gram.float()
+        of_p, of_a = p @ gram, a @ gram
         lengths = (of_p * p).sum(-1, keepdim=True) * (of_a * a).sum(-1, keepdim=True)
         return ((of_p * a).sum(-1, keepdim=True) * torch.rsqrt(lengths)).clamp(-1, 1)
 
@@ -341,12 +352,24 @@ def model_of(stock: type, stock_config: type, module: str = "") -> type:
 
 @cache
 def _make_model(stock: Any, stock_config: type, config: type, module: str) -> type:
+    @wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = object.__new__(inside)
+        seen.__dict__ = vars(self)
+        return stock.forward(seen, *args, **kwargs)
+
     attributes = {"config_class": config, "__module__": module, "__doc__": FusedPreTrainedModel.__doc__}
-    return make_model_class("Fused", FusedPreTrainedModel, stock, stock_config, **attributes)
+    made = make_model_class("Fused", FusedPreTrainedModel, stock, stock_config, forward=forward, **attributes)
+    # the same model as its stock forward has to see it; transformers knows classes by their names
+    inside = type(made.__name__, (made,), {"config": property(inner_config), "__module__": module})
+    return made
+
+
+def inner_config(model: Any) -> Any:
+    """The configuration of a fused model, but for sizes: what stock code computes with them is of those of the base."""
+    values = vars(model)
+    return View(values["config"], values["stock_sizes"])
 
 
 def __getattr__(name: str) -> Any:
-    class_name, _, config = name.partition("_of_")
-    stock = find_stock_class(class_name, PreTrainedModel, __name__, "Fused")
-    config_class = find_stock_class(f"Fused{config}", PretrainedConfig, __name__, "Fused") if config else None
-    return model_of(stock, config_class or stock.config_class)
+    return model_of(*find_stock_model(name, __name__, "Fused"))

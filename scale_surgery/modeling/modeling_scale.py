@@ -43,9 +43,7 @@ from functools import cache, wraps
 from inspect import signature
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
-
-from .configuration_scale import config_of, find_stock_class
+from .configuration_scale import config_of
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
@@ -58,7 +56,7 @@ from .expanded_routers import Router  # noqa: F401
 from .expanded_routing import route  # noqa: F401
 from .expanded_shapes import shapes_of  # noqa: F401
 from .expanded_state import RouterState  # noqa: F401
-from .expanded_stock import make_model_class
+from .expanded_stock import find_stock_model, make_model_class
 from .expanded_streams import product  # noqa: F401
 
 
@@ -92,7 +90,4 @@ def _make_model(stock: Any, stock_config: type, config: type, module: str) -> ty
 
 
 def __getattr__(name: str) -> Any:
-    class_name, _, config = name.partition("_of_")
-    stock = find_stock_class(class_name, PreTrainedModel, __name__)
-    config_class = find_stock_class(f"Scale{config}", PretrainedConfig, __name__) if config else stock.config_class
-    return model_of(stock, config_class)
+    return model_of(*find_stock_model(name, __name__, "Scale"))

@@ -15,6 +15,9 @@ from scale_surgery.planning.architecture import Architecture, Linear, Sizes
 from scale_surgery.planning.specs import LinearWidths, Widths
 from scale_surgery.planning.stored import find_prefix, module_path
 
+# the first wide layer of a fused model whose embedding has the up stream already
+IN_EMBEDDING = -1
+
 
 @dataclass(frozen=True)
 class StockWidths:
@@ -170,16 +173,33 @@ def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> 
         )
 
 
-def fused_problems(architecture: Architecture) -> list[str]:
+def first_wide_layer(architecture: Architecture, layers: Collection[int]) -> int:
+    """The first layer of a fused model whose input has an up stream; `IN_EMBEDDING` where the embedding has it already.
+
+    Below the first expanded layer the up stream is zero, so it needs not be there. But the stock code may have stored
+    the width of what enters the layers, and expect it after the last norm.
+
+    Args:
+        architecture: Facts of the architecture.
+        layers: The expanded layers.
+    """
+    first = min(layers)
+    is_early = first == 0 or architecture.keeps_width
+    return IN_EMBEDDING if is_early and architecture.enters == "embedding" else first
+
+
+def fused_problems(architecture: Architecture, layers: Collection[int]) -> list[str]:
     """Why an expansion has no fused form, a line each; none where it has one.
 
     Args:
         architecture: Facts of the architecture.
+        layers: The expanded layers. What lies below is as in the base.
     """
-    blocks = {block.name: block for kind in architecture.kinds for block in kind.blocks}
+    numbers = architecture.kind_of_layer[max(first_wide_layer(architecture, layers), 0) :]
+    kinds = [architecture.kinds[number] for number in dict.fromkeys(numbers)]
+    blocks = dict.fromkeys(block.name for kind in kinds for block in kind.blocks if block.treatment == "block")
     return [
-        f"--to fused: the block {block.name} runs as it is, with a small MLP beside it, expected linears in which base "
+        f"--to fused: the block {name} runs as it is, with a small MLP beside it, expected linears in which base "
         "and new blocks can be one matrix. Use the expanded model as it is."
-        for block in blocks.values()
-        if block.treatment == "block"
+        for name in blocks
     ]

@@ -73,7 +73,7 @@ def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
 
 def _fused_form(plan: Plan) -> str:
     reason = plan.method.refusal("fuse") or plan.method.refusal("merge")
-    problems = [problem.removeprefix("--to fused: ") for problem in fused_problems(plan.architecture)]
+    problems = [problem.removeprefix("--to fused: ") for problem in fused_problems(plan.architecture, plan.layers)]
     if reason is not None or problems:
         return _none(reason or problems[0])
     only = f", where the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""

@@ -17,7 +17,8 @@ from scale_surgery.planning.architecture import CONFIG_KEYS
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.paths import base_specs, path_problems
 from scale_surgery.planning.plan import Plan
-from scale_surgery.surgery.joining import first_wide_layer, fork_of, gram_size
+from scale_surgery.planning.stock import first_wide_layer
+from scale_surgery.surgery.joining import fork_of, gram_size
 from scale_surgery.surgery.record import Manifest
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
@@ -115,7 +116,7 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
         **({} if fork is None else {ROUTER_KEY: specs[ROUTER_KEY], "gram": gram_size(manifest)}),
         BASE_KEY: specs[BASE_KEY],
         EXPANSIONS_KEY: [
-            {**own, "fused": True, "first_wide_layer": first_wide_layer(plan), "fork": fork}
+            {**own, "fused": True, "first_wide_layer": first_wide_layer(architecture, plan.layers), "fork": fork}
             for own in specs[EXPANSIONS_KEY]
         ],
         STOCK_KEY: {key: config.get(key) for key, value in wide.items() if config.get(key) != value},
@@ -123,9 +124,9 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     return {
         **config,
         **wide,
-        "architectures": modeling.architectures(architecture, is_fused=True),
+        "architectures": modeling.architectures(architecture, "fused"),
         "model_type": architecture.fused_type,
-        "auto_map": {**config["auto_map"], **modeling.auto_map(architecture, is_fused=True)},
+        "auto_map": {**config["auto_map"], **modeling.auto_map(architecture, "fused")},
         CONFIG_KEY: fused,
     }
 

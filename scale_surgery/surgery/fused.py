@@ -49,13 +49,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# rows of a head that stand in memory in float32 at a time
+ROWS_AT_ONCE = 2**13
+
+
 def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that the blocks of every linear can be joined without a cast.
 
     Raises:
         PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
     """
-    problems = fused_problems(manifest.plan.architecture)
+    problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
     problems += _router_problems(manifest)
     problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
@@ -66,17 +70,13 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
 def _router_problems(manifest: Manifest) -> list[str]:
     """Why a routed model has no fused form."""
     routing = manifest.routing
-    advice = (
-        "Take the router away first: scale-surgery route-export --router none; or serve the routed folder as it is."
-    )
-    if routing is None:
+    if routing is None or isinstance(routing, CosineRouter):
         return []
-    if not isinstance(routing, CosineRouter):
-        return [
-            f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
-            f"cosine one. {advice}"
-        ]
-    return []
+    return [
+        f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
+        "cosine one. Take the router away first: scale-surgery route-export --router none; or serve the routed folder "
+        "as it is."
+    ]
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
@@ -152,10 +152,17 @@ def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
     import torch
 
     name, bias = head_of(manifest)
-    weight = read(name).float()
-    if bias is not None:
-        weight = torch.cat((weight, read(bias).float()[:, None]), dim=1)
-    return weight.t() @ weight
+    whole, added = read(name), None if bias is None else read(bias)
+    size = gram_size(manifest)
+    gram = torch.zeros(size, size, dtype=torch.float64)
+    # a head can be larger than all else, and in float32 twice as large again
+    for start in range(0, len(whole), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        weight = whole[rows].float()
+        if added is not None:
+            weight = torch.cat((weight, added[rows].float()[:, None]), dim=1)
+        gram += weight.t() @ weight
+    return gram.float()
 
 
 def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:

@@ -80,7 +80,7 @@ def bytes_of_model(checkpoint: Checkpoint, manifest: Manifest) -> int:
     stored = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
     files = {name: size for name, size in stored.items() if name not in manifest.joined_shards}
     parts = described_parts(checkpoint, manifest)
-    beside = [parts[name] for name in manifest.base_tensors if name in parts]
+    beside = [parts[name] for name in _base_parts(manifest).values() if name in parts]
     moved = [part for part in beside if part.file not in files or part.file in manifest.renumbered]
     blocks = [parts[name] for name in manifest.planned if name in parts]
     return sum(files.values()) + sum(part.bytes for part in (*moved, *blocks))

@@ -20,6 +20,7 @@ from scale_surgery.checkpoint.expansions import INFIX, tensor_name
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import Spec, specs_of_layer
+from scale_surgery.planning.stock import IN_EMBEDDING, first_wide_layer
 from scale_surgery.planning.stored import module_path
 from scale_surgery.surgery.record import Manifest
 
@@ -40,9 +41,6 @@ PLACES = {
     "w11": (False, False),
     "bias11": (False, False),
 }
-
-
-IN_EMBEDDING = -1
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     """
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
     architecture, sizes, up = plan.architecture, plan.sizes, plan.widths.up_width
-    embedding, first = embedding_of(plan), first_wide_layer(plan)
+    embedding, first = embedding_of(plan), first_wide_layer(architecture, plan.layers)
     fork = fork_of(manifest)
     if up and first == IN_EMBEDDING:
         up_weight = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "up_weight")
@@ -151,17 +149,6 @@ def block_name(module: str, expansion: str, block: str) -> str:
 def fork_of(manifest: Manifest) -> int | None:
     """The first layer of a fused model that two paths pass through; None where its router, if any, weighs no two."""
     return min(manifest.plan.collaboration.layers, default=None) if manifest.routing is not None else None
-
-
-def first_wide_layer(plan: Plan) -> int:
-    """The first layer of a fused model whose input has an up stream; `IN_EMBEDDING` where the embedding has it already.
-
-    Below the first expanded layer the up stream is zero, so it needs not be there. But the stock code may have stored
-    the width of what enters the layers, and expect it after the last norm.
-    """
-    architecture, first = plan.architecture, min(plan.layers)
-    is_early = first == 0 or architecture.keeps_width
-    return IN_EMBEDDING if is_early and architecture.enters == "embedding" else first
 
 
 def _passing_linears(plan: Plan, layer: int) -> dict[str, Spec]:

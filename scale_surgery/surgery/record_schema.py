@@ -36,6 +36,7 @@ class MeasuredDrift(TypedDict):
 class Fused(TypedDict):
     """`fused`: what `merge --to blocks` gives back."""
 
+    made: Mapping[str, str]
     shards: Mapping[str, JoinedShard]
     texts: Mapping[str, str]
     drift: MeasuredDrift

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from scale_surgery import Request, expand
+from scale_surgery import PlanError, Request, expand, merge
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.modeling.modeling_fused import Entering, Narrow, Split
 from scale_surgery.progress import no_track
@@ -23,6 +23,7 @@ from scale_surgery.surgery.fused import write_fused
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, load, shake
 from tests.each import FEW, WAYS, mostly
+from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES
 
 # a sum in another order; the tiny models' logits are of size 1
@@ -156,3 +157,64 @@ def test_a_missing_tensor_is_not_initialised(twins_of: Callable[..., Twins]) -> 
     fused = twins_of("llama", "last", True)[1]
     with pytest.raises(ValueError, match=r"the files do not hold its tensors: model.norm.up_weight is missing"):
         fused.check_loaded({"missing_keys": {"model.norm.up_weight"}, "unexpected_keys": (), "mismatched_keys": ()})
+
+
+# types whose configuration class says less than others, computes the types of its layers, or has layers that its parent
+# does not know
+OTHERS = ("biogpt", "bamba", "nemotron_h")
+
+
+@pytest.mark.parametrize("model_type", mostly(OTHERS, ("bamba", "nemotron_h").__contains__))
+def test_configurations_that_are_unlike_the_others(tmp_path: Path, model_type: str) -> None:
+    base = write_base(twin_config(model_type), torch.float32, tmp_path / "base")
+    expanded = shake(expand(base, Request("last:2", variant="adapt", collaborate="both"), tmp_path / "expanded").path)
+    model, fused = load(expanded), load(merge(expanded, tmp_path / "fused").path)
+    assert getattr(fused.config, "layer_types", None) == getattr(model.config, "layer_types", None)
+    assert not hasattr(fused.config, "no_such_value")
+    # transformers 4 makes one of defaults
+    assert type(fused.config)().vocab_size == type(fused.stock_config)().vocab_size
+    for prompt in prompts():
+        assert torch.equal(fused.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
+
+
+def test_blocks_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """A mixture that is widened as a whole is refused, though layers above have something else by its name."""
+    base = write_base(twin_config("nemotron_h"), torch.float32, tmp_path / "base")
+    expanded = expand(base, Request("all", variant="adapt"), tmp_path / "expanded").path
+    with pytest.raises(PlanError, match=r"^--to fused: the block mixer runs as it is, with a small MLP beside it"):
+        merge(expanded, tmp_path / "fused")
+
+
+# what stock code of the whole decoder computes with the hidden size is of that of the base
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 128}
+
+
+def test_without_a_head_sizes_are_those_of_the_base(tmp_path: Path) -> None:
+    """Falcon's decoder divides the bias of positions by a number made of the hidden size."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("falcon", **SIZES, alibi=True, new_decoder_architecture=False, parallel_attn=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    expanded = shake(expand(tmp_path / "base", Request("all", variant="adapt"), tmp_path / "expanded").path)
+    fused = merge(expanded, tmp_path / "fused").path
+    body, prompt = AutoModel.from_pretrained(fused).eval(), prompts()[1]
+    with torch.no_grad():
+        hidden = body(**prompt).last_hidden_state
+        torch.testing.assert_close(hidden, AutoModel.from_pretrained(expanded)(**prompt).last_hidden_state, **CLOSE)
+        assert torch.equal(load(fused).lm_head(hidden), load(fused)(**prompt).logits)
+        # what the stock forward remembers, it remembers of the model
+        for _ in range(2):
+            assert len(body(**prompt, output_hidden_states=True).hidden_states) == 4
+        # the control
+        body.stock_sizes.clear()
+        assert not torch.allclose(body(**prompt).last_hidden_state, hidden, **CLOSE)
+    # a server asks for the width of what comes out, and a setting of the user counts
+    assert body.config.hidden_size == hidden.shape[-1] > SIZES["hidden_size"]
+    body.config.use_cache = False
+    assert body(**prompt).past_key_values is None
+
+
+def test_no_layer_lies_on_two_devices(twins_of: Callable[..., Twins]) -> None:
+    """Devices are shared out by the names of classes, and where the up stream begins a layer has another."""
+    model = twins_of("llama", "between", True)[1]
+    assert {type(layer).__name__ for layer in model.model.layers} <= set(model._no_split_modules)
+    assert any(isinstance(layer, Entering) for layer in model.model.layers)

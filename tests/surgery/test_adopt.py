@@ -56,8 +56,8 @@ from tests.conftest import REQUESTS, Pair, digests, load
 from tests.each import FEW, mostly
 from tests.routed import random_ids
 from tests.routed import train as move
+from tests.surgery.test_images import config_of as image_config
 from tests.surgery.test_images import load as load_images
-from tests.surgery.test_images import twin_config as image_config
 from tests.surgery.test_images import write_base as write_image_base
 from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES, save_tiny

@@ -107,7 +107,7 @@ def test_other_architectures(made_of, tmp_path: Path, family: str, names: tuple[
 @torch.no_grad()
 def test_models_that_see_images(tmp_path: Path, kind: str) -> None:
     """Their files name modules in another way than they do; some add images between layers, to every path."""
-    config = images.twin_config(kind)
+    config = images.config_of(kind)
     base = images.write_base(config, torch.float32, tmp_path / "base")
     requests = {"law": REQUESTS["law"], "medicine": REQUESTS["medicine"]}
     folders = {

@@ -124,7 +124,7 @@ def test_what_cannot_be_extracted_is_refused(expanded, base_of, tmp_path):
     line = f"{STORED_INDEX}: lies in {expanded}, and an extract needs this name. Move that file away."
     assert str(error.value) == line
     shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
-    fused = {"shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}}
+    fused = {"made": {}, "shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}}
     write_json(expanded / "surgery.json", read_json(expanded / "surgery.json") | {"fused": fused})
     with pytest.raises(
         CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge \S+ --to blocks -o EXPANDED\.$"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from scale_surgery import (
     expand,
     extract,
     load_expansion,
+    merge,
     route_export,
     strip,
     verify,
@@ -121,6 +123,33 @@ def test_with_an_image_and_without(tmp_path, name, dtype):
         changed.view(-1)[0] += 1
     with pytest.raises(CheckpointError, match=r"^model: 1 of \d+ tensors differ from those of base, on which this exp"):
         load_expansion(stock, extracted)
+
+
+@pytest.mark.parametrize(
+    ("name", "routed"),
+    mostly(
+        [(name, routed) for name in ("gemma3", "llava", "qwen3_vl") for routed in (False, True)],
+        [("qwen3_vl", True)].__contains__,
+    ),
+)
+def test_fused_sees_the_same_image(tmp_path, name, routed):
+    """Of one layer: above and below others are as they were, and images are added between them."""
+    config = config_of(name)
+    base = write_base(config, torch.float32, tmp_path / "base")
+    request = Request("1", variant="adapt", init_w22="random")
+    path = shake(expand(base, request, tmp_path / "expanded").path)
+    path = route_export(path, tmp_path / "routed", ROUTERS["cosine"]()).path if routed else path
+    model, fused = load(path), load(merge(path, tmp_path / "fused").path)
+    prompt = inputs(name, config, torch.float32)
+    with torch.no_grad():
+        for threshold in (-1.0, 1.0) if routed else (None,):
+            cosine = {"router": "cosine", "threshold": threshold}
+            same = fused.use_threshold(threshold) if routed else nullcontext()
+            with same, model.use_expansion(model.expansions, **cosine) if routed else nullcontext():
+                seen = logits(model, **prompt)
+                torch.testing.assert_close(logits(fused, **prompt), seen, rtol=0, atol=1e-4)
+                other = logits(fused, **prompt | {"pixel_values": prompt["pixel_values"] + 1})
+                assert not torch.allclose(other, seen, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

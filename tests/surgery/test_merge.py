@@ -44,6 +44,7 @@ from scale_surgery.surgery.joining import join_pieces, joined_tensors, take_piec
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, digests, load, shake
 from tests.each import each_shape, mostly
+from tests.routed import between
 from tests.tiny import FAMILIES
 
 
@@ -143,6 +144,30 @@ def test_the_paper_s_router_is_fused_with_both_paths(
     assert any(problem.startswith(f"{name}: sha256") for problem in verify(done.path, record=False).problems)
 
 
+@pytest.mark.parametrize("model_type", ("llama", "phi"))
+def test_what_decides_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """Of the head's rows, a few at a time; phi's head has a bias."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, vocab_size=131))
+    head = base.get_output_embeddings()
+    if head.bias is not None:
+        torch.nn.init.normal_(head.bias)
+    base.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    columns = [head.weight] if head.bias is None else [head.weight, head.bias[:, None]]
+    expanded = expand(tmp_path / "base", Request("1", variant="adapt"), tmp_path / "wide").path
+    routed = route_export(expanded, tmp_path / "routed", CosineRouter()).path
+    monkeypatch.setattr("scale_surgery.surgery.fused.ROWS_AT_ONCE", 50)
+    model = load(merge(routed, tmp_path / "fused").path, dtype=torch.bfloat16)
+    (gram,) = (own for name, own in model.named_parameters() if name.endswith(".gram"))
+    whole = torch.cat([part.float() for part in columns], dim=1)
+    assert gram.dtype == torch.float32 and len(gram) == whole.shape[1]
+    torch.testing.assert_close(gram, whole.t() @ whole, rtol=1e-5, atol=1e-5)
+    # a model that is cast as a whole runs on
+    with torch.no_grad():
+        assert model.to(torch.float16)(IDS).logits.isfinite().all()
+
+
 IDS = torch.arange(3, 63).view(3, 20)
 
 
@@ -150,10 +175,7 @@ def halfway(expanded: Path, folder: Path, *, strict: bool) -> Path:
     """The model with a cosine router whose threshold parts the tokens in the widest gap between their cosines."""
     probe = load(route_export(expanded, folder / "probe", CosineRouter(strict=strict)).path)
     with torch.no_grad():
-        observed = probe.score_tokens(IDS).observed.flatten().sort().values
-    middle = observed[len(observed) // 4 : -len(observed) // 4]
-    place = int((middle[1:] - middle[:-1]).argmax())
-    threshold = float(middle[place : place + 2].mean())
+        threshold = between(probe.score_tokens(IDS).observed)
     return route_export(expanded, folder / "routed", CosineRouter(threshold=threshold, strict=strict)).path
 
 
@@ -416,6 +438,7 @@ SPOILED = [
     ("fused.shards", {}),
     ("fused.drift", {}),
     ("fused.texts", None),
+    ("fused.made", None),
     ("expansions.default.facts.sizes", None),
 ]
 

@@ -63,8 +63,8 @@ def ask(path: Path) -> str:
         port = probe.getsockname()[1]
     options = ["--trust-remote-code", "--dtype", "float32", "--max-model-len", str(LONGEST), "--enforce-eager"]
     place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "fused"]
-    # the script of the environment, whether or not it is on the path
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(path), *options, *place]
+    # what the command `vllm serve` runs; that asks for a package called vllm, and one for processors has another name
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *options, *place]
     expected = json.loads(path.with_name(f"{path.name}.expected.json").read_text())
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     with subprocess.Popen(

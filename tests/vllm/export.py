@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_surgery import CosineRouter, Request, expand, merge, register, route_export
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from tests.conftest import shake
+from tests.routed import between
 from tests.tiny import save_tiny
 
 # heads of 32 features, the fewest that vLLM's attention takes on a CPU
@@ -33,22 +34,12 @@ def prompts(vocabulary: int) -> list[list[int]]:
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def shake(path: Path) -> Path:
-    """Change every tensor of the expansion, as training does."""
-    for file in path.glob("expansion-*.safetensors"):
-        tensors = {name: own + torch.randn_like(own) * 0.1 for name, own in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
-    return path
-
-
 def route(expanded: Path, folder: Path) -> None:
     """Fuse with a router that parts the tokens in two, and with one whose threshold is another."""
     probe = AutoModelForCausalLM.from_pretrained(route_export(expanded, folder / "probe", CosineRouter()).path).eval()
     with torch.no_grad():
-        observed = probe.score_tokens(torch.tensor([prompts(97)[-1]])).observed.flatten().sort().values
-    middle = observed[len(observed) // 4 : -len(observed) // 4]
-    place = int((middle[1:] - middle[:-1]).argmax())
-    for name, threshold in (("routed", float(middle[place : place + 2].mean())), ("other-threshold", 1.0)):
+        middle = between(probe.score_tokens(torch.tensor([prompts(97)[-1]])).observed)
+    for name, threshold in (("routed", middle), ("other-threshold", 1.0)):
         routed = route_export(expanded, folder / f"{name}-blocks", CosineRouter(threshold=threshold)).path
         merge(routed, folder / name)
 
