@@ -27,7 +27,7 @@ import safetensors.torch  # noqa: F401
 import torch
 
 from scale_surgery.checkpoint import staging
-from scale_surgery.cli import adopt, apply, compose, merge, plan, route_export, separate  # noqa: F401
+from scale_surgery.cli import adopt, apply, compose, merge, plan, route_export  # noqa: F401
 from scale_surgery.cli.program import main as command_line
 from scale_surgery.deriving import planned
 from scale_surgery.errors import CheckpointError
