@@ -53,8 +53,13 @@ def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts, tokens = [], []
     for own in ids:
+        prompt = torch.tensor([own])
+        # said, since a prompt may begin with the token that pads
+        seen = torch.ones_like(prompt)
         with torch.no_grad():
-            made = model.generate(torch.tensor([own]), **options, output_logits=True, return_dict_in_generate=True)
+            made = model.generate(
+                prompt, attention_mask=seen, **options, output_logits=True, return_dict_in_generate=True
+            )
         best = torch.stack(made.logits).topk(2).values
         if len(prompts) < wanted and float((best[..., 0] - best[..., 1]).min()) > CLEAR:
             prompts.append(own)
@@ -92,7 +97,6 @@ def export_text(folder: Path) -> None:
     compute(fused, [list(ids) for ids in texts])
     expected = json.loads((folder / "fused.expected.json").read_text())
     expected["texts"] = [texts[tuple(ids)] for ids in expected["prompts"]]
-    expected["answers"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected["tokens"]]
     (folder / "fused.expected.json").write_text(json.dumps(expected))
 
 
