@@ -10,6 +10,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
 # of a plain checkpoint that merge --to stock made

@@ -29,6 +29,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_F
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
+from scale_surgery.planning.architecture import Sizes
 from scale_surgery.progress import Track
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
@@ -168,8 +169,8 @@ def probe(
     renamed: Mapping[str, str],
 ) -> Numbers:
     """Run the base, the model that each path is alone, and the expanded model on the same prompts, and compare."""
-    encoded, width = encode_prompts(base, probes, run), manifest.first_plan.sizes.hidden
-    tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run))
+    encoded, sizes = encode_prompts(base, probes, run), manifest.first_plan.sizes
+    tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run), sizes.vocabulary)
     batch, names = encoded.batch, tuple(manifest.expansions)
     # a model without a router has one path, and a fused one cannot choose a path
     names = names if manifest.routing is not None and manifest.fused is None else ()
@@ -177,7 +178,7 @@ def probe(
     # the base and the model; each expansion alone, each path by name, and the mixture
     with track("probe prompts", 2 + (2 * len(names) + 2) * bool(names)) as advance:
         with loaded(base, run, name=manifest.base_name, renamed=renamed) as (model, known):
-            stock = run_model(model, batch, width, probes.new_tokens, run.device)
+            stock = run_model(model, batch, sizes, probes.new_tokens, run.device)
             del model
         advance(1)
         alone = [PathRun(stock.logits[real], stock.cached, stock.uncached)]
@@ -185,15 +186,15 @@ def probe(
             alone.append(run_of_path)
             advance(1)
         with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
-            expanded = run_model(model, batch, width, probes.new_tokens, run.device)
+            expanded = run_model(model, batch, sizes, probes.new_tokens, run.device)
             advance(1)
             paths, mixture = list[PathNumbers](), None
             if names:
-                beside = _beside(model, batch, run.device)
+                beside = _beside(model, batch, sizes, run.device)
                 rounding = float(stock.logits[real].abs().max()) * torch.finfo(stock.logits.dtype).eps
                 for name, path_alone, path_beside in zip((None, *names), alone, beside, strict=True):
                     with model.use_expansion(name):
-                        by_name = run_path(model, batch, probes.new_tokens, run.device)
+                        by_name = run_path(model, batch, sizes, probes.new_tokens, run.device)
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
                     advance(1)
                 mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.new_tokens))
@@ -220,14 +221,18 @@ def probe(
 
 
 @torch.no_grad()
-def run_model(model: Any, batch: Batch, width: int, new_tokens: int, device: str) -> ModelRun:
-    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation."""
+def run_model(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: str) -> ModelRun:
+    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation.
+
+    Logits are those of the base's tokens.
+    """
+    width, known = sizes.hidden, sizes.vocabulary
     with translated(*RUNNING):
         output = model(**_inputs(batch, device), output_hidden_states=True, use_cache=False)
-        cached, uncached = _continue(model, batch, new_tokens, device)
+        cached, uncached = _continue(model, batch, known, new_tokens, device)
     return ModelRun(
-        logits=output.logits.cpu(),
-        base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width]).cpu(),
+        logits=output.logits[..., :known].cpu(),
+        base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width])[..., :known].cpu(),
         # of several paths the base's stream comes first: among features, and after the last norm along the batch
         hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
         cached=cached,
@@ -237,21 +242,25 @@ def run_model(model: Any, batch: Batch, width: int, new_tokens: int, device: str
 
 
 @torch.no_grad()
-def run_path(model: Any, batch: Batch, new_tokens: int, device: str) -> PathRun:
+def run_path(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: str) -> PathRun:
     """Run a model as it stands: logits of prompts, and greedy continuation with and without KV cache."""
-    logits = model(**_inputs(batch, device), use_cache=False).logits.cpu()[batch.mask.bool()]
-    return PathRun(logits, *_continue(model, batch, new_tokens, device))
+    logits = model(**_inputs(batch, device), use_cache=False).logits[..., : sizes.vocabulary].cpu()
+    return PathRun(logits[batch.mask.bool()], *_continue(model, batch, sizes.vocabulary, new_tokens, device))
 
 
 def _inputs(batch: Batch, device: str) -> dict[str, Tensor]:
     return {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
 
 
-def _continue(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[Tensor | None, Tensor | None]:
-    """Greedy continuation with KV cache and without."""
+def _continue(
+    model: Any, batch: Batch, known: int, new_tokens: int, device: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """Greedy continuation by tokens of the base, with KV cache and without."""
     if not new_tokens:
         return None, None
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    if added := list(range(known, model.config.get_text_config(decoder=True).vocab_size)):
+        options["suppress_tokens"] = added
     cached, uncached = (
         model.generate(**_inputs(batch, device), **options, use_cache=use_cache).cpu() for use_cache in (True, False)
     )
@@ -295,7 +304,7 @@ def run_alone(
                 if unfit := [problem for problem in problems if problem not in known]:
                     advice = f"{name}: its tensors do not fit its class, so another model would be compared."
                     raise CheckpointError.from_problems([*shorten(unfit), advice])
-                path_run = run_path(model, batch, new_tokens, run.device)
+                path_run = run_path(model, batch, manifest.first_plan.sizes, new_tokens, run.device)
                 # free it before the next one is loaded
                 del model
         yield path_run
@@ -320,11 +329,11 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
 
 
 @torch.no_grad()
-def _beside(model: Any, batch: Batch, device: str) -> list[Tensor]:
+def _beside(model: Any, batch: Batch, sizes: Sizes, device: str) -> list[Tensor]:
     """Logits of each path beside all others, without padding."""
     inputs = _inputs(batch, device)
     logits = model.path_logits(inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    return [path_logits.cpu()[batch.mask.bool()] for path_logits in logits]
+    return [path_logits[..., : sizes.vocabulary].cpu()[batch.mask.bool()] for path_logits in logits]
 
 
 def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> PathNumbers:

@@ -21,6 +21,7 @@ PROMISES = (
     "recoverable",
     "output_at_init",
     "near_output_at_init",
+    "old_vocabulary",
     "base_stream_always",
     "paths_as_alone",
     "bounded_forgetting",
@@ -54,6 +55,7 @@ def judge(
         Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
         _output_at_init(manifest, integrity, numbers, problems),
         _near_output_at_init(manifest, integrity, numbers, problems),
+        _old_vocabulary(manifest, integrity, numbers, problems),
         _base_stream_always(checkpoint, manifest, integrity, numbers, problems),
         _paths_as_alone(manifest, integrity, numbers, problems),
         _bounded_forgetting(manifest, numbers, problems),
@@ -76,8 +78,9 @@ def promises_of(manifest: Manifest) -> tuple[str, ...]:
         if len(manifest.expansions) > 1
         else ["output_at_init", *([] if _is_exact(manifest) else ["near_output_at_init"])]
     )
+    tokens = ["old_vocabulary"] if any(plan.widths.new_tokens for plan in manifest.plans.values()) else []
     paths = ["paths_as_alone"] if manifest.routing is not None else []
-    return ("recoverable", *starts, "base_stream_always", *paths, "bounded_forgetting")
+    return ("recoverable", *starts, *tokens, "base_stream_always", *paths, "bounded_forgetting")
 
 
 def _is_exact(manifest: Manifest) -> bool:
@@ -153,6 +156,27 @@ def _at_init(
     every = (*integrity.nonzero, *(problems if findings else ()))
     evidence = "; ".join([start, *(findings or ["no model was run"])])
     return Promise(name, claimed, (not every) if findings or every else None, evidence, every)
+
+
+def _old_vocabulary(
+    manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
+) -> Promise:
+    """Claimed as long as nothing but rows of new tokens may have changed."""
+    name = "old_vocabulary"
+    plan = manifest.first_plan
+    if not any(plan.widths.new_tokens for plan in manifest.plans.values()):
+        return Promise(name, False, False, "no tokens were added", ("no tokens were added.",))
+    is_alone = len(manifest.expansions) == 1 and manifest.routing is None and not plan.layers
+    evidence, problems = f"{plan.sizes.vocabulary:,} tokens of the base", list(integrity.base)
+    if numbers is None:
+        evidence += "; no model was run"
+    else:
+        problems += general
+        evidence += f", logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}"
+        if not numbers.is_bit_equal:
+            problems.append(f"logits of the base's tokens: drift {numbers.drift:.3g} in {numbers.dtype}.")
+    claimed = is_alone or (_is_one_untrained(manifest, integrity) and _is_exact(manifest))
+    return Promise(name, claimed, _holds(problems, numbers), evidence, tuple(problems))
 
 
 def _base_stream_always(

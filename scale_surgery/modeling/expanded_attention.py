@@ -115,7 +115,7 @@ class ExpandedAttention:
         """The heads of these paths, in the order in which they lie."""
         parts = []
         for group in paths.groups(self.place):
-            parts.append(HeadPart(*self.stock_heads, is_base=True, is_detached=not group.writer))
+            parts.append(HeadPart(*self.stock_heads, is_base=True, is_detached=group.is_fixed))
             parts += [HeadPart(*self.new_heads[name], is_base=False) for name in group.ups if name in self.new_heads]
         return None if len(parts) == 1 else tuple(parts)
 

@@ -99,7 +99,8 @@ class ExpandedPreTrainedModel(LoadedModel):
     """
 
     def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+        with stock_values(config):
+            super().__init__(config, *args, **kwargs)
         self.let_paths_through()
         for plan in config.scale_surgery["expansions"]:
             self._add_blocks(plan["name"], plan)
@@ -111,6 +112,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         """Let paths pass through the modules of a stock model; it has no expansion yet."""
         facts = self.config.scale_surgery["base"]
         self.facts, self.plans = facts, {}
+        self.with_new_tokens = ""  # the expansion that adds tokens, if there is one
         # of the base stream, by the empty name, and of the up stream of each expansion; before the first layer, some
         # have not entered
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
@@ -164,6 +166,8 @@ class ExpandedPreTrainedModel(LoadedModel):
         self._add_blocks(name, plan)
         self.config.scale_surgery["expansions"].append({**plan, "name": name})
         self.config.scale_surgery.pop("router", None)
+        if new := plan["head"].get("new_tokens"):
+            set_values(self.config, {"vocab_size": len(super().get_output_embeddings().weight) + new})
         self.set_expansion(name)
 
     def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
@@ -176,6 +180,11 @@ class ExpandedPreTrainedModel(LoadedModel):
         head = self.get_output_embeddings()
         if head is not None and plan["head"]:
             head.expansions[name] = make_blocks(head, plan, plan["head"], {}, [])
+            if plan["head"].get("is_tied"):
+                embedding = self.get_input_embeddings().expansions[name]
+                head.expansions[name].__dict__["embedding"] = embedding
+        if plan["head"].get("new_tokens"):
+            self.with_new_tokens = name
         for index, layer in enumerate(layers):
             specs = specs_of(plan, index)
             is_expanded = index in plan["expanded_layers"]
@@ -232,7 +241,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         if paths not in self.known_paths:
             w12_layers = {name: plan["collaborative"]["layers"] for name, plan in self.plans.items()}
             first_w12_layers = {name: min(layers, default=None) for name, layers in w12_layers.items()}
-            self.known_paths[paths] = Paths(paths, first_w12_layers, self.layer_count)
+            self.known_paths[paths] = Paths(paths, first_w12_layers, self.layer_count, self.with_new_tokens)
         return self.known_paths[paths]
 
     def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
@@ -345,6 +354,9 @@ class ExpandedPreTrainedModel(LoadedModel):
                 module.new_heads.pop(name, None)
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
         entry = self.config.scale_surgery
+        if name == self.with_new_tokens:
+            self.with_new_tokens = ""
+            set_values(self.config, entry.pop("stock"))
         entry["expansions"] = [plan for plan in entry["expansions"] if plan["name"] != name]
         entry.pop("router", None)
         self._forget()
@@ -401,11 +413,17 @@ class ExpandedPreTrainedModel(LoadedModel):
     def _run(self, inputs: dict[str, Any]) -> Any:
         choice, cache = self.choice, inputs.get("past_key_values")
         check_cache(cache, choice)
-        output = self._run_stock(inputs) if choice.router is None and not choice.rows else self._run_beside(inputs)
+        is_alone = choice.router is None and not choice.rows and not self._lacks_new_tokens(choice)
+        output = self._run_stock(inputs) if is_alone else self._run_beside(inputs)
         cache = cache_of(output) if cache is None else cache
         if cache is not None:
             cache.expansion_choice = choice.key
         return output
+
+    def _lacks_new_tokens(self, choice: Choice) -> bool:
+        """Whether the head has tokens that what was chosen does not know."""
+        has_head = super().get_output_embeddings() is not None
+        return has_head and self.with_new_tokens != "" and self.with_new_tokens not in choice.names
 
     def _run_stock(self, inputs: dict[str, Any]) -> Any:
         """Run the stock forward, which caps the logits of some models after the head.
@@ -554,9 +572,7 @@ class ExpandedPreTrainedModel(LoadedModel):
                 "Train before you route, or train one expansion alone: model.set_expansion(NAME)."
             )
         blocks = [head.expansions[name] for name in self.choice.names if name in head.expansions]
-        if not blocks or blocks[0].up_weight is None:
-            return head
-        return WholeHead(torch.cat((head.weight, blocks[0].up_weight.to(head.weight.dtype)), dim=1), head.bias)
+        return head.whole(blocks[0]) if blocks else head
 
     # ---- hidden states
 
@@ -598,15 +614,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
 
 
-class WholeHead(NamedTuple):
-    """The head as one matrix [head, head_up] over what the base model gives, [base stream, up stream]."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 def logits_of_rows(features: Features, choice: Choice) -> Tensor:
-    """Logits of the path that each row chose; beams of one row lie one after the other."""
+    """Logits of the path that each row chose, or of the only one; beams of one row lie one after the other."""
+    if not choice.rows:
+        return features.logits()[0]
     batch, rows = len(features.bases[0]), len(choice.rows)
     if batch % rows:
         raise number_of_names(rows, batch)
@@ -616,6 +627,25 @@ def logits_of_rows(features: Features, choice: Choice) -> Tensor:
     for number, logits in enumerate(rest, 1):
         selected = torch.where(chosen == number, logits, selected)
     return selected
+
+
+@contextmanager
+def stock_values(config: Any) -> Iterator[None]:
+    """Give the config of a language model the base's values inside a `with` block, where others stand in it."""
+    text, values = config.get_text_config(decoder=True), config.scale_surgery.get("stock", {})
+    wide = {key: getattr(text, key) for key in values}
+    set_values(config, values)
+    try:
+        yield
+    finally:
+        set_values(config, wide)
+
+
+def set_values(config: Any, values: dict[str, Any]) -> None:
+    """Set values of the language model in a config."""
+    text = config.get_text_config(decoder=True)
+    for key, value in values.items():
+        setattr(text, key, value)
 
 
 def check_cache(cache: Cache | None, choice: Choice) -> None:

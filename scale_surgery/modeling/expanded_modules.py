@@ -207,11 +207,16 @@ class NormBlocks(Blocks):
 
 
 class EmbeddingBlocks(Blocks):
-    """Added columns of an embedding, which take the same scale as the stock ones where there is one."""
+    """Added columns of an embedding, which take the same scale as the stock ones where there is one.
 
-    group_of = {"up_weight": "embedding"}
+    Rows of new tokens have them too.
+    """
+
+    group_of = {"up_weight": "embedding", "new_rows": "new_tokens"}
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+        if self.up_weight is None:
+            return y, None
         # what it reads are token ids
         y_up = functional.embedding(base, self.up_weight, self.stock.padding_idx).to(y.dtype)
         scale = getattr(self.stock, "embed_scale", None)
@@ -221,13 +226,23 @@ class EmbeddingBlocks(Blocks):
 
 
 class HeadBlocks(Blocks):
-    """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied."""
+    """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied.
 
-    group_of = {"up_weight": "head"}
+    `embedding` has the rows of new tokens where the base's head is tied to it.
+    """
+
+    group_of = {"up_weight": "head", "new_rows": "new_tokens"}
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Rows of new tokens, or None."""
+        embedding = self.__dict__.get("embedding")
+        rows: Tensor | None = (self if embedding is None else embedding).new_rows
+        return rows
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         # in the memory of the logits of the base stream, which are large
-        return add_product(y, up, self.up_weight), None
+        return y if self.up_weight is None else add_product(y, up, self.up_weight), None
 
 
 class SameBlocks(Blocks):
@@ -245,6 +260,8 @@ class PassingBlocks(Blocks):
 
     So the up stream passes through the residual connection of a layer that was not chosen.
     """
+
+    group_of = {"new_rows": "new_tokens"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
@@ -281,6 +298,7 @@ class LayoutGroup(NamedTuple):
     """A base stream and its up streams as a module reads them."""
 
     has_w12: bool  # whether the base stream is an expansion's own, so that W12 exists there
+    is_fixed: bool  # whether nothing that trains reaches it
     # blocks of each up stream, None where the expansion adds nothing to the module
     blocks: tuple[Blocks | None, ...]
 
@@ -331,7 +349,7 @@ class ExpandedModule:
         groups, up_in = [], []
         for group in paths.groups(self.place):
             blocks = tuple(self.expansions._modules.get(name) for name in group.ups)
-            groups.append(LayoutGroup(bool(group.writer), blocks))
+            groups.append(LayoutGroup(bool(group.writer), group.is_fixed, blocks))
             up_in += [None, *(0 if added is None else added.up_in for added in blocks)]
         is_stock = len(groups) == 1 and all(added is None for added in groups[0].blocks)
         return None if is_stock else Layout(tuple(groups), tuple(up_in), {})
@@ -352,8 +370,8 @@ class ExpandedModule:
         streams, outputs = iter(self.split(x, layout)), []
         for group in layout.groups:
             base = next(streams)
-            if not group.has_w12 and base.requires_grad:
-                # nothing that trains reaches the base's own stream, so no gradient has to pass through it
+            if group.is_fixed and base.requires_grad:
+                # so no gradient has to pass through it
                 base = base.detach()
             blocks = group.blocks
             is_copied = group.has_w12 and blocks[0] is not None and blocks[0].replaces_base
@@ -441,12 +459,26 @@ class ExpandedEmbedding(ExpandedModule):
     """A module that reads no hidden state, such as an embedding; up streams stand beside its output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        y, layout = self.run_stock(*args, **kwargs), self.layout()
+        layout = self.layout()
         if layout is None:
-            return y
+            return self.run_stock(*args, **kwargs)
         (read,) = args[:1] or list(kwargs.values())[:1]
-        ups = [blocks(read, read, y, False)[1] for blocks in layout.groups[0].blocks if blocks is not None]
+        all_blocks = [blocks for blocks in layout.groups[0].blocks if blocks is not None]
+        new = next((rows for blocks in all_blocks if (rows := getattr(blocks, "new_rows", None)) is not None), None)
+        y = self.run_stock(*args, **kwargs) if new is None else self.embed(read, new)
+        ups = [blocks(read, read, y, False)[1] for blocks in all_blocks]
         return torch.cat([y, *(up for up in ups if up is not None)], dim=-1)
+
+    def embed(self, ids: Tensor, new: Tensor) -> Tensor:
+        """Embed ids, of which those from the number of stock rows on are of new tokens.
+
+        What the stock module does to its rows, such as scaling them, it does to new ones.
+        """
+        rows = len(self.weight)
+        is_new = ids >= rows
+        y = self.run_stock(ids.masked_fill(is_new, 0))
+        y_new = twin(self, weight=new, padding_idx=None).run_stock((ids - rows).clamp_(min=0))
+        return torch.where(is_new[..., None], y_new.to(y.dtype), y)
 
 
 class ExpandedBlock(ExpandedModule):
@@ -488,10 +520,18 @@ class ExpandedBlock(ExpandedModule):
         return (y, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else y
 
 
+class WholeHead(NamedTuple):
+    """The head as one matrix [head, head_up] over what the base model gives, [base stream, up stream]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class ExpandedHead(ExpandedModule):
     """The head: it gives the logits of the only path, or what `Call.answer` makes of the features of all paths.
 
-    `softcap` caps logits as the stock model does after the head, where that is too late: see `_run_stock`.
+    `softcap` caps logits as the stock model does after the head, where that is too late: see `_run_stock`. Where an
+    expansion adds tokens, their logits come after those of the base's, on every path.
     """
 
     softcap: float | None = None
@@ -514,8 +554,33 @@ class ExpandedHead(ExpandedModule):
         Features of last tokens alone are strided, and to their product torch adds a bias in a step of its own.
         """
         if self.bias is None or unsplit.is_contiguous():
-            return self.run_stock(base)
-        return functional.linear(base, self.weight) + self.bias
+            logits = self.run_stock(base)
+        else:
+            logits = functional.linear(base, self.weight) + self.bias
+        new = next((rows for blocks in self.expansions.values() if (rows := blocks.rows) is not None), None)
+        return logits if new is None else torch.cat((logits, product(base, new, logits)), -1)
+
+    def whole(self, blocks: HeadBlocks) -> WholeHead:
+        """The head of one expansion as one matrix over what the base model gives."""
+        weight, bias, up = self.weight, self.bias, blocks.up_weight
+        if blocks.rows is not None:
+            weight = torch.cat((weight, blocks.rows.to(weight.dtype)))
+            bias = None if bias is None else functional.pad(bias, (0, len(blocks.rows)))
+        return WholeHead(weight if up is None else torch.cat((weight, up.to(weight.dtype)), 1), bias)
+
+    def without_new_tokens(self, logits: Tensor, blocks: HeadBlocks | None) -> Tensor:
+        """Logits of a path, in their own memory if they have no gradient; without rows, new tokens get probability 0.
+
+        The number is the least there is, and not infinite: 0 times infinity, in a divergence, is none.
+        """
+        known = len(self.weight)
+        if logits.shape[-1] == known or (blocks is not None and blocks.rows is not None):
+            return logits
+        least = torch.finfo(logits.dtype).min
+        if logits.requires_grad:
+            return torch.cat((logits[..., :known], torch.full_like(logits[..., known:], least)), -1)
+        logits[..., known:] = least
+        return logits
 
     def capped(self, logits: Tensor) -> Tensor:
         """Cap logits as the stock model does."""

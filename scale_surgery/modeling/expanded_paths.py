@@ -40,6 +40,8 @@ class Group(NamedTuple):
 
     writer: str  # the expansion whose W12 writes into the base stream; empty where none does
     ups: tuple[str, ...]  # expansions whose up streams read it
+    # whether nothing that trains reaches the base stream: no W12, and no rows of new tokens
+    is_fixed: bool = True
 
 
 class Paths:
@@ -48,8 +50,12 @@ class Paths:
     Equal ones are one object, since modules store their layout of streams under it.
     """
 
-    def __init__(self, paths: tuple[Path, ...], first_w12_layers: dict[str, int | None], layers: int) -> None:
+    def __init__(
+        self, paths: tuple[Path, ...], first_w12_layers: dict[str, int | None], layers: int, with_new_tokens: str = ""
+    ) -> None:
         self.paths, self.layers = paths, layers
+        # the expansion that adds tokens, if one does and takes part
+        self.with_new_tokens = with_new_tokens if any(path.expansion == with_new_tokens for path in paths) else ""
         self._groups = [self._at(layer, first_w12_layers) for layer in range(-1, layers)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Paths:
@@ -71,10 +77,11 @@ class Paths:
         for path in self.paths:
             first_w12_layer = first_w12_layers.get(path.expansion) if path.has_w12 else None
             if first_w12_layer is not None and first_w12_layer <= layer:
-                apart.append(Group(path.expansion, (path.expansion,)))
+                apart.append(Group(path.expansion, (path.expansion,), is_fixed=False))
             elif path.expansion:
                 shared[path.expansion] = None
-        return (*([Group("", tuple(shared))] if shared or BASE in self.paths else []), *apart)
+        base = Group("", tuple(shared), is_fixed=not self.with_new_tokens)
+        return (*([base] if shared or BASE in self.paths else []), *apart)
 
     def place_of(self, path: Path, layer: int) -> tuple[int, int | None]:
         """Number of the group of a path, and of its up stream in that group; None for the base."""

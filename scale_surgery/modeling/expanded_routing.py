@@ -52,8 +52,7 @@ class Features:
         for whole, group in zip(stacked, groups, strict=True):
             widths = [stream_widths[name] for name in ("", *group.ups)]
             streams.append(whole[..., : sum(widths)].split(widths, dim=-1))
-        # nothing that trains reaches the base's own stream
-        bases = (base if group.writer else base.detach() for group, (base, *_) in zip(groups, streams, strict=True))
+        bases = (base.detach() if group.is_fixed else base for group, (base, *_) in zip(groups, streams, strict=True))
         path_features = []
         for path in paths.paths:
             number, up = paths.place_of(path, paths.layers)
@@ -94,7 +93,11 @@ class Features:
         if path.blocks is not None:
             up = aligned_contiguous(path.up)
             logits, _ = path.blocks(up, up, logits, False)
-        return self.head.capped_in_place(logits)
+        return self.head.without_new_tokens(self.head.capped_in_place(logits), path.blocks)
+
+    def of_base(self) -> Tensor:
+        """Logits of the base alone, in memory of their own (b, t, v)."""
+        return self.whole(WeighedPath(self.base_logits()[0], PathFeatures(0, None, None)))
 
     def logits(self) -> list[Tensor]:
         """Logits of each path alone, in memory of their own (b, t, v)."""
@@ -255,7 +258,7 @@ def score_tokens(router: Router, features: Features, call: RouterCall) -> TokenS
         sides, observed = router.read_logits(here)
         path_scores = [token_log_probs(side, ids) for side in sides]
         is_base_first = here.paths[0].up is None
-        base = path_scores[0] if is_base_first else token_log_probs(here.head.capped(here.base_logits()[0]), ids)
+        base = path_scores[0] if is_base_first else token_log_probs(here.of_base(), ids)
         pieces.append((base, torch.stack(path_scores, -1), observed))
     base, scored, observed = (None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
     return weigh(router, base, scored, call.restarts, observed)

@@ -3,7 +3,8 @@
     linear              w12 (out, up in)   w21 (up out, in)   w22 (up out, up in)   up_bias (up out)
     grown               the same, and what trains in place of the base: w11 (out, in)   bias11 (out)
     norm                up_weight (up)   up_bias (up)
-    embedding, head     up_weight (rows, up)
+    embedding, head     up_weight (rows, up)   new_rows (new tokens, in)
+    padding             new_rows (new tokens, in), of an embedding without an up part
     block               w12 (out, inner)   w21 (inner, in)   w22 (inner, up)   up_weight (up, inner)
 
 Planning and loading use the same list. This file is read without torch, to plan an expansion.
@@ -21,7 +22,7 @@ def shapes_of(
 
     Args:
         spec: What config.json says of the module.
-        rows: Rows of its weight, of an embedding or a head.
+        rows: Rows of its weight, of an embedding or a head; new tokens come after them.
         has_bias: Whether it has a bias.
         has_w12: Whether the expansion writes into its base stream.
     """
@@ -39,4 +40,8 @@ def shapes_of(
         return blocks | {"up_weight": (up, inner)}
     if kind == "norm":
         return {"up_weight": (spec["up"],), "up_bias": (spec["up"] if has_bias else 0,)}
-    return {"up_weight": (rows, spec["up"])} if kind in ("embedding", "head") else {}
+    if kind in ("embedding", "padding", "head"):
+        new = spec.get("new_tokens", 0)
+        up, added = 0 if kind == "padding" else spec["up"], 0 if spec.get("is_tied") else new
+        return {"up_weight": (rows + new, up), "new_rows": (added, spec.get("base", 0))}
+    return {}

@@ -118,7 +118,7 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
     head = model.get_output_embeddings()
     if fork < len(layers):
         decide(find_module(base_model, facts["last"]), specs, up)
-    if plan["head"] and head is not None:
+    if up and head is not None:
         widen_linear(head, up, 0)
     if up and adds_features(base_model):
 

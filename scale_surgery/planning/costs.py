@@ -53,8 +53,9 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
     checkpoint = base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
     beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
-    first = specs["expanded_layers"][0]
-    collaborative = specs["collaborative"]["layers"]
+    # rows of new tokens are below all layers
+    reached = [*specs["expanded_layers"], *([0] if specs["widths"]["new_tokens"] else [])]
+    collaborative = [*specs["collaborative"]["layers"], *([0] if specs["widths"]["new_tokens"] else [])]
     decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
     before = sum(info.elements for info in checkpoint.tensors.values())
     widths = Widths(**specs["widths"])
@@ -65,10 +66,11 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
         parameters_added=added,
         bytes_added=sum(tensor.bytes for tensor in tensors),
         parameters_per_layer=max(
-            sum(tensor.elements for tensor in tensors if tensor.layer == layer) for layer in specs["expanded_layers"]
+            (sum(tensor.elements for tensor in tensors if tensor.layer == layer) for layer in specs["expanded_layers"]),
+            default=0,
         ),
         forward_factor=_forward_factor(base, tensors),
-        up_stream_from=first,
+        up_stream_from=min(reached),
         base_stream_from=min(collaborative) if collaborative else None,
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
         stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, (before, beside)),

@@ -88,8 +88,8 @@ class Grow(Method):
         return {**specs, **grown, "variant": request.variant, "dtype": None}
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
-        """Every new tensor: each is a copy that has to stay one."""
-        return plan.tensors
+        """Every new tensor in a layer: each is a copy that has to stay one."""
+        return tuple(tensor for tensor in plan.tensors if tensor.layer is not None)
 
     def is_exact_at_init(self, plan: Plan) -> bool:
         """Two copies count a half each, and halves are exact; other shares are rounded."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -129,10 +129,16 @@ class Plan:
 
     @property
     def head_parts(self) -> tuple[TensorPlan, ...]:
-        """Up parts of the head: tensors neither in a layer nor in a module of the base model."""
+        """Up parts of the head: tensors neither in a layer nor in a module of the base model, nor new rows."""
         around = map(self.architecture.on_disk, self.specs.get("model", ()))
         inside = tuple(f"{self.prefix}{part}." for part in (self.architecture.layers, *around))
-        return tuple(tensor for tensor in self.tensors if not tensor.name.startswith(inside))
+        others = [tensor for tensor in self.tensors if not tensor.name.endswith(".new_rows")]
+        return tuple(tensor for tensor in others if not tensor.name.startswith(inside))
+
+    @property
+    def is_new_tokens_alone(self) -> bool:
+        """Whether new tokens are all that is added."""
+        return not self.layers
 
     def stored_name(self, name: str) -> str:
         """Name that a tensor has in the files, where layers are duplicated or not."""
@@ -150,6 +156,8 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
     check_base(base)
     method = METHODS[request.method]
     resolved = method.resolve(base, request)
+    if request.token_count:
+        resolved = replace(resolved, widths=replace(resolved.widths, new_tokens=request.token_count))
     specs = method.specs(base, request, resolved)
     tensors, shards = _place(tuple(method.new_tensors(base, specs)), request, base)
     return Plan(
@@ -216,6 +224,8 @@ def _shard_numbers(added: tuple[NewTensor, ...], dtypes: list[str]) -> list[int]
 def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
     if tensor.is_copy:
         return "copy"
+    if tensor.block == "new_rows":
+        return request.new_tokens_init
     if tensor.kind == "block":
         return "random" if tensor.block in ("w21", "up_weight") else "zero"
     if tensor.kind == "norm" and tensor.block == "weight":

@@ -10,6 +10,7 @@ from scale_surgery.errors import PlanError
 from scale_surgery.fields import NO_OPTION, problems_of
 from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.scale import RATIO, WIDTH
 from scale_surgery.planning.selection import select_layers
 
@@ -21,7 +22,8 @@ class Request:
     """What the user asks for; None means the default that the plan resolves and prints.
 
     Attributes:
-        layers: Layers to expand, counted from 0: 20-31 (both included), 0,4,8, -1 (the last), last:4, every:4, all.
+        layers: Layers to expand, counted from 0: 20-31 (both included), 0,4,8, -1 (the last), last:4, every:4, all; or
+            none, where new tokens are all that is added.
         method: scale adds new blocks, grow adds copies of the MLP, depth adds copies of whole layers.
         variant: What trains. scale: preserve (no W12, the default) or adapt (W12 in the collaborative layers). grow:
             grow-freeze (the copies, the default) or grow-train (the original gate and up projections too). depth:
@@ -40,6 +42,9 @@ class Request:
         dtype: Dtype of the new tensors. Default: that of the base tensor beside each.
         copies: MLPs in a grown layer, the original included (grow). Default: 2.
         name: What the expansion is called in the model: letters, digits and underscores.
+        new_tokens: Tokens that are added to the base's tokenizer, with a row each in embedding and head.
+        new_tokens_init: How the rows of new tokens start: pieces is the mean of the rows of what the base's tokenizer
+            makes of the token.
     """
 
     layers: str
@@ -59,6 +64,13 @@ class Request:
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     copies: Annotated[int, COPIES] | None = None
     name: str = DEFAULT_NAME
+    new_tokens: NewTokens | None = field(default=None, metadata=NO_OPTION)
+    new_tokens_init: Literal["pieces", "random", "zero"] = "pieces"
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens are added."""
+        return len(self.new_tokens.tokens) if self.new_tokens is not None else 0
 
 
 def complete(request: Request, layers: int | None = None) -> Request:

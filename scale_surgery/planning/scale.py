@@ -23,6 +23,8 @@ RATIO = Range(above=0, most=4)
 WIDTH = Range(least=0, most=10**7)
 # inner features of an MLP over features of the residual stream
 USUAL_INNER = 4
+# --layers where new tokens are all that is added
+NO_LAYERS = "none"
 # shares of widths that differ more from the ratio are explained
 SHARE_TOLERANCE = 0.2
 
@@ -65,6 +67,10 @@ class Scale(Method):
     def resolve(self, base: Base, request: Request) -> Resolved:
         """Resolve layers, widths and collaboration; widths that are not set follow from the ratio."""
         sizes, problems = base.sizes, list[str]()
+        if request.layers == NO_LAYERS:
+            if problems := _alone_problems(request):
+                raise PlanError.from_problems(problems)
+            return Resolved(())
         layers: tuple[int, ...] = ()
         try:
             layers = select_layers(request.layers, sizes.layers)
@@ -137,6 +143,22 @@ class Scale(Method):
         return f"W12 zero, W21 {request.init_w21}, W22 {request.init_w22}, seed {request.seed}"
 
 
+def _alone_problems(request: Request) -> list[str]:
+    """Why a request without layers cannot be met."""
+    if not request.token_count:
+        return ["--layers none: nothing would be added, expected layers, or new tokens (--new-tokens)."]
+    given = {
+        "collaborative-layers": request.collaborative_layers,
+        "collaborate": request.collaborate,
+        "up-width": request.up_width,
+        "up-kv-heads": request.up_kv_heads,
+        "up-inner-width": request.up_inner_width,
+    }
+    wider = [f"--{option}" for option, value in given.items() if value]
+    wider += ["--variant adapt"] if request.variant == "adapt" else []
+    return [f"--layers none: {', '.join(wider)} needs layers. Choose some, or leave it out."] if wider else []
+
+
 def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     """New tensors that never get a gradient, as they read zeros in every step.
 
@@ -145,10 +167,10 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     turns zeros into its bias, which starts at zero and learns only if W22 is not zero. A second norm that reads the
     same stream is not listed.
     """
+    if not plan.widths.up_width or (plan.layers[0] == 0 and plan.architecture.enters == "embedding"):
+        return ()
     first = plan.layers[0]
     kind = plan.architecture.kind(first)
-    if (first == 0 and plan.architecture.enters == "embedding") or not plan.widths.up_width:
-        return ()
     norm = kind.blocks[0].norm
     modules: dict[str, tuple[str, ...]] = {norm: ("up_weight",)} if norm else {}
 

@@ -21,11 +21,12 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Widths:
-    """Added widths: features of the residual stream, key/value heads, and features inside the MLP."""
+    """What is added: features of the residual stream, key/value heads, features inside the MLP, and tokens."""
 
     up_width: int = 0
     up_kv_heads: int = 0
     up_inner_width: int = 0
+    new_tokens: int = 0
 
     @property
     def description(self) -> str:
@@ -91,8 +92,8 @@ def build_specs(
         "expanded_layers": list(layers),
         "widths": asdict(widths),
         "collaborative": {"layers": list(collaboration.layers), "groups": list(collaboration.groups)},
-        "model": _model_specs(architecture, sizes, widths.up_width, is_embedding_widened=0 in layers),
-        "head": {"kind": "head", "base": sizes.hidden, "up": widths.up_width} if widths.up_width else {},
+        "model": _model_specs(architecture, sizes, widths, is_embedding_widened=0 in layers),
+        "head": _head_spec(sizes, widths),
         **(kinds[0] if len(kinds) == 1 else several),
         **({"enter": "hook"} if architecture.enters == "hook" and widths.up_width else {}),
     }
@@ -124,7 +125,20 @@ def _norm_spec(norm: Norm, sizes: Sizes, base: int, up: int) -> Spec:
     return {"kind": "norm", "base": base, "up": up, "style": norm.style, "epsilon": sizes.epsilon}
 
 
-def _model_specs(architecture: Architecture, sizes: Sizes, up: int, *, is_embedding_widened: bool) -> Spec:
+def _head_spec(sizes: Sizes, widths: Widths) -> Spec:
+    new = {"new_tokens": widths.new_tokens, "is_tied": sizes.is_tied} if widths.new_tokens else {}
+    return {"kind": "head", "base": sizes.hidden, "up": widths.up_width, **new} if widths.up_width or new else {}
+
+
+def _model_specs(architecture: Architecture, sizes: Sizes, widths: Widths, *, is_embedding_widened: bool) -> Spec:
+    specs = _up_specs(architecture, sizes, widths.up_width, is_embedding_widened=is_embedding_widened)
+    if not widths.new_tokens:
+        return specs
+    embedding = specs.get(architecture.embedding, {"kind": "padding", "up": 0})
+    return specs | {architecture.embedding: {**embedding, "base": sizes.hidden, "new_tokens": widths.new_tokens}}
+
+
+def _up_specs(architecture: Architecture, sizes: Sizes, up: int, *, is_embedding_widened: bool) -> Spec:
     if not up:
         return {}
     final = architecture.final_norm

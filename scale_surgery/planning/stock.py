@@ -64,7 +64,13 @@ def stock_sizes(architecture: Architecture, sizes: Sizes, widths: Widths) -> Siz
     if widths.up_kv_heads and architecture.heads_divide_hidden:
         fitting = (count for count in range(heads, sizes.hidden + 1) if sizes.hidden % (count * shared) == 0)
         heads = next(fitting, heads)
-    return replace(sizes, query_heads=heads * shared, key_value_heads=heads, inner=sizes.inner + widths.up_inner_width)
+    return replace(
+        sizes,
+        query_heads=heads * shared,
+        key_value_heads=heads,
+        inner=sizes.inner + widths.up_inner_width,
+        vocabulary=sizes.vocabulary + widths.new_tokens,
+    )
 
 
 def stock_shapes(
@@ -81,8 +87,8 @@ def stock_shapes(
     Returns:
         Shapes by name, weights and biases.
     """
-    before = _linear_shapes(architecture, sizes, names)
-    after = _linear_shapes(architecture, stock_sizes(architecture, sizes, widths), names)
+    before = _shapes(architecture, sizes, names)
+    after = _shapes(architecture, stock_sizes(architecture, sizes, widths), names)
     return {name: shape for name, shape in after.items() if shape != before[name]}
 
 
@@ -93,9 +99,12 @@ def linear_streams(linear: Linear, sizes: Sizes) -> LinearWidths:
     return LinearWidths([streams[linear.reads], 0], [[streams[stream], 0] for stream in linear.writes()])
 
 
-def _linear_shapes(architecture: Architecture, sizes: Sizes, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+def _shapes(architecture: Architecture, sizes: Sizes, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what may be larger: embedding and head, and linears of every layer."""
     prefix = find_prefix(architecture, names)
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{architecture.embedding_weight}": (sizes.embedded, sizes.hidden)}
+    head = {"weight": (sizes.vocabulary, sizes.hidden), "bias": (sizes.vocabulary,)}
+    shapes |= {name: shape for part, shape in head.items() if (name := f"{architecture.head}.{part}") in names}
     for layer in range(sizes.layers):
         for linear in architecture.kind(layer).linears:
             wide = linear_streams(linear, sizes)
@@ -122,7 +131,7 @@ def cost_of_stock(
     Returns:
         The cost.
     """
-    before = _linear_shapes(architecture, sizes, names)
+    before = _shapes(architecture, sizes, names)
     larger = stock_shapes(architecture, sizes, widths, names)
     count = parameters[0] + sum(prod(shape) - prod(before[name]) for name, shape in larger.items())
     return StockCost(
@@ -183,7 +192,7 @@ def first_wide_layer(architecture: Architecture, layers: Collection[int]) -> int
         architecture: Facts of the architecture.
         layers: The expanded layers.
     """
-    first = min(layers)
+    first = min(layers, default=len(architecture.kind_of_layer))
     is_early = first == 0 or architecture.keeps_width
     return IN_EMBEDDING if is_early and architecture.enters == "embedding" else first
 

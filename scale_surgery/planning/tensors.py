@@ -14,9 +14,9 @@ from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.specs import Spec, specs_of_layer
 from scale_surgery.planning.stored import module_path
 
-# values of a new tensor: from a decomposition, random, zeros, ones, the mean of base values, a copy, or the gain with
-# which a norm gives zeros
-Init = Literal["svd", "random", "zero", "one", "mean", "copy", "mute"]
+# values of a new tensor: from a decomposition, random, zeros, ones, the mean of base values, a copy, the gain with
+# which a norm gives zeros, or for each new token the mean of the rows of its pieces
+Init = Literal["svd", "random", "zero", "one", "mean", "copy", "mute", "pieces"]
 
 
 @dataclass(frozen=True)

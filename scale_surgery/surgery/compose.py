@@ -168,7 +168,13 @@ def compose(
 
 def check_beside(plans: Iterable[Plan]) -> None:
     """Refuse expansions that cannot run beside others; each is named."""
-    problems = []
+    problems, plans = list[str](), list(plans)
+    with_tokens = [plan.request.name for plan in plans if plan.widths.new_tokens]
+    if len(with_tokens) > 1:
+        problems.append(
+            f"{' and '.join(with_tokens)}: each adds tokens to the tokenizer, expected one that does: a text would "
+            "have several readings. Leave all but one out."
+        )
     for plan in plans:
         name = plan.request.name
         refuse(plan.method, "compose", name)

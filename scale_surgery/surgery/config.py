@@ -9,6 +9,7 @@ from typing import Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY, STOCK_KEY
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -46,7 +47,7 @@ def expanded_config(
     facts = plans[0]
     architecture = facts.architecture
     if facts.numbering is not None:
-        edited = deepened_config(config, {**facts.specs, ORIGIN_KEY: asdict(facts.origin)}, architecture)
+        edited = deepened_config(config, {**facts.specs, ORIGIN_KEY: plain_json(asdict(facts.origin))}, architecture)
     else:
         edited = dict(config) | {
             "architectures": modeling.architectures(architecture),
@@ -57,9 +58,20 @@ def expanded_config(
                 EXPANSIONS_KEY: [_expansion_specs(plan) for plan in plans],
             },
         }
+        new_tokens = sum(plan.widths.new_tokens for plan in plans)
+        if new_tokens:
+            edited = _with_vocabulary(edited, facts, new_tokens)
     if not {"dtype", "torch_dtype"}.intersection(config):
         edited["torch_dtype"] = dtype
     return edited if routing is None else with_router(edited, routing)
+
+
+def _with_vocabulary(config: dict[str, Any], plan: Plan, new_tokens: int) -> dict[str, Any]:
+    """Edit config.json of an expanded model: a larger vocabulary; the base's is kept, as its modules have that size."""
+    before, key = plan.sizes.vocabulary, plan.architecture.keys.get("vocabulary", CONFIG_KEYS["vocabulary"])
+    size = {key: before + new_tokens}
+    larger = {"text_config": {**config["text_config"], **size}} if "text_config" in config else size
+    return {**config, **larger, CONFIG_KEY: {**config[CONFIG_KEY], STOCK_KEY: {key: before}}}
 
 
 def with_router(config: Mapping[str, Any], routing: Router | None) -> dict[str, Any]:
@@ -71,7 +83,7 @@ def with_router(config: Mapping[str, Any], routing: Router | None) -> dict[str, 
 def _expansion_specs(plan: Plan) -> dict[str, Any]:
     # why it cannot run beside others
     problems = path_problems_of(plan)
-    return {**plan.specs, ORIGIN_KEY: asdict(plan.origin), **({"problems": problems} if problems else {})}
+    return {**plan.specs, ORIGIN_KEY: plain_json(asdict(plan.origin)), **({"problems": problems} if problems else {})}
 
 
 def path_problems_of(plan: Plan) -> list[str]:

@@ -153,6 +153,11 @@ def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
 
     name, bias = head_of(manifest)
     whole, added = read(name), None if bias is None else read(bias)
+    if new := manifest.plan.widths.new_tokens:
+        blocks = [tensor for tensor in manifest.plan.tensors if tensor.block == "new_rows"]
+        # of a head that is not tied it is the last
+        whole = torch.cat((whole, read(blocks[-1].name)))
+        added = None if added is None else torch.nn.functional.pad(added, (0, new))
     size = gram_size(manifest)
     gram = torch.zeros(size, size, dtype=torch.float64)
     # a head can be larger than all else, and in float32 twice as large again

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from scale_surgery.checkpoint.expansions import nameless
-from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, read_tensor, read_text
+from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.planning.architecture import Block, Linear
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import linear_widths
@@ -68,15 +69,18 @@ def _compute(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str
         return torch.ones(tensor.shape)
     if tensor.init == "mute":
         return torch.full(tensor.shape, float(plan.architecture.mute_gain))
-    if tensor.init == "random":
+    if tensor.init == "random" and tensor.block != "new_rows":
         return blocks.random_block(tensor.shape[0], tensor.shape[1], generator)
-    weight = read_tensor(checkpoint, tensor.source).to(device)
+    weight = read_tensor(checkpoint, _stored_source(plan, tensor, checkpoint)).to(device)
+    if tensor.block == "new_rows":
+        return _new_rows(plan, tensor, weight, checkpoint, generator)
     if tensor.init == "mean":
         return torch.full(tensor.shape, float(weight.float().mean()))
     blocks.check_finite(weight, tensor.source)
     method = plan.request.svd
     if tensor.block == "up_weight":
-        return blocks.svd_embedding(weight, tensor.shape[1], method, generator)
+        columns = blocks.svd_embedding(weight, tensor.shape[1], method, generator)
+        return torch.cat((columns, means_of_pieces(plan, columns, checkpoint))) if plan.widths.new_tokens else columns
     block, linear = _linear_of(plan, tensor)
     rows = weight.T if plan.architecture.transposed else weight
     parts = split_roles(rows, linear, block.head_size)
@@ -88,6 +92,41 @@ def _compute(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str
         for part, up in zip(parts, ups, strict=True)
     ]
     return join_roles(made, linear, block.head_size)
+
+
+def _stored_source(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint) -> str:
+    """The base tensor that a new one stands beside; of a tied head that of the embedding."""
+    is_stored = tensor.source in checkpoint.tensors
+    return tensor.source if is_stored else f"{plan.prefix}{plan.architecture.embedding_weight}"
+
+
+def _new_rows(
+    plan: Plan, tensor: TensorPlan, weight: Tensor, checkpoint: Checkpoint, generator: torch.Generator
+) -> Tensor:
+    """Rows of new tokens, in embedding or head: means of rows of their pieces, or random ones as large as usual."""
+    if tensor.init == "pieces":
+        return means_of_pieces(plan, weight, checkpoint)
+    # a sample says how large numbers are
+    usual = float(weight[:: max(1, len(weight) // 1000)].float().std())
+    return usual * torch.randn(tensor.shape, generator=generator)
+
+
+def means_of_pieces(plan: Plan, rows: Tensor, checkpoint: Checkpoint) -> Tensor:
+    """For each new token the mean of the rows of its pieces, float32: what the base's tokenizer makes of it."""
+    from tokenizers import Tokenizer
+
+    new = plan.request.new_tokens
+    assert new is not None
+    tokenizer = Tokenizer.from_str(read_text(checkpoint, TOKENIZER_FILE))
+    means = []
+    for token in new.tokens:
+        # what was learned is spelled as the model spells it, and what stands for itself as in a text
+        if new.merges:
+            ids = [piece.id for piece in tokenizer.model.tokenize(token)]
+        else:
+            ids = tokenizer.encode(token, add_special_tokens=False).ids
+        means.append((rows[ids] if ids else rows).float().mean(0))
+    return torch.stack(means).cpu()
 
 
 def altered_copies(

@@ -27,7 +27,7 @@ from scale_surgery.surgery.record import Manifest
 if TYPE_CHECKING:
     from torch import Tensor
 
-# whether a tensor lies in the rows that write the up stream, and in the columns that read it
+# whether a tensor lies in the rows that write the up stream, or in all, and in the columns that read it
 PLACES = {
     "weight": (False, False),
     "w12": (False, True),
@@ -35,8 +35,9 @@ PLACES = {
     "w22": (True, True),
     "bias": (False, False),
     "up_bias": (True, False),
-    # of the head and the embedding
-    "up_weight": (False, True),
+    # of the head and the embedding, in which rows of new tokens come after those of the base
+    "up_weight": (None, True),
+    "new_rows": (True, False),
     # of a grown MLP: what is trained in place of the base's
     "w11": (False, False),
     "bias11": (False, False),
@@ -94,11 +95,14 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
     architecture, sizes, up = plan.architecture, plan.sizes, plan.widths.up_width
     embedding, first = embedding_of(plan), first_wide_layer(architecture, plan.layers)
-    fork = fork_of(manifest)
-    if up and first == IN_EMBEDDING:
+    fork, new = fork_of(manifest), plan.widths.new_tokens
+    columns = up if first == IN_EMBEDDING else 0
+    embedding_rows = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "new_rows")
+    if columns or new:
         up_weight = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "up_weight")
-        pieces = {"weight": embedding} | ({"up_weight": up_weight} if up_weight in present else {})
-        yield Joined(embedding, pieces, (sizes.hidden, up), ((sizes.embedded, 0),), False)
+        pieces = {"weight": embedding, "up_weight": up_weight, "new_rows": embedding_rows}
+        pieces = {block: name for block, name in pieces.items() if name in present}
+        yield Joined(embedding, pieces, (sizes.hidden, columns), ((sizes.embedded, new),), False)
     for layer in range(max(first, 0), sizes.layers):
         is_expanded = layer in plan.layers
         specs = plan.expanded_linears(layer) if is_expanded else _passing_linears(plan, layer)
@@ -126,11 +130,16 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
                 # a bias without an up part is as long as before
                 if pieces and ("weight" in matrix or any(up for _, up in sections)):
                     yield Joined(f"{path}.{matrix}", pieces, inputs, sections, is_transposed, share)
-    for up_weight in sorted({tensor.name for tensor in plan.head_parts}.intersection(present)):
-        head = f"{up_weight.partition(INFIX)[0]}.weight"
+    head, bias = (f"{plan.head}.{part}" for part in ("weight", "bias"))
+    if new and bias in present:
+        yield Joined(bias, {"bias": bias}, (0, 0), ((sizes.vocabulary, new),), False)
+    up_weight, own_rows = (tensor_name(plan.head, plan.request.name, block) for block in ("up_weight", "new_rows"))
+    if up_weight in present or own_rows in present:
         # one that is tied to the embedding becomes a tensor of its own
         pieces = {"weight": head if head in present else embedding, "up_weight": up_weight}
-        yield Joined(head, pieces, (sizes.hidden, up), ((sizes.vocabulary, 0),), False)
+        pieces["new_rows"] = own_rows if own_rows in present else embedding_rows
+        pieces = {block: name for block, name in pieces.items() if name in present}
+        yield Joined(head, pieces, (sizes.hidden, up), ((sizes.vocabulary, new),), False)
 
 
 def _stock_linears(plan: Plan, layer: int) -> dict[str, Spec]:
@@ -224,7 +233,7 @@ def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
 def _shape(joined: Joined, block: str) -> tuple[int, ...]:
     """Shape of a piece as it is stored."""
     is_up_row, is_up_column = PLACES[block]
-    rows = sum(section[is_up_row] for section in joined.sections)
+    rows = sum(sum(section) if is_up_row is None else section[is_up_row] for section in joined.sections)
     if joined.is_bias:
         return (rows,)
     columns = joined.inputs[is_up_column]
@@ -276,7 +285,7 @@ def _rows(joined: Joined, block: str) -> list[int]:
     rows: list[int] = []
     start = 0
     for base, up in joined.sections:
-        rows += range(start + base, start + base + up) if is_up else range(start, start + base)
+        rows += range(start + base * bool(is_up), start + base + up * (is_up is not False))
         start += base + up
     return rows
 

@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.files import take_over, write_json
+from scale_surgery.checkpoint.files import take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Sizes
@@ -33,6 +33,7 @@ from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.surgery.joining import Joined, cast_problems, join_pieces, joined_tensors
 from scale_surgery.surgery.parts import restore
 from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.write_folder import tokenizer_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,6 +109,8 @@ def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
     with track("stock shards", total) as advance:
         restore(checkpoint.path, partial, manifest, functools.partial(_place, checkpoint, shards, advance))
+    if manifest.plan.widths.new_tokens:
+        write_text(partial / TOKENIZER_FILE, tokenizer_text([manifest.plan], manifest.replaced[TOKENIZER_FILE]))
     write_json(partial / CONFIG_FILE, stock_config(_base_config(manifest), *_facts(manifest)))
     if INDEX_FILE in manifest.base_files:
         index = json.loads(manifest.replaced[INDEX_FILE])
@@ -134,7 +137,10 @@ def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined 
     read = functools.partial(read_tensor, checkpoint)
     architecture, sizes, widths = _facts(manifest)
     found = architecture.find_linear(name.rpartition(".")[0])
-    assert found is not None, name
+    if found is None:
+        # embedding and head, in which nothing is padded
+        assert joined is not None, name
+        return join_pieces(joined, read)
     block, linear = found
     before = linear_widths(block, linear, widths if joined else Widths())
     after = linear_streams(linear, stock_sizes(architecture, sizes, widths))
@@ -197,11 +203,9 @@ def stock_config(config: Mapping[str, Any], architecture: Architecture, sizes: S
     """
     heads = ("query_heads", "key_value_heads", "head_size") if widths.up_kv_heads else ()
     inner = ("inner",) if widths.up_inner_width else ()
-    stock = stock_sizes(architecture, sizes, widths)
-    return {
-        **config,
-        **{architecture.keys.get(name, CONFIG_KEYS[name]): getattr(stock, name) for name in (*heads, *inner)},
-    }
+    vocabulary = ("vocabulary",) if widths.new_tokens else ()
+    stock, names = stock_sizes(architecture, sizes, widths), (*heads, *inner, *vocabulary)
+    return {**config, **{architecture.keys.get(name, CONFIG_KEYS[name]): getattr(stock, name) for name in names}}
 
 
 def _index_metadata(metadata: Mapping[str, Any] | None, shards: Mapping[str, list[Entry]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ everything else --as files-->  everything else
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TOKENIZER_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.modeling.expanded_routers import Router
+from scale_surgery.planning.new_tokens import extended_tokenizer
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import RunOptions
@@ -109,7 +110,7 @@ def write_folder(
     if before is None:
         return _write_around_base(given, expansions, partial, base_weights, run, track, routing)
     manifest = replace(before, expansions=dict(expansions), routing=routing, verification=None)
-    return _write_around_expansions(given, manifest, partial, base_weights, track)
+    return _write_around_expansions(given, before, manifest, partial, base_weights, track)
 
 
 def _write_around_base(
@@ -133,6 +134,8 @@ def _write_around_base(
     code = code_texts(plan)
     for file, text in code.items():
         write_text(partial / file, text)
+    if any(plan.widths.new_tokens for plan in plans):
+        write_text(partial / TOKENIZER_FILE, tokenizer_text(plans, read_text(base, TOKENIZER_FILE)))
     write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, running_dtype(base), routing))
     pinned = pin_tokenizer_class(base.path, partial, run)
     places = {name: stored_shard(info.file) for name, info in base.tensors.items()}
@@ -165,7 +168,7 @@ def _write_around_base(
 
 
 def _write_around_expansions(
-    given: Checkpoint, manifest: Manifest, partial: Path, how: BaseWeights, track: Track
+    given: Checkpoint, before: Manifest, manifest: Manifest, partial: Path, how: BaseWeights, track: Track
 ) -> WrittenFolder:
     kept, places = set[str](), dict[str, str]()
     for name, expansion in manifest.expansions.items():
@@ -189,6 +192,12 @@ def _write_around_expansions(
     new = (plan for name, plan in manifest.plans.items() if name not in kept)
     total = sum(given.tensors[name].bytes for name in taken) + sum(plan.costs.bytes_added for plan in new)
     base = parse_json(manifest.replaced[CONFIG_FILE])
+    plans = list(manifest.plans.values())
+    if TOKENIZER_FILE in before.replaced or any(plan.widths.new_tokens for plan in plans):
+        base_text = before.replaced.get(TOKENIZER_FILE) or read_text(given, TOKENIZER_FILE)
+        text = tokenizer_text(plans, base_text)
+        write_text(partial / TOKENIZER_FILE, text)
+        manifest = _with_tokenizer(manifest, base_text, is_replaced=text != base_text)
     write_json(partial / CONFIG_FILE, written_config(manifest, base, given.config.get("torch_dtype", "")))
     write_json(partial / INDEX_FILE, make_index(places, manifest.first_plan.specs, total))
     written = open_checkpoint(partial)
@@ -196,6 +205,21 @@ def _write_around_expansions(
     write_json(partial / MANIFEST_FILE, manifest.to_json())
     base_bytes = 0 if how == "link" else sum(sizes[shard] for shard in base_shards(given, manifest))
     return WrittenFolder(written, manifest, base_bytes)
+
+
+def tokenizer_text(plans: Sequence[Plan], base_text: str) -> str:
+    """The text of tokenizer.json beside these expansions, of which one may add tokens to that of the base."""
+    for plan in plans:
+        if plan.request.new_tokens is not None:
+            return extended_tokenizer(base_text, plan.sizes.embedded, plan.request.new_tokens)
+    return base_text
+
+
+def _with_tokenizer(manifest: Manifest, base_text: str, *, is_replaced: bool) -> Manifest:
+    file = replace(manifest.base_files[TOKENIZER_FILE], stored_as=None if is_replaced else TOKENIZER_FILE)
+    texts = {name: text for name, text in manifest.replaced.items() if name != TOKENIZER_FILE}
+    texts |= {TOKENIZER_FILE: base_text} if is_replaced else {}
+    return replace(manifest, base_files={**manifest.base_files, TOKENIZER_FILE: file}, replaced=texts)
 
 
 def _with_hashes(expansions: Mapping[str, ExpansionRecord], written: Checkpoint) -> dict[str, ExpansionRecord]:
