@@ -4,8 +4,8 @@
     output_at_init      W12 and the head's up part are zero, or copies are the base's, and logits equal the base
                         model's bit for bit
     near_output_at_init the same up to rounding: of a grown model whose copies do not count a half each, or in float16
-    old_vocabulary      of an expansion with new tokens: on every text without them, logits of the base's tokens equal the
-                        base model's bit for bit: before training; where nothing else was added, after it too
+    old_vocabulary      of an expansion with new tokens: on every text without them, logits of the base's tokens equal
+                        the base model's bit for bit: before training; where nothing else was added, after it too
     base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
                         the preserve path of a routed model, which has none
     paths_as_alone      of several expansions: the path of each gives the logits of the model that it is alone, bit for

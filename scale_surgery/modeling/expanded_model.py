@@ -101,6 +101,7 @@ class ExpandedPreTrainedModel(LoadedModel):
     def __init__(self, config, *args, **kwargs):
         with stock_values(config):
             super().__init__(config, *args, **kwargs)
+        self._read_vocabulary()
         self.let_paths_through()
         for plan in config.scale_surgery["expansions"]:
             self._add_blocks(plan["name"], plan)
@@ -167,7 +168,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         self.config.scale_surgery["expansions"].append({**plan, "name": name})
         self.config.scale_surgery.pop("router", None)
         if new := plan["head"].get("new_tokens"):
-            set_values(self.config, {"vocab_size": len(super().get_output_embeddings().weight) + new})
+            text = self.config.get_text_config(decoder=True)
+            self.config.scale_surgery["stock"] = {"vocab_size": text.vocab_size}
+            text.vocab_size += new
+            self._read_vocabulary()
         self.set_expansion(name)
 
     def _add_blocks(self, name: str, plan: dict[str, Any]) -> None:
@@ -202,6 +206,11 @@ class ExpandedPreTrainedModel(LoadedModel):
             # the stock class keeps
             in_float32 = self._keep_in_fp32_modules_strict or ()
             self._keep_in_fp32_modules_strict = {*in_float32, f"expansions.{name}"}
+
+    def _read_vocabulary(self) -> None:
+        """Take the number of tokens from the config where a stock class keeps it, for its loss."""
+        if "vocab_size" in vars(self):
+            self.vocab_size = self.config.get_text_config(decoder=True).vocab_size
 
     def _add(self, parent, module_name, name, plan, spec, attention, w12_groups, place) -> None:
         module = self._expand(parent, module_name, spec, place)
@@ -357,6 +366,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         if name == self.with_new_tokens:
             self.with_new_tokens = ""
             set_values(self.config, entry.pop("stock"))
+            self._read_vocabulary()
         entry["expansions"] = [plan for plan in entry["expansions"] if plan["name"] != name]
         entry.pop("router", None)
         self._forget()

@@ -35,6 +35,8 @@ from .expanded_streams import (
     streams_of,
 )
 
+# below the largest logit, a logit of probability 0
+OUT_OF_REACH = 200
 # parameters of a forward that keeps a cache
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
 
@@ -571,14 +573,15 @@ class ExpandedHead(ExpandedModule):
     def without_new_tokens(self, logits: Tensor, blocks: HeadBlocks | None) -> Tensor:
         """Logits of a path, in their own memory if they have no gradient; without rows, new tokens get probability 0.
 
-        The number is the least there is, and not infinite: 0 times infinity, in a divergence, is none.
+        Their logits are so far below the largest that its exponential in float32 is 0. Infinity would make a divergence
+        NaN, and the least number would round away what a router adds to it.
         """
         known = len(self.weight)
         if logits.shape[-1] == known or (blocks is not None and blocks.rows is not None):
             return logits
-        least = torch.finfo(logits.dtype).min
+        least = logits[..., :known].detach().amax(-1, keepdim=True) - OUT_OF_REACH
         if logits.requires_grad:
-            return torch.cat((logits[..., :known], torch.full_like(logits[..., known:], least)), -1)
+            return torch.cat((logits[..., :known], least.expand_as(logits[..., known:])), -1)
         logits[..., known:] = least
         return logits
 

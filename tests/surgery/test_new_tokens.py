@@ -1,0 +1,196 @@
+"""New tokens: rows of embedding and head beside those of the base, whose logits stay what they are."""
+
+from __future__ import annotations
+
+import torch
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scale_surgery import (
+    CosineRouter,
+    PlanError,
+    PosteriorRouter,
+    Request,
+    apply,
+    compose,
+    expand,
+    extract,
+    merge,
+    route_export,
+    strip,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.planning.new_tokens import NewTokens
+from tests.conftest import shake
+from tests.tiny import save_tiny
+
+# more than the shipped tokenizer has: rows beyond its ids are left alone
+ROWS = 1152
+TOKENS = NewTokens(("Xylophone", "birthplace", "Zürich"))
+TEXT = "The birthplace of a Xylophone is Zürich."
+OLD = torch.tensor([[5, 40, 7, 300, 12, 9]])
+ALONE = Request("none", new_tokens=TOKENS)
+WIDE = Request("0,2", variant="adapt", collaborate="both", init_w22="random", new_tokens=TOKENS)
+PRESERVE = Request("1-2", init_w22="random", new_tokens=TOKENS)
+GROWN = Request("1", variant="adapt", up_width=0, new_tokens=TOKENS)
+COPIED = Request("1", method="grow", new_tokens=TOKENS)
+# tied and untied heads, a scaled embedding, a capped head, Conv1D, a fused projection, a head with a bias
+FAMILIES = ("llama", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi3")
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory):
+    """A tiny model with the shipped tokenizer, made once for each family."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = save_tiny(tmp_path_factory.mktemp(family) / "base", family, vocab_size=ROWS)
+            AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def new_ids(path):
+    return AutoTokenizer.from_pretrained(path)(TEXT, return_tensors="pt").input_ids
+
+
+def change(path, names):
+    """Shake the tensors of an expansion whose names end so."""
+    for file in path.glob("expansion-*.safetensors"):
+        tensors = load_file(file)
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in tensors.items():
+            if name.endswith(names):
+                tensor += torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 2
+        save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+@torch.no_grad()
+def logits(model, ids=OLD):
+    return model(ids).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("request_", [ALONE, WIDE], ids=["alone", "wide"])
+def test_old_vocabulary(base_of, tmp_path, family, request_):
+    base = base_of(family)
+    model = load(expand(base, request_, tmp_path / "wide").path)
+    wanted = logits(load(base))
+    assert model.config.get_text_config().vocab_size == ROWS + 3
+    assert torch.equal(logits(model)[..., :ROWS], wanted)
+    with model.expansion_disabled():
+        alone = logits(model)
+    assert torch.equal(alone[..., :ROWS], wanted)
+    assert (alone.softmax(-1)[..., ROWS:] == 0).all()
+    ids = new_ids(tmp_path / "wide")
+    assert set(ids[0].tolist()) >= {ROWS, ROWS + 1, ROWS + 2}
+    model(ids, labels=ids).loss.backward()
+    gradients = [p.grad for name, p in model.named_parameters() if name.endswith("new_rows")]
+    assert all(gradient.abs().sum(-1).min() > 0 for gradient in gradients)
+    assert all(p.grad is None for name, p in model.named_parameters() if ".expansions." not in name)
+    # a control: with another old row nothing is equal
+    changed = change(tmp_path / "wide", ("new_rows",))
+    assert not torch.equal(logits(load(changed), ids)[..., :ROWS], logits(model, ids)[..., :ROWS])
+    assert torch.equal(logits(load(changed))[..., :ROWS], wanted)
+
+
+def files_of(path):
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+
+
+def held(verification):
+    return {promise.name for promise in verification.promises if promise.claimed and promise.holds}
+
+
+@pytest.mark.parametrize("request_", [ALONE, WIDE, PRESERVE, GROWN, COPIED], ids=lambda r: f"{r.layers}-{r.method}")
+def test_everything_that_follows(base_of, tmp_path, request_):
+    base = base_of("llama")
+    wide = expand(base, request_, tmp_path / "wide").path
+    assert {"recoverable", "output_at_init", "old_vocabulary"} <= held(verify(wide, base))
+    assert files_of(strip(wide, tmp_path / "base").path) == files_of(base)
+    apply(extract(wide, tmp_path / "extract").path, tmp_path / "applied", base=base)
+    assert files_of(tmp_path / "applied") == files_of(wide)
+    shake(wide)
+    ids, model = new_ids(wide), load(wide)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved"), ids), logits(model, ids))
+    if request_.method == "scale":
+        fused = merge(wide, tmp_path / "fused").path
+        torch.testing.assert_close(logits(load(fused), ids), logits(model, ids))
+        assert files_of(merge(fused, tmp_path / "blocks", "blocks").path) == files_of(wide)
+    if model.config.scale_surgery["expansions"][0]["widths"]["up_width"] == 0:
+        stock = merge(wide, tmp_path / "stock", "stock").path
+        torch.testing.assert_close(logits(load(stock), ids), logits(model, ids))
+        assert type(load(stock)).__name__ == "LlamaForCausalLM" and torch.equal(new_ids(stock), ids)
+
+
+def test_after_training(base_of, tmp_path):
+    base = base_of("llama")
+    for name, request, kept in (("alone", ALONE, True), ("wide", WIDE, False)):
+        wide = shake(expand(base, request, tmp_path / name).path)
+        assert ("old_vocabulary" in held(verify(wide, base))) == kept
+        assert torch.equal(logits(load(wide))[..., :ROWS], logits(load(base))) == kept
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_routed(base_of, tmp_path, family):
+    base = base_of(family)
+    wide = shake(expand(base, WIDE, tmp_path / "wide").path)
+    routed = load(route_export(wide, tmp_path / "routed", PosteriorRouter(switch_rate=0.0)).path)
+    ids = new_ids(wide)
+    first = int((ids[0] >= ROWS).nonzero()[0])
+    scores = routed.score_tokens(ids)
+    # the base gives a new token probability 0, and the posterior leaves it for good
+    assert (scores.weights[0, :first, 0] > 0.001).all() and (scores.weights[0, first:, 0] == 0).all()
+    assert torch.isfinite(scores.routed).all() and torch.isfinite(logits(routed, ids)).all()
+    paths = routed.path_logits(ids)
+    with routed.use_expansion("default"):
+        assert torch.equal(paths[1], logits(routed, ids))
+    old = routed.path_logits(OLD)
+    assert torch.equal(old[0][..., :ROWS], logits(load(base)))
+    assert {"base_stream_always", "paths_as_alone", "bounded_forgetting"} <= held(verify(tmp_path / "routed", base))
+    step = routed.generate(ids, max_new_tokens=4, do_sample=False)
+    uncached = routed.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(step, uncached)
+
+
+def test_cosine_is_fused(base_of, tmp_path):
+    wide = shake(expand(base_of("llama"), WIDE, tmp_path / "wide").path)
+    routed = route_export(wide, tmp_path / "routed", CosineRouter(threshold=0.9)).path
+    fused = merge(routed, tmp_path / "fused").path
+    ids = new_ids(wide)
+    torch.testing.assert_close(logits(load(fused), ids), logits(load(routed), ids))
+
+
+def test_beside_others(base_of, tmp_path):
+    base = base_of("llama")
+    wide = shake(expand(base, WIDE, tmp_path / "wide").path)
+    law = shake(expand(base, Request("1", init_w22="random", name="law"), tmp_path / "law").path)
+    words = expand(base, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "words").path
+    parts = [extract(path, tmp_path / f"{path.name}-extract").path for path in (wide, law, words)]
+    both = compose(base, parts[:2], tmp_path / "both").path
+    model, ids = load(both), new_ids(both)
+    assert torch.equal(ids, new_ids(wide))
+    for name, path in (("default", wide), ("law", law)):
+        with model.use_expansion(name):
+            assert torch.equal(logits(model)[..., :ROWS], logits(load(path))[..., :ROWS])
+    with model.use_expansion("default"):
+        assert torch.equal(logits(model, ids), logits(load(wide), ids))
+    rows = model(OLD.repeat(2, 1), expansion_names=["law", None]).logits
+    assert (rows.softmax(-1)[..., ROWS:] == 0).all()
+    assert files_of(strip(both, tmp_path / "base").path) == files_of(base)
+    with pytest.raises(PlanError, match="default and words: each adds tokens to the tokenizer, expected one that does"):
+        compose(base, [parts[0], parts[2]], tmp_path / "two")
+    # one more in a folder that has one, with new tokens and without
+    again = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
+    assert torch.equal(new_ids(again), ids)
+    assert files_of(strip(again, tmp_path / "base2").path) == files_of(base)
