@@ -1,8 +1,23 @@
-"""Tokens that an expansion adds to the base's tokenizer."""
+"""The base's tokenizer with new tokens: tokenizer.json is edited as JSON, so that the same text comes out every time.
+
+    ids of the base's tokenizer | placeholders, up to the last row of its embedding | new tokens
+
+Rows of an embedding that is padded beyond its tokenizer are left; their ids get placeholders, which stand in no text,
+because an id that belongs to no token would be given to the next one that somebody adds.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from scale_surgery.checkpoint.files import as_json
+
+ADDED_TOKENS = "added_tokens"
+# of an added token in tokenizer.json, as transformers writes it for a text that is given to add_tokens
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
 
 
 @dataclass(frozen=True)
@@ -10,9 +25,9 @@ class NewTokens:
     """Tokens that an expansion adds to the base's tokenizer; their ids begin after the last row of its embedding.
 
     Attributes:
-        tokens: The tokens, as tokenizer.json writes them, in the order of their ids.
-        merges: "left right" as tokenizer.json has them, where tokens were learned by going on with the base's BPE
-            merges; empty where texts are searched for the tokens as they stand (added tokens).
+        tokens: As tokenizer.json writes them, in the order of their ids.
+        merges: "left right" as tokenizer.json has them, where tokens were learned by going on with the base's merges of
+            byte pairs; empty where texts are searched for the tokens as they stand.
     """
 
     tokens: tuple[str, ...]
@@ -20,13 +35,53 @@ class NewTokens:
 
 
 def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:
-    """The text of tokenizer.json with new tokens; ids from `rows` (rows of the base's embedding) on."""
-    import json
-
+    """The text of tokenizer.json with new tokens, whose ids begin at the rows of the base's embedding."""
     content = json.loads(text)
-    known = {**content["model"]["vocab"], **{entry["content"]: entry["id"] for entry in content["added_tokens"]}}
-    names = [f"<|unused_{number}|>" for number in range(1 + max(known.values()), rows)]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
-    for number, token in enumerate((*names, *new.tokens), rows - len(names)):
-        content["added_tokens"].append({"id": number, "content": token, **flags})
-    return json.dumps(content, ensure_ascii=False, indent=2)
+    model, added, known = content["model"], content.setdefault(ADDED_TOKENS, []), token_ids(content)
+    placeholders = {placeholder(id_): id_ for id_ in unused_ids(content, rows)}
+    tokens = {token: rows + place for place, token in enumerate(new.tokens)}
+    if isinstance(model["vocab"], dict):
+        # an added token that stands in the model's vocabulary keeps its id; others are counted from the vocabulary's
+        # size when the file is read
+        model["vocab"] |= known | placeholders
+    else:
+        added += [_added(token, id_) for token, id_ in placeholders.items()]
+    if new.merges:
+        model["vocab"] |= tokens
+        is_pairs = any(isinstance(merge, list) for merge in model["merges"])
+        model["merges"] += [merge.split(" ") for merge in new.merges] if is_pairs else new.merges
+    else:
+        added += [_added(token, id_) for token, id_ in tokens.items()]
+    return as_json(content)
+
+
+def extended_tokenizer_config(text: str, rows: int, new: NewTokens) -> str:
+    """The text of tokenizer_config.json with new tokens, where it lists added tokens: transformers reads them there."""
+    content = json.loads(text)
+    if "added_tokens_decoder" not in content or new.merges:
+        return text
+    listed = {str(rows + place): {"content": token, **PLAIN} for place, token in enumerate(new.tokens)}
+    return as_json(content | {"added_tokens_decoder": content["added_tokens_decoder"] | listed})
+
+
+def token_ids(content: Mapping[str, Any]) -> dict[str, int]:
+    """The id of each token of a parsed tokenizer.json."""
+    vocabulary = content["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {token: id_ for id_, (token, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in content.get(ADDED_TOKENS, ())}
+
+
+def unused_ids(content: Mapping[str, Any], rows: int) -> list[int]:
+    """Rows of the embedding that belong to no token of a parsed tokenizer.json."""
+    used = set(token_ids(content).values())
+    return [id_ for id_ in range(rows) if id_ not in used]
+
+
+def placeholder(id_: int) -> str:
+    """The token of an id that the base's tokenizer never gives."""
+    return f"<|unused_{id_}|>"
+
+
+def _added(token: str, id_: int) -> dict[str, Any]:
+    return {"id": id_, "content": token, **PLAIN}

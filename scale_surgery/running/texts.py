@@ -49,7 +49,7 @@ def read_tokens(
     """Documents with their token ids and labels (IGNORED or PROMPT where not scored); long ones come in pieces."""
     is_middle = False
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for some in _in_groups(chain.from_iterable(map(in_pieces, documents))):
+    for some in in_groups(chain.from_iterable(map(in_pieces, documents))):
         texts = _tokenize_some([document for document in some if document.chat is None], tokenizer)
         for document in some:
             if document.chat is not None:
@@ -66,7 +66,7 @@ def read_tokens(
             is_middle = document.goes_on
 
 
-def _in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents that are tokenized at once."""
     some: list[Document] = []
     size = 0
