@@ -243,8 +243,12 @@ class HeadBlocks(Blocks):
         return rows
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        # in the memory of the logits of the base stream, which are large
-        return y if self.up_weight is None else add_product(y, up, self.up_weight), None
+        if self.up_weight is None:
+            return y, None
+        known = len(self.up_weight)
+        # in the memory of the logits of the base stream, which are large; those of another's new tokens come after them
+        whole = add_product(y if y.shape[-1] == known else y[..., :known], up, self.up_weight)
+        return whole if y.shape[-1] == known else torch.cat((whole, y[..., known:]), -1), None
 
 
 class SameBlocks(Blocks):

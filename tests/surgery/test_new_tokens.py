@@ -177,7 +177,7 @@ def test_beside_others(base_of, tmp_path):
     law = shake(expand(base, Request("1", init_w22="random", name="law"), tmp_path / "law").path)
     words = expand(base, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "words").path
     parts = [extract(path, tmp_path / f"{path.name}-extract").path for path in (wide, law, words)]
-    both = compose(base, parts[:2], tmp_path / "both").path
+    both = compose(base, {"default": parts[0], "law": parts[1]}, tmp_path / "both").path
     model, ids = load(both), new_ids(both)
     assert torch.equal(ids, new_ids(wide))
     for name, path in (("default", wide), ("law", law)):
@@ -189,7 +189,7 @@ def test_beside_others(base_of, tmp_path):
     assert (rows.softmax(-1)[..., ROWS:] == 0).all()
     assert files_of(strip(both, tmp_path / "base").path) == files_of(base)
     with pytest.raises(PlanError, match="default and words: each adds tokens to the tokenizer, expected one that does"):
-        compose(base, [parts[0], parts[2]], tmp_path / "two")
+        compose(base, {"default": parts[0], "words": parts[2]}, tmp_path / "two")
     # one more in a folder that has one, with new tokens and without
     again = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
     assert torch.equal(new_ids(again), ids)
