@@ -11,6 +11,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
 # of a plain checkpoint that merge --to stock made

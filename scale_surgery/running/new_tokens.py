@@ -22,7 +22,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.files import scratch_folder, write_text
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import CheckpointError, DataError, PlanError, counted, name_some, shorten
 from scale_surgery.planning.new_tokens import (
@@ -40,9 +40,8 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.text_files import open_text
 from scale_surgery.running.texts import in_groups
-from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, VOCABULARY_FILES, load_tokenizer
+from scale_surgery.running.tokenizer import VOCABULARY_FILES, load_tokenizer
 
-TOKENIZER_FILE = "tokenizer.json"
 # of tokenizer.json, what does not decide which tokens a text has
 CHANGED_BY_CALLS = ("truncation", "padding")
 SAVE_IT = (

@@ -16,13 +16,19 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_config
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
 from scale_surgery.errors import DataError
 from scale_surgery.running.loading import quiet_transformers, trusts_code
 from scale_surgery.running.options import RunOptions
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", TOKENIZER_CONFIG_FILE)
 # more files that decide token ids, or the input of images
 VOCABULARY_FILES = (
     "added_tokens.json",

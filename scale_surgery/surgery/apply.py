@@ -21,7 +21,7 @@ from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -31,7 +31,7 @@ from scale_surgery.planning.plan import plan_expansion
 from scale_surgery.planning.reserved import name_clash, reserved_names
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, pin_tokenizer_class
+from scale_surgery.running.tokenizer import pin_tokenizer_class
 from scale_surgery.surgery.config import make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
 from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tensors
-from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.names import MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
-from scale_surgery.running.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILES, VOCABULARY_FILES
+from scale_surgery.running.tokenizer import TOKENIZER_FILES, VOCABULARY_FILES
 from scale_surgery.surgery.config import config_problems
 from scale_surgery.surgery.joining import joined_tensors, renamed_tensors, tied_head
 from scale_surgery.surgery.parts import described_parts, hash_parts
 from scale_surgery.surgery.record import Manifest, check_numbering
 from scale_surgery.surgery.renumbered import hash_stored
+from scale_surgery.surgery.write_folder import EXTENDED, tokenizer_texts
 
 
 @dataclass(frozen=True)
@@ -233,12 +234,17 @@ def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
         names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
         added = added_files(checkpoint, manifest, names)
         problems = [f"{name}: the base's tokenizer has no such file, expected the base's alone." for name in added]
-    stored, file = manifest.base_files.get(TOKENIZER_CONFIG_FILE), checkpoint.path / TOKENIZER_CONFIG_FILE
-    if not file.is_file() or (stored is not None and stored.stored_as is not None):
-        return problems  # compared as a file
-    recorded = parse_json(manifest.replaced.get(TOKENIZER_CONFIG_FILE, "{}"))
-    differing = [key for key in differing_keys(read_config(file), recorded) if key != "tokenizer_class"]
-    return problems + [f"{TOKENIZER_CONFIG_FILE}: {key} is not what the base's says." for key in differing]
+    # those that are not replaced are compared as files
+    replaced = {name: manifest.replaced[name] for name in EXTENDED if name in manifest.replaced}
+    if TOKENIZER_CONFIG_FILE not in manifest.base_files:
+        replaced[TOKENIZER_CONFIG_FILE] = "{}"
+    for name, text in tokenizer_texts(manifest.plans.values(), replaced).items():
+        if (checkpoint.path / name).is_file():
+            differing = differing_keys(read_config(checkpoint.path / name), parse_json(text))
+            problems += [f"{name}: {key} is not what the base's says." for key in differing if key != "tokenizer_class"]
+        elif name in manifest.replaced:
+            problems.append(f"{name}: is missing.")
+    return problems
 
 
 def added_files(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[str]:

@@ -9,19 +9,26 @@ everything else --as files-->  everything else
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import expansion_of
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
+from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TOKENIZER_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TRAINING_FOLDER,
+)
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.modeling.expanded_routers import Router
-from scale_surgery.planning.new_tokens import extended_tokenizer
+from scale_surgery.planning.new_tokens import extended_tokenizer, extended_tokenizer_config
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.options import RunOptions
@@ -36,6 +43,9 @@ from scale_surgery.surgery.config import (
 )
 from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
+
+# what new tokens are written into
+EXTENDED = {TOKENIZER_FILE: extended_tokenizer, TOKENIZER_CONFIG_FILE: extended_tokenizer_config}
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,9 @@ def _write_around_base(
     for file, text in code.items():
         write_text(partial / file, text)
     if any(plan.widths.new_tokens for plan in plans):
-        write_text(partial / TOKENIZER_FILE, tokenizer_text(plans, read_text(base, TOKENIZER_FILE)))
+        before = {file: read_text(base, file) for file in EXTENDED if file in base.side_files}
+        for file, text in tokenizer_texts(plans, before).items():
+            write_text(partial / file, text)
     write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, running_dtype(base), routing))
     pinned = pin_tokenizer_class(base.path, partial, run)
     places = {name: stored_shard(info.file) for name, info in base.tensors.items()}
@@ -192,12 +204,7 @@ def _write_around_expansions(
     new = (plan for name, plan in manifest.plans.items() if name not in kept)
     total = sum(given.tensors[name].bytes for name in taken) + sum(plan.costs.bytes_added for plan in new)
     base = parse_json(manifest.replaced[CONFIG_FILE])
-    plans = list(manifest.plans.values())
-    if TOKENIZER_FILE in before.replaced or any(plan.widths.new_tokens for plan in plans):
-        base_text = before.replaced.get(TOKENIZER_FILE) or read_text(given, TOKENIZER_FILE)
-        text = tokenizer_text(plans, base_text)
-        write_text(partial / TOKENIZER_FILE, text)
-        manifest = _with_tokenizer(manifest, base_text, is_replaced=text != base_text)
+    manifest = _with_tokenizer(given, before, manifest, partial)
     write_json(partial / CONFIG_FILE, written_config(manifest, base, given.config.get("torch_dtype", "")))
     write_json(partial / INDEX_FILE, make_index(places, manifest.first_plan.specs, total))
     written = open_checkpoint(partial)
@@ -207,19 +214,32 @@ def _write_around_expansions(
     return WrittenFolder(written, manifest, base_bytes)
 
 
-def tokenizer_text(plans: Sequence[Plan], base_text: str) -> str:
-    """The text of tokenizer.json beside these expansions, of which one may add tokens to that of the base."""
+def tokenizer_texts(plans: Iterable[Plan], texts: Mapping[str, str]) -> Mapping[str, str]:
+    """Texts of the base's tokenizer beside these expansions, of which one may add tokens."""
     for plan in plans:
-        if plan.request.new_tokens is not None:
-            return extended_tokenizer(base_text, plan.sizes.embedded, plan.request.new_tokens)
-    return base_text
+        if (new := plan.request.new_tokens) is not None:
+            return {file: EXTENDED[file](text, plan.sizes.embedded, new) for file, text in texts.items()}
+    return texts
 
 
-def _with_tokenizer(manifest: Manifest, base_text: str, *, is_replaced: bool) -> Manifest:
-    file = replace(manifest.base_files[TOKENIZER_FILE], stored_as=None if is_replaced else TOKENIZER_FILE)
-    texts = {name: text for name, text in manifest.replaced.items() if name != TOKENIZER_FILE}
-    texts |= {TOKENIZER_FILE: base_text} if is_replaced else {}
-    return replace(manifest, base_files={**manifest.base_files, TOKENIZER_FILE: file}, replaced=texts)
+def _with_tokenizer(given: Checkpoint, before: Manifest, manifest: Manifest, partial: Path) -> Manifest:
+    """Write the tokenizer of other expansions than a folder had, and record what it replaces of the base's."""
+    if not any(plan.widths.new_tokens for plan in (*before.plans.values(), *manifest.plans.values())):
+        return manifest
+    now = {file: read_text(given, file) for file in EXTENDED if file in manifest.base_files}
+    base = {file: before.replaced.get(file, text) for file, text in now.items()}
+    files, replaced = dict(manifest.base_files), {**manifest.replaced}
+    for file, text in tokenizer_texts(manifest.plans.values(), base).items():
+        content, known = parse_json(text), parse_json(now[file])
+        if content.get("tokenizer_class") != known.get("tokenizer_class"):
+            # pinned when the base was expanded
+            text = as_json({**content, "tokenizer_class": known["tokenizer_class"]})
+        write_text(partial / file, text)
+        is_replaced = text != base[file]
+        files[file] = replace(files[file], stored_as=None if is_replaced else file)
+        replaced = {name: old for name, old in replaced.items() if name != file}
+        replaced |= {file: base[file]} if is_replaced else {}
+    return replace(manifest, base_files=files, replaced=replaced)
 
 
 def _with_hashes(expansions: Mapping[str, ExpansionRecord], written: Checkpoint) -> dict[str, ExpansionRecord]:

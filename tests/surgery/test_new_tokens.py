@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+import json
+
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +29,7 @@ from tests.conftest import shake
 from tests.tiny import save_tiny
 
 # more than the shipped tokenizer has: rows beyond its ids are left alone
-ROWS = 1152
+ROWS = 1200
 TOKENS = NewTokens(("Xylophone", "birthplace", "Zürich"))
 TEXT = "The birthplace of a Xylophone is Zürich."
 OLD = torch.tensor([[5, 40, 7, 300, 12, 9]])
@@ -194,3 +196,16 @@ def test_beside_others(base_of, tmp_path):
     again = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
     assert torch.equal(new_ids(again), ids)
     assert files_of(strip(again, tmp_path / "base2").path) == files_of(base)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_verify_reads_the_tokenizer(base_of, tmp_path, file):
+    wide = expand(base_of("llama"), ALONE, tmp_path / "wide").path
+    content = json.loads((wide / file).read_text("utf-8"))
+    if file == "tokenizer.json":
+        content["added_tokens"][-1]["content"] = "Xylophones"
+        expected = f"{file}: added_tokens is not what the base's says."
+    else:
+        content["bos_token"], expected = "Zürich", f"{file}: bos_token is not what the base's says."
+    (wide / file).write_text(json.dumps(content), "utf-8")
+    assert expected in verify(wide, probes=None).problems
