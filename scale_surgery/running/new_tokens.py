@@ -10,13 +10,12 @@ The tokenizer that comes of it is loaded as a user would load it, and tried, bef
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from scale_surgery.planning.new_tokens import (
 )
 from scale_surgery.progress import Track, no_progress, no_track
 from scale_surgery.running.documents import in_pieces, read_documents
+from scale_surgery.running.further_merges import Alphabet, count_joined, learn_merges, merges_of
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
@@ -48,8 +48,11 @@ SAVE_IT = (
     "Write it with the tokenizers library: AutoTokenizer.from_pretrained(...).save_pretrained(...), and put its files "
     "beside the weights."
 )
-LEARN_THEM = "Learn tokens from a text instead: --new-tokens-from TEXT --count N."
+LEARN_THEM = "Or learn tokens from a text: --new-tokens-from TEXT --count N."
 GIVE_A_FILE = "Name the tokens yourself: --new-tokens FILE, one a line."
+# distinct words of a text that are kept; the rarest are forgotten
+MOST_WORDS = 1_000_000
+MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
     base = _open_base(model, rows, run)
     new = _read_folder(source, base, rows) if source.is_dir() else _read_file(source, base)
     with _loaded(model, base, rows, new, run) as extended:
-        problems = [] if new.merges else _unreadable(base.loaded, extended, new)
+        problems = [] if new.merges else _unreadable(base.loaded, extended, rows, new)
         _check_as_before(base, extended, rows, new)
     if problems:
         raise DataError.from_problems(shorten(problems))
@@ -95,22 +98,26 @@ def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
     file = model / TOKENIZER_FILE
     if not file.is_file():
         raise CheckpointError(f"{model}: has no {TOKENIZER_FILE}, which new tokens are written into. {SAVE_IT}")
-    content = read_json(file)
+    content = _read_tokenizer(file)
     with quiet_transformers():
         loaded = load_tokenizer(model, run)
     if loaded is None:
         raise CheckpointError(
-            f"{model}: its tokenizer does not load, and new tokens need one. --trust-remote-code lets it run its own "
-            "code."
+            f"{model}: its tokenizer does not load. --trust-remote-code lets one run its own code, and new tokens need "
+            "one that runs none."
         )
     if not loaded.is_fast:
         raise CheckpointError(
             f"{model}: its tokenizer is written in Python ({type(loaded).__name__}), expected one of the tokenizers "
-            f"library, which {TOKENIZER_FILE} describes whole. {SAVE_IT}"
+            f"library, of which {TOKENIZER_FILE} says all."
         )
-    known = token_ids(content)
-    highest = max(known, key=known.__getitem__)
-    if known[highest] >= rows:
+    known, used = token_ids(content), loaded.get_vocab()
+    if differing := [token for token in {**known, **used} if known.get(token) != used.get(token)]:
+        raise CheckpointError(
+            f"{file}: {counted(len(differing), 'token')} of the tokenizer {'has' if len(differing) == 1 else 'have'} "
+            f"another id there, or none: {name_some(sorted(map(repr, differing)))}. {SAVE_IT}"
+        )
+    if (highest := max(known, key=known.__getitem__)) and known[highest] >= rows:
         raise CheckpointError(
             f"{model}: its tokenizer gives the id {known[highest]} for {highest!r}, expected ids below {rows}, the "
             "rows of its embedding. Use the tokenizer that the model was trained with."
@@ -118,11 +125,27 @@ def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
     return BaseTokenizer(str(model), read_bytes(file).decode("utf-8"), content, loaded)
 
 
+def _read_tokenizer(file: Path) -> dict[str, Any]:
+    """Parse a tokenizer.json that the library can read."""
+    from tokenizers import Tokenizer
+
+    content = read_json(file)
+    try:
+        Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the library raises it bare
+        raise CheckpointError(f"{file}: the tokenizers library does not read it ({error}). {SAVE_IT}") from error
+    return content
+
+
 def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
-    """Tokens that stand in a file, one a line; spaces belong to them."""
+    """Tokens that stand in a file, one a line; blanks belong to them."""
+    if not source.is_file():
+        raise DataError(
+            f"{source}: there is no such file, expected a text with one token a line, or a folder of a tokenizer."
+        )
     with open_text(source, no_progress) as (text, _):
         lines = text.read().removesuffix("\n").split("\n")
-    known, backend = token_ids(base.content), base.loaded.backend_tokenizer
+    names = {id_: token for token, id_ in token_ids(base.content).items()}
     first: dict[str, int] = {}
     problems = []
     for number, token in enumerate(lines, start=1):
@@ -131,8 +154,9 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
             problems.append(f"{where}: is {'blank' if token else 'empty'}, expected a token. Leave it out.")
         elif token in first:
             problems.append(f"{where}: {token!r} stands in line {first[token]} too. Leave one out.")
-        elif (id_ := known.get(token, _only_id(backend, token))) is not None:
-            problems.append(f"{where}: {token!r} is a token of the base already, with the id {id_}. Leave it out.")
+        elif (id_ := _known_id(base, token)) is not None:
+            written = "" if names[id_] == token else f" as {names[id_]!r}"
+            problems.append(f"{where}: the base has {token!r} already{written}, with the id {id_}. Leave it out.")
         else:
             first[token] = number
     if problems:
@@ -140,10 +164,12 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
     return NewTokens(tuple(first))
 
 
-def _only_id(backend: Any, text: str) -> int | None:
-    """The id of a text that is one token; None where it is more, or an unknown one."""
-    encoding = backend.encode(text, add_special_tokens=False)
-    return encoding.ids[0] if len(encoding.ids) == 1 and backend.decode(encoding.ids) == text else None
+def _known_id(base: BaseTokenizer, token: str) -> int | None:
+    """The id of a token of the base, or of a text that it reads as one; None where it is none."""
+    ids = _ids(base.loaded, token)
+    is_one = len(ids) == 1 and ids[0] != base.loaded.unk_token_id
+    known: int | None = token_ids(base.content).get(token)
+    return known if known is not None else ids[0] if is_one else None
 
 
 def _read_folder(source: Path, base: BaseTokenizer, rows: int) -> NewTokens:
@@ -151,7 +177,7 @@ def _read_folder(source: Path, base: BaseTokenizer, rows: int) -> NewTokens:
     file = source / TOKENIZER_FILE
     if not file.is_file():
         raise DataError(f"{source}: has no {TOKENIZER_FILE}, expected a folder of a tokenizer. {SAVE_IT}")
-    content = read_json(file)
+    content = _read_tokenizer(file)
     theirs, ours = token_ids(content), token_ids(base.content)
     moved = [
         f"{token!r} has the id {theirs[token]}, the base's is {id_}" if token in theirs else f"{token!r} is missing"
@@ -189,13 +215,13 @@ def _merges(content: Mapping[str, Any]) -> list[list[str]]:
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
 
 
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], named: Iterable[str]) -> list[str]:
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], named: Collection[str]) -> list[str]:
     """What differs between two tokenizers with the same tokens, whatever the ids of the new ones are."""
-    a, b = _parts(ours, set(named)), _parts(theirs, set(named))
+    a, b = _parts(ours, named), _parts(theirs, named)
     return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
 
 
-def _parts(content: Mapping[str, Any], named: set[str]) -> dict[str, Any]:
+def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
     model = {f"model.{name}": value for name, value in content["model"].items() if name not in ("vocab", "merges")}
     around = {
         name: value
@@ -230,17 +256,15 @@ def _loaded(model: Path, base: BaseTokenizer, rows: int, new: NewTokens, run: Ru
 
 def _check_as_before(base: BaseTokenizer, extended: Any, rows: int, new: NewTokens) -> None:
     """Check that every old token keeps its id, and that each new one has its own."""
-    before, now = base.loaded.get_vocab(), extended.get_vocab()
-    wanted = before | {token: rows + place for place, token in enumerate(new.tokens)}
-    moved = [
-        f"{token!r} has {now.get(token)}, expected {id_}" for token, id_ in wanted.items() if now.get(token) != id_
-    ]
-    special = [token for token in base.loaded.get_added_vocab() if _ids(extended, token) != _ids(base.loaded, token)]
-    moved += [f"{token!r} is cut into other tokens" for token in special]
+    now = extended.get_vocab()
+    wanted = base.loaded.get_vocab() | {token: rows + place for place, token in enumerate(new.tokens)}
+    moved = [f"{token!r} has {now.get(token)}" for token, id_ in wanted.items() if now.get(token) != id_]
+    added = base.loaded.get_added_vocab()
+    moved += [f"{token!r} is cut" for token in added if _ids(extended, token) != _ids(base.loaded, token)]
     if moved:
         raise CheckpointError(
-            f"{base.name}: its tokenizer cannot take these tokens, ids would be others: {name_some(moved, 3)}. "
-            "Name fewer tokens, or learn them from a text: --new-tokens-from TEXT --count N."
+            f"{base.name}: its tokenizer does not keep its ids with these tokens: {name_some(moved, 3)}. Leave out "
+            "tokens that begin or end like one of its own."
         )
 
 
@@ -249,19 +273,23 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _unreadable(before: Any, extended: Any, new: NewTokens) -> list[str]:
-    """Tokens that a text does not give, or that their ids do not give back where the base gives the text back."""
+def _unreadable(before: Any, extended: Any, rows: int, new: NewTokens) -> list[str]:
+    """Tokens that no text gives, or that do not come back as the base gives their text back."""
     problems = []
-    for token in new.tokens:
-        for text in (token, f"a {token} a"):
-            wrong = _read_back(extended, text)
-            if wrong != text and _read_back(before, text) == text:
-                problems.append(
-                    f"{token!r}: as a token of its own it does not come back, {text!r} becomes {wrong!r}. "
-                    + ("" if token.startswith(" ") else f"Give it with a space before it, {f' {token}'!r}. ")
-                    + LEARN_THEM
-                )
-                break
+    for place, token in enumerate(new.tokens):
+        is_spaced = token[0].isspace()
+        among = f"a{token} a" if is_spaced else f"a {token} a"
+        texts = (among,) if is_spaced else (among, token)
+        other = f"without the space, {token[1:]!r}" if is_spaced else f"with a space before it, {f' {token}'!r}"
+        if not any(rows + place in _ids(extended, text) for text in texts):
+            wrong = f"this tokenizer does not find it in {among!r}"
+        else:
+            kept = [text for text in texts if _read_back(before, text) == text]
+            lost = next((text for text in kept if _read_back(extended, text) != text), None)
+            if lost is None:
+                continue
+            wrong = f"this tokenizer would read {lost!r} back as {_read_back(extended, lost)!r}"
+        problems.append(f"{token!r}: {wrong}. Give it {other}. {LEARN_THEM}")
     return problems
 
 
@@ -270,38 +298,25 @@ def _read_back(tokenizer: Any, text: str) -> str:
     return written
 
 
-# each token of the base is one character to the library that learns, from here on
-FIRST_CHARACTER = 0x10000
-# more distinct words than this are not kept: the rarest are forgotten
-MOST_WORDS = 1_000_000
-# a text without spaces is one word, and is cut
-LONGEST_WORD = 64
-# a pair that stands once saves nothing elsewhere
-LEAST_OFTEN = 2
-MOST_SHOWN = 10
-# repetitions of a word that the library is given at once
-AT_ONCE = 10_000
-WORD_BEGIN = "▁"
-BYTE = re.compile("<0x([0-9A-F]{2})>")
-
-
 @dataclass(frozen=True)
 class SavingToken:
-    """A new token, as tokenizer.json writes it.
+    """A new token and what it saves.
 
     Attributes:
-        token: The token.
+        token: As tokenizer.json writes it.
+        text: How it reads behind another token.
+        count: How often it stands in the text, where it is no part of a longer one.
         pieces: Tokens of the base that stood in its place.
-        count: How often it stands in the text.
     """
 
     token: str
-    pieces: int
+    text: str
     count: int
+    pieces: int
 
     @property
     def saved(self) -> int:
-        """Tokens that the text has less for it."""
+        """Tokens that the text has fewer."""
         return self.count * (self.pieces - 1)
 
 
@@ -310,13 +325,13 @@ class ChosenTokens:
     """Tokens that save most on a text, and what they save.
 
     Attributes:
-        new_tokens: The tokens, those that save most first.
-        wanted: How many were asked for; where the text has no more pairs, there are fewer.
+        new_tokens: The tokens; the first of them are those that fewer would be.
+        wanted: How many were asked for; there are fewer where no pair stands in the text twice any more.
         characters: Characters of the text.
-        bytes: Bytes of the text.
-        tokens_before: Tokens of the text for the base's tokenizer.
-        tokens_after: Tokens of the text with a number of the new tokens: a quarter of them, half, all.
-        most_saving: The tokens that save most, each counted where it is not a part of another.
+        bytes: Its bytes in UTF-8.
+        tokens_before: Its tokens with the base's tokenizer.
+        tokens_after: Its tokens with a quarter of the new tokens, half of them and all, by their number.
+        most_saving: The tokens that save most.
     """
 
     new_tokens: NewTokens
@@ -367,135 +382,55 @@ def choose_new_tokens(
             f"{model}: its tokenizer is of the kind {kind}, expected BPE, whose merges can be gone on with. "
             + GIVE_A_FILE
         )
-    alphabet = _Alphabet(backend)
-    words, sizes = _count_words(base, texts, alphabet, track)
-    merges = _learn_merges(words, count, alphabet)
+    alphabet = Alphabet(backend)
+    words, sizes = _count_words(backend, texts, alphabet, track)
+    merges = learn_merges(words, count, alphabet)
     if not merges:
         raise DataError(
-            f"{', '.join(map(str, texts))}: no two tokens that could become a new one stand side by side twice. Give "
-            "more text."
+            f"{', '.join(map(str, texts))}: no two tokens that could become a new one stand in it side by side twice. "
+            "Give more text."
         )
-    new = NewTokens(tuple(dict.fromkeys(merge.token for merge in merges)), tuple(filter(None, map(str, merges))))
+    names = {merge.joined: merge.token for merge in merges}
+    tokens = tuple(dict.fromkeys(names.values()))
+    new = NewTokens(tokens, tuple(merge.written for merge in merges if merge.written))
+    joined = {
+        number: count_joined(words, merges_of(merges, tokens[:number]))
+        for number in [max(1, len(tokens) // part) for part in (4, 2, 1)]
+    }
     with _loaded(model, base, rows, new, run) as extended:
         _check_as_before(base, extended, rows, new)
-    before = sizes["tokens"]
-    numbers = [max(1, len(new.tokens) // part) for part in (4, 2, 1)]
-    standing = {number: _standing(words, merges, set(new.tokens[:number]), alphabet) for number in numbers}
-    most = sorted(standing[len(new.tokens)], key=lambda own: (-own.saved, own.token))[:MOST_SHOWN]
+        saving = [
+            SavingToken(names[own], _reads_as(extended, names[own]), often, alphabet.count_pieces(own))
+            for own, often in joined[len(tokens)].items()
+        ]
     return ChosenTokens(
         new,
         count,
         sizes["characters"],
         sizes["bytes"],
-        before,
-        {number: before - sum(own.saved for own in some) for number, some in standing.items()},
-        tuple(most),
+        sizes["tokens"],
+        {
+            number: sizes["tokens"] - sum(often * (alphabet.count_pieces(own) - 1) for own, often in counts.items())
+            for number, counts in joined.items()
+        },
+        tuple(sorted(saving, key=lambda own: (-own.saved, own.token))[:MOST_SHOWN]),
     )
 
 
-@dataclass(frozen=True)
-class _Merge:
-    """Two neighbours that become one: as the library learned them, and as tokenizer.json writes them.
-
-    A character that the base writes in bytes becomes a token of its own without a merge.
-    """
-
-    left: str
-    right: str
-    token: str
-    written: str
-
-    def __str__(self) -> str:
-        return self.written
-
-
-class _Alphabet:
-    """A text as the library learns from it: one character for each token of the base.
-
-    A character that the base writes in bytes has two, which stand nowhere else, so that it is learned whole.
-    """
-
-    def __init__(self, backend: Mapping[str, Any]) -> None:
-        """Begin with the tokens of a parsed tokenizer."""
-        model, known = backend["model"], token_ids(backend)
-        self.tokens = {chr(FIRST_CHARACTER + id_): token for token, id_ in known.items()}
-        self.prefix = model["continuing_subword_prefix"] or ""
-        self.begins = {id_ for token, id_ in known.items() if token.startswith(WORD_BEGIN)}
-        self.apart = {token["id"] for token in backend[ADDED_TOKENS]} | {known.get(model["unk_token"], -1)}
-        matches = {id_: BYTE.fullmatch(token) for token, id_ in known.items()} if model["byte_fallback"] else {}
-        self.bytes = {id_: bytes.fromhex(match[1]) for id_, match in matches.items() if match}
-        self.free = FIRST_CHARACTER + 1 + max(known.values())
-        # of characters that the base writes in bytes
-        self.spelt: dict[str, str] = {}
-        self.pieces: dict[str, int] = {}
-
-    def words(self, encoding: Any) -> Iterator[str]:
-        """The words of a text; a token that joins no other stands in none."""
-        word, raw, last = "", b"", None
-        for id_, place in zip(encoding.ids, encoding.word_ids, strict=True):
-            is_apart = id_ in self.apart
-            if place != last or is_apart or id_ in self.begins or len(word) >= LONGEST_WORD:
-                yield word
-                word, last = "", place
-            if id_ in self.bytes:
-                raw += self.bytes[id_]
-                if (character := _decoded(raw)) is not None:
-                    if len(raw) == 1:  # a line break, whose byte is no token that decodes beside others
-                        yield word
-                        word = ""
-                    else:
-                        word += self.spelt.get(character) or self._spell(character, len(raw))
-                    raw = b""
-            elif not is_apart:
-                word += chr(FIRST_CHARACTER + id_)
-        yield word
-
-    def _spell(self, character: str, pieces: int) -> str:
-        own = chr(self.free) + chr(self.free + 1)
-        self.free += 2
-        self.spelt[character] = own
-        self.tokens[own] = character
-        self.pieces[own[0]] = pieces - 1
-        return own
-
-    def count_pieces(self, token: str) -> int:
-        """How many tokens of the base a learned one stands for."""
-        return sum(self.pieces.get(character, 1) for character in token)
-
-    def name(self, learned: Iterable[tuple[str, str]]) -> list[_Merge]:
-        """Merges with the names of tokens; one that would give a token which the tokenizer has is left out."""
-        names = {own: token for own, token in self.tokens.items() if len(own) == 1}
-        taken, merges = set(names.values()), []
-        for left, right in learned:
-            own = left + right
-            if own in self.tokens:
-                token, written = self.tokens[own], ""
-            elif left in names and right in names:
-                token = names[left] + names[right].removeprefix(self.prefix)
-                written = f"{names[left]} {names[right]}"
-            else:
-                continue
-            if own in names or token not in taken:
-                names[own] = token
-                taken.add(token)
-                merges.append(_Merge(left, right, token, written))
-        return merges
-
-
-def _decoded(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+def _reads_as(tokenizer: Any, token: str) -> str:
+    """The text of a token behind another, where it keeps the space that it may begin with."""
+    before, backend = _ids(tokenizer, "a"), tokenizer.backend_tokenizer
+    text: str = backend.decode([*before, backend.token_to_id(token)])
+    return text.removeprefix(backend.decode(before))
 
 
 def _count_words(
-    base: BaseTokenizer, texts: Sequence[str | Path], alphabet: _Alphabet, track: Track
+    backend: Mapping[str, Any], texts: Sequence[str | Path], alphabet: Alphabet, track: Track
 ) -> tuple[Counter[str], Counter[str]]:
     """The words of texts and how often they stand, and sizes of the texts."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(base.loaded.backend_tokenizer.to_str())
+    tokenizer = Tokenizer.from_str(json.dumps(backend))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     words: Counter[str] = Counter()
@@ -519,66 +454,3 @@ def _forget_rarest(words: Counter[str]) -> None:
         least = min(words.values())
         for word in [word for word, count in words.items() if count == least]:
             del words[word]
-
-
-def _learn_merges(words: Mapping[str, int], count: int, alphabet: _Alphabet) -> list[_Merge]:
-    """The merges of the next `count` tokens, or of fewer where no pair is left."""
-    asked = count
-    while True:
-        learned = _train(words, asked, alphabet)
-        merges = alphabet.name(learned)
-        tokens = list(dict.fromkeys(merge.token for merge in merges))
-        if len(tokens) >= count or len({left + right for left, right in learned}) < asked:
-            return _only(merges, set(tokens[:count]))
-        asked += 2 * (count - len(tokens))
-
-
-def _only(merges: Iterable[_Merge], tokens: set[str]) -> list[_Merge]:
-    """The merges that make these tokens of the base's tokens and of each other."""
-    made: set[str] = set()
-    kept = []
-    for merge in merges:
-        is_made = all(len(part) == 1 or part in made for part in (merge.left, merge.right))
-        if merge.token in tokens and is_made:
-            made.add(merge.left + merge.right)
-            kept.append(merge)
-    return kept
-
-
-def _train(words: Mapping[str, int], count: int, alphabet: _Alphabet) -> list[tuple[str, str]]:
-    """The pairs that stand side by side most often, one after the other."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit(" ")
-    size = len(set().union(*words, *alphabet.spelt.values()))
-    trainer = trainers.BpeTrainer(vocab_size=size + count, min_frequency=LEAST_OFTEN, show_progress=False)
-    # once more, so that no other pair with a half of such a character is as frequent
-    tokenizer.train_from_iterator(chain(_repeated(words), alphabet.spelt.values()), trainer)
-    return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
-
-
-def _repeated(words: Mapping[str, int]) -> Iterator[str]:
-    for word, count in words.items():
-        for done in range(0, count, AT_ONCE):
-            yield f"{word} " * min(AT_ONCE, count - done)
-
-
-def _standing(
-    words: Mapping[str, int], merges: Iterable[_Merge], tokens: set[str], alphabet: _Alphabet
-) -> list[SavingToken]:
-    """The tokens that stand in words where no others are new."""
-    from tokenizers import Tokenizer, models
-
-    some = _only(merges, tokens)
-    names = {merge.left + merge.right: merge.token for merge in some}
-    vocabulary = [*sorted(set().union(*words)), *names]
-    model = models.BPE({own: id_ for id_, own in enumerate(vocabulary)}, [(merge.left, merge.right) for merge in some])
-    tokenizer, counts = Tokenizer(model), Counter[str]()
-    every = iter(words)
-    while batch := list(islice(every, AT_ONCE)):
-        for word, encoding in zip(batch, tokenizer.encode_batch(batch), strict=True):
-            for own in encoding.tokens:
-                if len(own) > 1:
-                    counts[own] += words[word]
-    return [SavingToken(names[own], alphabet.count_pieces(own), count) for own, count in counts.items()]

@@ -16,12 +16,14 @@ from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, Warned, heading, sentence
+from scale_surgery.show.visible import visible
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection
     from scale_surgery.running.loss import Measurement
+    from scale_surgery.running.new_tokens import ChosenTokens, SavingToken
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped
@@ -151,6 +153,30 @@ def render_expansion(done: Expansion) -> RenderableType:
     if not done.warnings:
         return Facts("expanded", [*rows, following])
     return Group(Facts("expanded", rows), *render_warnings(done.warnings), Facts("", [following]))
+
+
+def render_chosen_tokens(chosen: ChosenTokens) -> RenderableType:
+    """What new tokens save on the text from which they were chosen."""
+    before = chosen.tokens_before
+    table = NamedRows(["tokens", "characters each", "bytes each", "saved"])
+    for number, tokens in {0: before, **chosen.tokens_after}.items():
+        name = f"with {counted(number, 'new token')}" if number else "the base's tokenizer"
+        saved = f"{1 - tokens / before:.1%}" if number else ""
+        sizes = [f"{size / tokens:.2f}" for size in (chosen.characters, chosen.bytes)]
+        table.add_row(name, f"{tokens:,}", *sizes, saved)
+    most = NamedRows(["stands", "tokens before", "saves"], name="saves most")
+    for own in chosen.most_saving:
+        most.add_row(_token_text(own), f"{own.count:,}", f"{own.pieces}", f"{own.saved:,}")
+    found = len(chosen.new_tokens.tokens)
+    few = f"note: {found:,} of {chosen.wanted:,}; no other pair of tokens stands in the text twice"
+    notes = [sentence(few, "yellow")] if found < chosen.wanted else []
+    text = f"on {counted(chosen.characters, 'character')}, {format_bytes(chosen.bytes)}"
+    return Group(heading("new tokens", text), table, Text(), most, *notes)
+
+
+def _token_text(own: SavingToken) -> str:
+    """A token with its blanks; a part of a character by its bytes."""
+    return visible("" if "\ufffd" in own.text else own.text.replace(" ", "·"), own.token)
 
 
 def render_stripped(done: Stripped) -> RenderableType:

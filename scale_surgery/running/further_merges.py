@@ -1,0 +1,196 @@
+"""Go on with the merges of a byte pair encoding where its training ended.
+
+The base's merges come first wherever a text is read, and no new merge makes a token that the base has. So the text is
+read by the base, each of its tokens is written as one character, and the tokenizers library learns from that.
+
+    "für Straße"  --base-->  f ü r ▁ S t r a <0xC3> <0x9F> e  --one character a token-->  words  --BpeTrainer-->  merges
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from scale_surgery.planning.new_tokens import ADDED_TOKENS, token_ids
+
+# the character of the base's token with the id 0
+FIRST_CHARACTER = 0x10000
+# what a word of SentencePiece begins with
+WORD_BEGIN = "▁"
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+# a text without spaces would be one word
+LONGEST_WORD = 64
+# a pair that stands once is worth no token
+LEAST_OFTEN = 2
+# words, or repetitions of one, that the library is given at once
+AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Two neighbours that become one.
+
+    Attributes:
+        left: The left one, in characters of the alphabet.
+        right: The right one.
+        token: What they become, as tokenizer.json writes it.
+        written: The merge as tokenizer.json writes it; empty for a character that the base writes in bytes, which needs
+            a place in the vocabulary and no merge.
+    """
+
+    left: str
+    right: str
+    token: str
+    written: str
+
+    @property
+    def joined(self) -> str:
+        """What they become, in characters of the alphabet."""
+        return self.left + self.right
+
+
+class Alphabet:
+    """One character for each token of the base.
+
+    A character that the base writes in bytes has two that stand nowhere else, so that it is learned whole: tokens with
+    a part of it could not be decoded.
+    """
+
+    def __init__(self, backend: Mapping[str, Any]) -> None:
+        """Begin with a parsed tokenizer.json."""
+        model, known = backend["model"], token_ids(backend)
+        self.names = {chr(FIRST_CHARACTER + id_): token for token, id_ in known.items()}
+        self.prefix = model["continuing_subword_prefix"] or ""
+        self.begins = {id_ for token, id_ in known.items() if token.startswith(WORD_BEGIN)}
+        self.apart = {token["id"] for token in backend[ADDED_TOKENS]} | {known.get(model["unk_token"], -1)}
+        matches = {id_: BYTE.fullmatch(token) for token, id_ in known.items()} if model["byte_fallback"] else {}
+        self.bytes = {id_: bytes.fromhex(match[1]) for id_, match in matches.items() if match}
+        # characters that the base writes in bytes: how each is spelt, and which each spelling is
+        self.spelling: dict[str, str] = {}
+        self.spelt: dict[str, str] = {}
+        # tokens of the base in the first half of a spelling; every other character is one token
+        self.pieces: dict[str, int] = {}
+        self.free = FIRST_CHARACTER + 1 + max(known.values())
+
+    def words(self, encoding: Any) -> Iterator[str]:
+        """The words of a text; a token that joins no other stands in none."""
+        word, raw, last = "", b"", None
+        for id_, place in zip(encoding.ids, encoding.word_ids, strict=True):
+            is_apart = id_ in self.apart
+            if place != last or is_apart or id_ in self.begins or len(word) >= LONGEST_WORD:
+                yield word
+                word, last = "", place
+            if id_ in self.bytes:
+                raw += self.bytes[id_]
+                if (character := _decoded(raw)) is None:
+                    continue
+                if len(raw) == 1:
+                    # such as a line break: beside others its byte would not be decoded, and alone it is one token
+                    yield word
+                    word = ""
+                else:
+                    word += self.spelling.get(character) or self._spell(character, len(raw))
+                raw = b""
+            elif not is_apart:
+                word += chr(FIRST_CHARACTER + id_)
+        yield word
+
+    def _spell(self, character: str, pieces: int) -> str:
+        own = chr(self.free) + chr(self.free + 1)
+        self.free += 2
+        self.spelling[character], self.spelt[own] = own, character
+        self.pieces[own[0]] = pieces - 1
+        return own
+
+    def count_pieces(self, word: str) -> int:
+        """How many tokens of the base a word is."""
+        return sum(self.pieces.get(character, 1) for character in word)
+
+    def name(self, learned: Iterable[tuple[str, str]]) -> Iterator[Merge]:
+        """Merges as tokenizer.json writes them, without those that make a token which is there."""
+        names = dict(self.names)
+        taken = set(names.values())
+        for left, right in learned:
+            own, written = left + right, ""
+            if own in self.spelt:
+                token = self.spelt[own]
+            elif left in names and right in names:
+                token = names[left] + names[right].removeprefix(self.prefix)
+                written = f"{names[left]} {names[right]}"
+            else:
+                continue
+            # two merges may make the same of the same pieces; a space would end the name of a token in a merge
+            if own in names or (token not in taken and " " not in token):
+                names[own] = token
+                taken.add(token)
+                yield Merge(left, right, token, written)
+
+
+def _decoded(raw: bytes) -> str | None:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def learn_merges(words: Mapping[str, int], count: int, alphabet: Alphabet) -> list[Merge]:
+    """The merges that make the next `count` tokens, or fewer where no pair is left."""
+    asked = count
+    while True:
+        learned = _train(words, asked, alphabet)
+        merges = list(alphabet.name(learned))
+        tokens = list(dict.fromkeys(merge.token for merge in merges))
+        is_all = len({left + right for left, right in learned}) < asked
+        if len(tokens) >= count or is_all:
+            return merges_of(merges, tokens[:count])
+        asked += 2 * (count - len(tokens))
+
+
+def merges_of(merges: Iterable[Merge], tokens: Iterable[str]) -> list[Merge]:
+    """The merges that make these tokens of the base's and of each other."""
+    wanted, made, kept = set(tokens), set[str](), []
+    for merge in merges:
+        if merge.token in wanted and all(len(part) == 1 or part in made for part in (merge.left, merge.right)):
+            made.add(merge.joined)
+            kept.append(merge)
+    return kept
+
+
+def _train(words: Mapping[str, int], count: int, alphabet: Alphabet) -> list[tuple[str, str]]:
+    """The pairs that stand side by side most often, each with those before it joined."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit(" ")
+    characters = set().union(*words, *alphabet.spelt)
+    trainer = trainers.BpeTrainer(vocab_size=len(characters) + count, min_frequency=LEAST_OFTEN, show_progress=False)
+    # a spelling stands once more, so that no other pair with a half of it is as frequent
+    tokenizer.train_from_iterator(chain(_repeated(words), alphabet.spelt), trainer)
+    return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def _repeated(words: Mapping[str, int]) -> Iterator[str]:
+    for word, count in words.items():
+        for done in range(0, count, AT_ONCE):
+            yield f"{word} " * min(AT_ONCE, count - done)
+
+
+def count_joined(words: Mapping[str, int], merges: Iterable[Merge]) -> Counter[str]:
+    """How often each joined token stands in the words, where it is no part of another."""
+    from tokenizers import Tokenizer, models
+
+    pairs = [(merge.left, merge.right) for merge in merges]
+    tokens = dict.fromkeys(chain(sorted(set().union(*words)), map("".join, pairs)))
+    tokenizer = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, pairs))
+    counts, every = Counter[str](), iter(words)
+    while some := list(islice(every, AT_ONCE)):
+        for word, encoding in zip(some, tokenizer.encode_batch(some), strict=True):
+            for token in encoding.tokens:
+                if len(token) > 1:
+                    counts[token] += words[word]
+    return counts
