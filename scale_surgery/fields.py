@@ -115,6 +115,11 @@ class Field:
         return tuple(self.list_choices())
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it can be typed; a dataclass cannot."""
+        return not dataclasses.is_dataclass(self.kind)
+
+    @property
     def typed(self) -> str:
         """How messages call it: as an option, or as --set and a recipe do."""
         return f"--{self.option}" if self.has_option else self.name

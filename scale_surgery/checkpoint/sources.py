@@ -50,6 +50,17 @@ def find_source(model: str | Path, revision: str | None = None) -> Source:
     return Source(folder, str(model), folder.name)
 
 
+def find_beside_weights(model: str | Path, revision: str | None = None) -> Path:
+    """Find a model's folder; of a Hub repository all but its weights is downloaded, such as its tokenizer."""
+    if (local := _local_source(model)) is not None:
+        return local.path
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(str(model)):
+        skipped = [*SKIPPED_PATTERNS, "*.safetensors"]
+        return Path(snapshot_download(str(model), revision=revision, ignore_patterns=skipped))
+
+
 def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:
     """Read a model's config and headers, from a folder or from the Hub; no weight is read or downloaded."""
     if (local := _local_source(model)) is not None:

@@ -69,9 +69,9 @@ def expand_command(
 
     run = take_fields(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
-    request = make_request(options)
+    request = make_request(options, model, revision, run, out)
     if (request is None) == (plan_file is None):
-        raise click.UsageError("Give --layers, or --plan with a saved plan, one of the two.")
+        raise click.UsageError("Give --layers or new tokens, or --plan with a saved plan, one of the two.")
     if request is not None:
         made = plan(model, request, revision=revision, run=run, track=out.track)
     elif plan_file is not None:

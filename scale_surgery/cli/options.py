@@ -76,7 +76,7 @@ def options_from(
 
 def set_option(owner: type) -> Callable[[Command], Command]:
     """Add --set KEY=VALUE, which fills the fields of a dataclass that have no option of their own."""
-    fields = {name: field for name, field in fields_of(owner).items() if not field.has_option}
+    fields = {name: field for name, field in fields_of(owner).items() if not field.has_option and field.is_plain}
 
     def fill(context: click.Context, _parameter: click.Parameter, given: tuple[str, ...]) -> None:
         values, problems = read_settings(given), []

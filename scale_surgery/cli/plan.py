@@ -21,26 +21,41 @@ from scale_surgery.cli.options import (
     output_options,
     run_options,
     set_option,
+    take_fields,
 )
 from scale_surgery.cli.outputs import files_option, write_files
 from scale_surgery.fields import fields_of
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
+from scale_surgery.planning.scale import NO_LAYERS
 
 if TYPE_CHECKING:
+    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.console import Output
 
 
 def request_options(command: Command) -> Command:
     """Add what an expansion is made of."""
-    return add_options(command, [options_from(Request), set_option(Request)])
+    return add_options(command, [options_from(Request), options_from(TokenSource), set_option(Request)])
 
 
 LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
 
 
-def make_request(options: dict[str, Any]) -> Request | None:
-    """A request from command line options; None where no layers were given."""
+def make_request(
+    options: dict[str, Any], model: str, revision: str | None, run: RunOptions, out: Output
+) -> Request | None:
+    """A request from command line options; None where neither layers nor new tokens were given."""
+    from scale_surgery.running.new_tokens import ChosenTokens, find_new_tokens
+    from scale_surgery.show.tables import render_chosen_tokens
+
+    tokens = find_new_tokens(model, take_fields(TokenSource, options), revision=revision, run=run, track=out.track)
     said = given(options)
+    if isinstance(tokens, ChosenTokens):
+        out.say(render_chosen_tokens(tokens))
+        tokens = tokens.new_tokens
+    if tokens is not None:
+        return Request(**{"layers": NO_LAYERS, **said}, new_tokens=tokens)
     if "layers" in said:
         return Request(**said)
     if said:
@@ -76,7 +91,7 @@ def plan_command(
     from scale_surgery.show.tables_plan import render_plan
 
     run = RunOptions(trust_remote_code=options.pop("trust_remote_code"))
-    request = make_request(options)
+    request = make_request(options, model, revision, run, out)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
     check_output_files(outputs, [model])

@@ -54,8 +54,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
     added = sum(tensor.elements for tensor in tensors)
     beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
     # rows of new tokens are below all layers
-    reached = [*specs["expanded_layers"], *([0] if specs["widths"]["new_tokens"] else [])]
-    collaborative = [*specs["collaborative"]["layers"], *([0] if specs["widths"]["new_tokens"] else [])]
+    trained = [0] if specs["widths"]["new_tokens"] else specs["collaborative"]["layers"]
     decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
     before = sum(info.elements for info in checkpoint.tensors.values())
     widths = Widths(**specs["widths"])
@@ -70,8 +69,8 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
             default=0,
         ),
         forward_factor=_forward_factor(base, tensors),
-        up_stream_from=min(reached),
-        base_stream_from=min(collaborative) if collaborative else None,
+        up_stream_from=min(specs["expanded_layers"], default=0),
+        base_stream_from=min(trained, default=None),
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
         stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, (before, beside)),
         stock_problems=problems,

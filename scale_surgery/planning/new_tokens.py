@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from scale_surgery.checkpoint.files import as_json
+from scale_surgery.fields import Range
 
 ADDED_TOKENS = "added_tokens"
 # of an added token in tokenizer.json, as transformers writes it for a text that is given to add_tokens
@@ -32,6 +33,22 @@ class NewTokens:
 
     tokens: tuple[str, ...]
     merges: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Where new tokens come from.
+
+    Attributes:
+        new_tokens: Tokens to add: a text file, one a line, or a folder of a tokenizer whose first ids are the base's.
+        new_tokens_from: Text to learn new tokens from, those that save most on it; can be repeated. The base's
+            tokenizer has to be a BPE, whose merges are gone on with.
+        count: How many tokens to learn from --new-tokens-from.
+    """
+
+    new_tokens: str | None = None
+    new_tokens_from: tuple[str, ...] = ()
+    count: Annotated[int, Range(least=1)] = 1000
 
 
 def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:

@@ -10,7 +10,7 @@ model itself, see `deriving`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -155,6 +155,8 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
     request = complete(request, base.sizes.layers)
     check_base(base)
     method = METHODS[request.method]
+    if problems := list(_new_token_problems(base, method, request)):
+        raise PlanError.from_problems(problems)
     resolved = method.resolve(base, request)
     if request.token_count:
         resolved = replace(resolved, widths=replace(resolved.widths, new_tokens=request.token_count))
@@ -177,6 +179,22 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
         shards=shards,
         costs=method.costs(base, request, specs, tensors),
     )
+
+
+def _new_token_problems(base: Base, method: Method, request: Request) -> Iterator[str]:
+    """Why tokens cannot be added to a base."""
+    if not request.token_count:
+        return
+    if method.adds_layers:
+        yield (
+            f"--new-tokens with --method {method.name}: it writes a checkpoint of the base's architecture, whose "
+            "embedding is the base's. Add tokens with --method scale, by themselves with --layers none."
+        )
+    if base.sizes.unpredicted:
+        yield (
+            f"--new-tokens: {base.sizes.unpredicted} tokens of this model are embedded and never predicted, so that "
+            "embedding and head count tokens differently; expected one vocabulary. Use it without new tokens."
+        )
 
 
 def _place(

@@ -107,6 +107,8 @@ class Scale(Method):
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
         """Collaboration, widths and initialisation."""
+        if not plan.layers:
+            return []
         request, collaborative = plan.request, plan.collaboration
         groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
         rows = [

@@ -23,10 +23,12 @@ from scale_surgery.checkpoint.files import scratch_folder, write_text
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from scale_surgery.checkpoint.reading import read_bytes
+from scale_surgery.checkpoint.sources import find_beside_weights
 from scale_surgery.errors import CheckpointError, DataError, PlanError, counted, name_some, shorten
 from scale_surgery.planning.new_tokens import (
     ADDED_TOKENS,
     NewTokens,
+    TokenSource,
     extended_tokenizer,
     extended_tokenizer_config,
     placeholder,
@@ -35,7 +37,7 @@ from scale_surgery.planning.new_tokens import (
 from scale_surgery.progress import Track, no_progress, no_track
 from scale_surgery.running.documents import in_pieces, read_documents
 from scale_surgery.running.further_merges import Alphabet, count_joined, learn_merges, merges_of
-from scale_surgery.running.loading import quiet_transformers
+from scale_surgery.running.loading import load_base_config, quiet_transformers
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.text_files import open_text
@@ -63,6 +65,42 @@ class BaseTokenizer:
     text: str
     content: Mapping[str, Any]
     loaded: Any
+
+
+def find_new_tokens(
+    model: str | Path,
+    wanted: TokenSource,
+    *,
+    revision: str | None = None,
+    run: RunOptions = RunOptions(),
+    track: Track = no_track,
+) -> NewTokens | ChosenTokens | None:
+    """Find the tokens that an expansion of a model is to add.
+
+    Args:
+        model: A folder or a Hub id, of which no weight is downloaded.
+        wanted: Where they come from: one of a file or folder, and texts.
+        revision: Branch, tag or commit of a Hub repository.
+        run: Whose code; `trust_remote_code` is read.
+        track: Makes progress bars.
+
+    Returns:
+        The tokens; where they were learned from texts, with what they save; None where none are wanted.
+
+    Raises:
+        CheckpointError: If the base's tokenizer cannot take tokens; see `read_new_tokens`, `choose_new_tokens`.
+        DataError: If the tokens, or the texts, are no use.
+        PlanError: If both are given.
+    """
+    if wanted.new_tokens is not None and wanted.new_tokens_from:
+        raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
+    if wanted.new_tokens is None and not wanted.new_tokens_from:
+        return None
+    folder = find_beside_weights(model, revision)
+    rows = load_base_config(folder, str(model), run).get_text_config(decoder=True).vocab_size
+    if wanted.new_tokens is not None:
+        return read_new_tokens(folder, Path(wanted.new_tokens), rows, run)
+    return choose_new_tokens(folder, wanted.new_tokens_from, wanted.count, rows, run, track)
 
 
 def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunOptions()) -> NewTokens:

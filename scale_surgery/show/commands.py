@@ -32,7 +32,7 @@ def changed_options(options: Any, defaults: Any, without: Collection[str] = ()) 
     """The options, as they are typed, in which a filled dataclass differs from its defaults."""
     for name, field in fields_of(type(options)).items():
         value = getattr(options, name)
-        if name not in without and value not in (None, getattr(defaults, name)):
+        if name not in without and field.is_plain and value not in (None, getattr(defaults, name)):
             yield from _typed(field, value)
 
 

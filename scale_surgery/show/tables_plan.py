@@ -39,6 +39,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("base", plan.base_name + (f" at {plan.base_revision[:12]}" if plan.base_revision else "")),
         ("variant", plan.variant),
         (f"{plan.method.verb} layers", f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
+        *_new_tokens(plan),
         *treatment_rows(plan.architecture, _added_by_layer(plan)),
         *plan.method.rows(plan),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
@@ -52,6 +53,14 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("stock form", _stock_form(plan)),
         ("router", _router(plan)),
     ]
+
+
+def _new_tokens(plan: Plan) -> list[tuple[str, str]]:
+    if (new := plan.request.new_tokens) is None:
+        return []
+    how = "learned from a text" if new.merges else "as they stand"
+    rows = "a row each in the embedding, which is the head too" if plan.sizes.is_tied else "a row in embedding and head"
+    return [("new tokens", f"{len(new.tokens):,}, {how}, {rows}; {plan.sizes.vocabulary:,} of the base stay")]
 
 
 def _added_by_layer(plan: Plan) -> dict[int, int]:
@@ -110,7 +119,7 @@ def _stock_form(plan: Plan) -> str:
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
     # a collaborative layer has everything that a preservation layer has
-    shown = (plan.collaboration.layers or plan.layers)[0]
+    shown = next(iter(plan.collaboration.layers or plan.layers), None)
     return tuple(tensor for tensor in plan.tensors if tensor.layer in (None, shown))
 
 
