@@ -123,12 +123,45 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
     """
     base = _open_base(model, rows, run)
     new = _read_folder(source, base, rows) if source.is_dir() else _read_file(source, base)
+    _try(model, base, rows, new, run)
+    return new
+
+
+def check_new_tokens(model: Path, new: NewTokens, rows: int, run: RunOptions = RunOptions()) -> None:
+    """Check that a base's tokenizer can take these tokens; see `read_new_tokens` for the arguments and what it raises.
+
+    They may be those of a saved plan, of somebody's own code, or of an expansion of another model.
+    """
+    base = _open_base(model, rows, run)
+    ids = token_ids(base.content)
+    had = {token: ids.get(token) if new.merges else _known_id(base, token) for token in new.tokens}
+    problems = [
+        f"--new-tokens: the base has {token!r} already, with the id {id_}. Leave it out."
+        for token, id_ in had.items()
+        if id_ is not None
+    ]
+    if new.merges and base.content["model"].get("type") != "BPE":
+        problems.append(f"--new-tokens: come with merges, and {model} has no BPE, whose merges they could go on with.")
+    known = {*ids}
+    for token, merge in zip(new.tokens, new.merges, strict=False):
+        problems += [
+            f"--new-tokens: {token!r} is made of {part!r}, which is no token before it."
+            for part in merge.split(" ")
+            if part not in known
+        ]
+        known.add(token)
+    if problems:
+        raise DataError.from_problems(shorten(problems))
+    _try(model, base, rows, new, run)
+
+
+def _try(model: Path, base: BaseTokenizer, rows: int, new: NewTokens, run: RunOptions) -> None:
+    """Load the tokenizer with new tokens, and read texts with it."""
     with _loaded(model, base, rows, new, run) as extended:
         problems = [] if new.merges else _unreadable(base.loaded, extended, rows, new)
         _check_as_before(base, extended, rows, new)
     if problems:
         raise DataError.from_problems(shorten(problems))
-    return new
 
 
 def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:

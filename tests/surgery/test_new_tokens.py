@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, Gemm
 
 from scale_surgery import (
     CosineRouter,
+    DataError,
     PlanError,
     PosteriorRouter,
     Request,
@@ -35,7 +36,7 @@ from tests.tiny import save_tiny
 
 # more than the shipped tokenizer has: rows beyond its ids are left alone
 ROWS = 1200
-TOKENS = NewTokens(("Xylophone", "birthplace", "Zürich"))
+TOKENS = NewTokens(("Xylophone", "birthplace", " Zürich"))
 TEXT = "The birthplace of a Xylophone is Zürich."
 OLD = torch.tensor([[5, 40, 7, 300, 12, 9]])
 ALONE = Request("none", new_tokens=TOKENS)
@@ -230,6 +231,28 @@ def test_two_embeddings_are_refused(tmp_path):
     with pytest.raises(PlanError, match=wanted):
         plan(tmp_path / "base", ALONE)
     assert plan(tmp_path / "base", Request("1")).layers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("new", "wanted"),
+    [
+        (NewTokens(()), "names no token"),
+        (NewTokens(("Xylophone", "Xylophone")), "'Xylophone' is given 2 times, expected once"),
+        (NewTokens((" ",)), "' ' is blank"),
+        (NewTokens("Xylophone"), "tokens is 'Xylophone', expected a tuple of texts"),
+        (NewTokens(("\ud800",)), "expected a tuple of texts"),
+        (("Xylophone",), r"is \('Xylophone',\), expected NewTokens"),
+        (NewTokens(("a",)), "the base has 'a' already, with the id"),
+        (NewTokens(("Zürich",)), "'Zürich': this tokenizer would read"),
+        (NewTokens(("qqq",), ("qq q",)), "'qqq' is made of 'qq', which is no token before it"),
+        (NewTokens(("qq", "qqq"), ("qq q",)), "1 merges do not make its 2 tokens"),
+    ],
+)
+def test_tokens_of_no_use(base_of, tmp_path, new, wanted):
+    for make in (plan, lambda *given: expand(*given, tmp_path / "wide")):
+        with pytest.raises((PlanError, DataError), match=wanted):
+            make(base_of("llama"), Request("none", new_tokens=new))
+    assert not (tmp_path / "wide").exists()
 
 
 def test_every_path_reads_new_tokens(base_of, tmp_path):
