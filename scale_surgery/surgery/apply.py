@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
@@ -30,6 +30,7 @@ from scale_surgery.planning.base import Base
 from scale_surgery.planning.plan import plan_expansion
 from scale_surgery.planning.reserved import name_clash, reserved_names
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import pin_tokenizer_class
 from scale_surgery.surgery.config import make_index, stored_shard, written_config
@@ -37,7 +38,7 @@ from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_
 from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
-from scale_surgery.surgery.write_folder import running_dtype, take_over_shards
+from scale_surgery.surgery.write_folder import EXTENDED, running_dtype, take_over_shards, tokenizer_texts
 
 ADVICE = "Give that base; or --force, and no promise but recoverable is made."
 # written for each base, never taken over from the extract as they are
@@ -156,6 +157,8 @@ def apply(
         refuse_differing(extracted, title, compared.differing, len(checkpoint.tensors), ADVICE)
     if compared.other_files:
         _check_names(extracted, compared)
+    if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:
+        check_new_tokens(source.path, new, manifest.plan.sizes.embedded, run)
     written = _bytes_written(extracted, checkpoint, base_weights)
     check_space(target, written if base_weights == "copy" or manifest.renumbered else 0)
     state = {
@@ -245,9 +248,16 @@ def _check_names(extract: Extract, base: ComparedBase) -> None:
 
 
 def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
-    """Files that are taken over from the extract; the tokenizer's class is pinned for each base."""
-    repinned = {TOKENIZER_CONFIG_FILE}.intersection(base.other_files)
-    return [name for name in extract.record.files if name not in WRITTEN and name not in repinned]
+    """Files that are taken over from the extract; a tokenizer is pinned, and takes new tokens, for each base."""
+    made_anew = EXTENDED if _has_other_tokenizer(extract, base) else {TOKENIZER_CONFIG_FILE}
+    left = made_anew if {*made_anew}.intersection(base.other_files) else ()
+    return [name for name in extract.record.files if name not in (*WRITTEN, *left)]
+
+
+def _has_other_tokenizer(extract: Extract, base: ComparedBase) -> bool:
+    """Whether new tokens have to be written into another tokenizer than that of the base it was expanded from."""
+    is_other = not set(base.other_files).isdisjoint(EXTENDED)
+    return is_other and extract.manifest.plan.request.new_tokens is not None
 
 
 def _places_of_base(base: Checkpoint) -> dict[str, str]:
@@ -271,7 +281,11 @@ def _write_around(
             take_over(file, folder / name, how, advance)
     manifest = _named(extract.manifest, base)
     write_json(folder / CONFIG_FILE, written_config(manifest, checkpoint.config, running_dtype(checkpoint)))
-    if TOKENIZER_CONFIG_FILE in base.other_files:
+    if _has_other_tokenizer(extract, base):
+        texts = {file: read_text(checkpoint, file) for file in EXTENDED if file in checkpoint.side_files}
+        for name, text in tokenizer_texts([made], texts).items():
+            write_text(folder / name, text)
+    if not {TOKENIZER_CONFIG_FILE, *(EXTENDED if made.widths.new_tokens else ())}.isdisjoint(base.other_files):
         pin_tokenizer_class(checkpoint.path, folder, run)
     shards = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
     shards |= {name: info.file for name, info in extract.tensors.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from shutil import copytree
 
 import pytest
 import torch
@@ -306,6 +307,28 @@ def test_beside_others(base_of, tmp_path):
     again = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
     assert torch.equal(new_ids(again), ids)
     assert files_of(strip(again, tmp_path / "base2").path) == files_of(base)
+
+
+def test_another_tokenizer_of_the_base(base_of, tmp_path):
+    """The base's tensors with another tokenizer: new tokens are written into that one, or refused."""
+    base = base_of("llama")
+    taken = extract(expand(base, ALONE, tmp_path / "wide").path, tmp_path / "taken").path
+    other = copytree(base, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    content["normalizer"] = {"type": "Lowercase"}
+    (other / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    applied = apply(taken, tmp_path / "applied", base=other).path
+    assert verify(applied, other, probes=None).problems == ()
+    assert files_of(strip(applied, tmp_path / "stripped").path) == files_of(other)
+    written = json.loads((applied / "tokenizer.json").read_text("utf-8"))
+    assert written["normalizer"] and written["added_tokens"][-1]["content"] == " Zürich"
+    content["added_tokens"].append(
+        {**content["added_tokens"][-1], "content": "Xylophone", "id": len(content["model"]["vocab"])}
+    )
+    (other / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with pytest.raises(DataError, match="the base has 'Xylophone' already, with the id"):
+        apply(taken, tmp_path / "again", base=other)
+    assert not (tmp_path / "again").exists()
 
 
 def test_verify_reads_the_tokenizer(base_of, tmp_path):
