@@ -13,6 +13,7 @@ from typing import Any
 from scale_surgery.checkpoint.files import BaseWeights, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
+from scale_surgery.checkpoint.records import read_record
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.report import report
@@ -27,6 +28,7 @@ from scale_surgery.learning.hold_out import (
     hold_out,
     part_file,
 )
+from scale_surgery.learning.processes import launch_line, launch_options, run_launched
 from scale_surgery.learning.recipe import Recipe
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
@@ -41,6 +43,7 @@ from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import RankingSettings
+from scale_surgery.training.result import Training
 from scale_surgery.training.run_folder import SETTINGS_FILE
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
@@ -273,7 +276,8 @@ def _expand(work: Work) -> Stage:
 def _train(work: Work) -> Stage:
     recipe = work.recipe
     eval_data = EvalData(old=work.measured("old"), new=work.measured("new"))
-    line = command(
+    launch = launch_options(recipe.processes, recipe.accelerate_config)
+    words = [
         "train",
         work.expanded,
         *_texts("--data", work.to_learn),
@@ -289,15 +293,19 @@ def _train(work: Work) -> Stage:
         *work.running("device", "trust_remote_code"),
         "-o",
         work.learned,
-    )
+    ]
+    line = launch_line(words, launch)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         if is_trained(work.learned):
             return None, {}
         has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
-        start = TrainingStart(resume=has_begun, base_weights=work.taking)
-        given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
-        done = train(work.expanded, work.to_learn, work.learned, work.training, **given)
+        if launch:
+            done = read_record(run_launched([*words, *["--resume"] * has_begun], launch), Training)
+        else:
+            start = TrainingStart(resume=has_begun, base_weights=work.taking)
+            given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
+            done = train(work.expanded, work.to_learn, work.learned, work.training, **given)
         return done, {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
 
     return Stage("train", lambda kept: line, [work.learned], run, renews=False)
