@@ -43,6 +43,7 @@ from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
+from scale_surgery.running.processes import count_launched
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
@@ -280,7 +281,7 @@ def _promised(promise: Mapping[str, Any]) -> str:
 
 
 def _check_processes(recipe: Recipe) -> None:
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if (started := count_launched()) > 1:
         raise TrainingError(
             f"learn starts its processes itself, and a launcher started {started}. Type, without the launcher: "
             f"scale-surgery learn ... --processes {started}, and --accelerate-config FILE where it had a --config_file."

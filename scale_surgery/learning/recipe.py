@@ -43,7 +43,7 @@ class Recipe:
         route: Give the model a router, which chooses between the base and what was learned.
         base_weights: How base shards get from MODEL into the first folder; those in OUT share them by hard links, but
             for copy.
-        processes: Processes that train together, one a GPU; a step learns a batch of each. All else runs in one.
+        processes: Processes that train and measure together, one a GPU; a step learns a batch of each.
         accelerate_config: Settings for several processes, a YAML file of accelerate config, such as fsdp2.yaml.
             Default: DDP.
         hold_out: Which text is set aside.

@@ -6,6 +6,7 @@ texts -> layers -> plan -> expand -> train -> route -> calibrate -> evaluate -> 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.deriving.planned import load_plan, plan
-from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.verify import verify
 from scale_surgery.learning.hold_out import (
@@ -360,7 +361,9 @@ def _calibrate(work: Work) -> Stage:
 def _evaluate(work: Work) -> Stage:
     file = work.folder / "evaluation.json"
     old, new = (work.measured(side) for side in ("old", "new"))
-    line = command(
+    # each process holds the whole model
+    launch = launch_options(work.recipe.processes)
+    words = [
         "evaluate",
         work.result,
         *_texts("--old", old),
@@ -368,14 +371,19 @@ def _evaluate(work: Work) -> Stage:
         *work.running("batch_size", "dtype", "device", "trust_remote_code"),
         "-o",
         file,
-    )
+    ]
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        if launch:
+            content, evaluation = run_launched(words, launch), None
+            with suppress(ValueError):  # JSON has no number for a loss that is not finite
+                evaluation = read_record(content, Evaluation)
+            return evaluation, content
         evaluation = evaluate([work.result], old, new, run=work.recipe.running, track=track)
         write_json(file, _plain(evaluation))
         return evaluation, _plain(evaluation)
 
-    return Stage("evaluate", lambda kept: line, [file], run)
+    return Stage("evaluate", lambda kept: launch_line(words, launch), [file], run)
 
 
 def _verify(work: Work) -> Stage:

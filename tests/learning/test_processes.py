@@ -19,9 +19,11 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from click.testing import CliRunner
 
-from scale_surgery import PlanError, TrainingError, learn, resolve_recipe
+from scale_surgery import PlanError, Request, RunOptions, TrainingError, evaluate, expand, learn, resolve_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.records import read_record
 from scale_surgery.cli.program import main
+from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.processes import SIGNALS, launch_options, run_launched
 from tests.learning.test_killed import NAMED
@@ -50,28 +52,26 @@ def two(said: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
     return {name: value for name, value in said.items() if name not in SHORT} | JOB | {"processes": 2}
 
 
-def test_the_stage_that_trains_is_a_line_for_the_launcher(said, tmp_path):  # noqa: F811
+def test_stages_that_train_and_measure_are_lines_for_the_launcher(said, tmp_path):  # noqa: F811
     words = ["learn", said["model"], "--data", said["data"][0], "--layers", "last:1", "-o", str(tmp_path / "job")]
+    two, eight = ["--multi_gpu", "--num_processes", "2"], ["--num_processes", "8"]
+    sharded = {"train": ["--config_file", str(FSDP2), *eight], "evaluate": ["--multi_gpu", *eight]}
     for given, options in (
-        ([], None),
-        (["--processes", "2"], ["--multi_gpu", "--num_processes", "2"]),
-        (
-            ["--processes", "8", "--accelerate-config", str(FSDP2)],
-            ["--config_file", str(FSDP2), "--num_processes", "8"],
-        ),
+        ([], {}),
+        (["--processes", "2"], {"train": two, "evaluate": two}),
+        (["--processes", "8", "--accelerate-config", str(FSDP2)], sharded),
     ):
         result = CliRunner().invoke(main, [*words, *given, "--dry-run", "--json"])
         lines = {stage["name"]: stage["line"] for stage in json.loads(result.stdout)["stages"]}
         launched = [name for name, line in lines.items() if not line.startswith("scale-surgery ")]
-        assert launched == ([] if options is None else ["train"])
-        if options is None:
-            continue
-        program, launch, *rest = shlex.split(lines["train"])
-        assert (program, launch, *rest[: len(options)]) == ("accelerate", "launch", *options)
-        parsed = launch_command_parser().parse_args(rest)
-        assert parsed.module and parsed.training_script == "scale_surgery"
-        name, *arguments = parsed.training_script_args
-        main.commands[name].make_context(name, arguments)
+        assert launched == list(options)
+        for name, wanted in options.items():
+            program, launch, *rest = shlex.split(lines[name])
+            assert (program, launch, *rest[: len(wanted)]) == ("accelerate", "launch", *wanted)
+            parsed = launch_command_parser().parse_args(rest)
+            assert parsed.module and parsed.training_script == "scale_surgery"
+            assert parsed.training_script_args[0] == name
+            main.commands[name].make_context(name, parsed.training_script_args[1:])
 
 
 def test_a_launcher_around_it_is_refused_with_what_to_type(said, tmp_path, monkeypatch):  # noqa: F811
@@ -113,12 +113,17 @@ def test_a_preset_counts_the_batches_of_all_processes():
 
 
 @open_files
-def test_a_command_runs_in_two_processes_and_gives_its_result(launched):
+def test_evaluate_in_two_processes_gives_the_numbers_of_one(launched, said, tmp_path):  # noqa: F811
+    """Bit for bit: an odd number of batches, so that the second process has one less."""
+    wide = expand(SHIPPED_MODEL, Request("last:1"), tmp_path / "wide").path
+    sides = {"old": said["old"][0], "new": said["data"][0]}
+    words = ["evaluate", wide, "--old", sides["old"], "--new", sides["new"], "--batch-size", "25", "--device", "cpu"]
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    result = launched(["inspect", SHIPPED_MODEL], launch_options(2))
-    alone = CliRunner().invoke(main, ["inspect", str(SHIPPED_MODEL), "--json"])
-    assert result == json.loads(alone.stdout)
+    found = launched([*words, "-o", tmp_path / "scores.json"], launch_options(2))
     assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
+    alone = evaluate(wide, sides["old"], sides["new"], run=RunOptions(device="cpu", batch_size=25))
+    assert found == alone.to_json() == json.loads((tmp_path / "scores.json").read_text())
+    assert read_record(found, Evaluation) == alone
 
 
 @open_files
