@@ -46,6 +46,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*|(?<=`)-[a-z](?=`)")
 BENCHMARKS = (make_checkpoint.main, pipeline.main, svd.main)
 OTHER_PROGRAMS = {
     "--strict",
+    "--multi_gpu",
     "--num_processes",
     "--config_file",
     "--cpu",

@@ -23,6 +23,7 @@ from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
+from scale_surgery.running.processes import join_processes
 from scale_surgery.running.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def evaluate(
     """Measure loss, perplexity and first-token accuracy of models on old and on new text.
 
     A base that several expanded models share, or that is given too, is measured once. A model without expansion is
-    compared with the base where there is only one.
+    compared with the base where there is only one. Processes that a launcher started share the texts; each holds the
+    whole model, and gets the whole result.
 
     Args:
         models: A folder or Hub id, or several.
@@ -101,10 +103,11 @@ def evaluate(
         raise DataError(
             f"There is no text to measure on. Give files with --old, with --new or with both. {NO_OLD_TEXT}"
         )
+    processes, run = join_processes(run)
     # bases come first, as in a run with an expanded model alone
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
     length, step = choose_lengths(subjects, sequence_length, step)
-    meters = [Meter(sequences_of(subject, documents, length, step), run) for subject in subjects]
+    meters = [Meter(sequences_of(subject, documents, length, step), run, processes) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
     return Evaluation(
         scores=tuple(_compare(row, rows) for row in rows),

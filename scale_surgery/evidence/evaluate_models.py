@@ -24,6 +24,8 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from scale_surgery.running.sequences import Sequences
 
 MeterKind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
@@ -72,10 +74,12 @@ class Meter:
     Attributes:
         texts: Windows by side.
         run: How models run.
+        processes: The processes that share the windows; None for one.
     """
 
     texts: Mapping[str, Sequences]
     run: RunOptions
+    processes: PartialState | None = None
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -110,7 +114,9 @@ class Meter:
 
     def _measure(self, model: Any, score: Score, advance: Progress) -> MeasuredRow:
         report = partial(advance, note=score.name)
-        measured = {side: measure(model, text, self.run.windows(), report) for side, text in self.texts.items()}
+        measured = {
+            side: measure(model, text, self.run.windows(), report, self.processes) for side, text in self.texts.items()
+        }
         return MeasuredRow(replace(score, old=measured.get("old"), new=measured.get("new")), self.fingerprints)
 
 

@@ -29,7 +29,7 @@ from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import CheckpointError, DataError, SurgeryError, TrainingError
+from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
@@ -43,6 +43,7 @@ from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
+from scale_surgery.running.processes import count_launched
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
@@ -109,7 +110,8 @@ def _facts(recipe: Recipe) -> JobFacts:
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
-    return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, count_tokens(recipe.data, tokenizer))
+    tokens = count_tokens(recipe.data, tokenizer)
+    return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, tokens, recipe.processes)
 
 
 def prepare(
@@ -125,7 +127,7 @@ def prepare(
     The time that a job takes counts from `started`, a time of `time.monotonic`; by default from this call.
     """
     started, folder = time.monotonic() if started is None else started, Path(output)
-    _check_alone()
+    _check_processes(recipe)
     _check_folder(folder, recipe, overwrite=overwrite)
     read = _stamp_texts(recipe)
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
@@ -278,12 +280,18 @@ def _promised(promise: Mapping[str, Any]) -> str:
     return f"{'holds' if promise['holds'] else 'BROKEN'}: {promise['evidence']}"
 
 
-def _check_alone() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _check_processes(recipe: Recipe) -> None:
+    if (started := count_launched()) > 1:
         raise TrainingError(
-            "learn runs in one process, and a launcher started several. Let learn --dry-run print the stages, and "
-            "launch train alone: accelerate launch -m scale_surgery train ..."
+            f"learn starts its processes itself, and a launcher started {started}. Type, without the launcher: "
+            f"scale-surgery learn ... --processes {started}, and --accelerate-config FILE where it had a --config_file."
         )
+    if (config := recipe.accelerate_config) is None:
+        return
+    if recipe.processes == 1:
+        raise PlanError(f"--accelerate-config is {config}, with one process. Say how many: --processes N.")
+    if not Path(config).is_file():
+        raise PlanError(f"{config}: there is no such file, expected what accelerate config writes. Correct its name.")
 
 
 def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:

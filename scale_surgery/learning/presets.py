@@ -29,23 +29,24 @@ LENGTHS = {"training.steps", "training.epochs", "training.batch_size"}
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Layers and context of the base model, and about how many tokens there are to learn."""
+    """Layers and context of the base model, about how many tokens there are to learn, and in how many processes."""
 
     layers: int
     context: int
     tokens: int
+    processes: int = 1
 
 
 def _default(facts: JobFacts) -> PresetValues:
     length = min(DEFAULT_LENGTH, facts.context)
-    usual = TrainingSettings.batch_size
-    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * length / facts.tokens)))
+    usual, row_tokens = TrainingSettings.batch_size, length * facts.processes
+    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / facts.tokens)))
     return {
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
         "training.learning_rate": 2e-3,
         "training.epochs": float(passes),
-        "training.batch_size": min(usual, max(1, passes * facts.tokens // (STEPS * length))),
+        "training.batch_size": min(usual, max(1, passes * facts.tokens // (STEPS * row_tokens))),
     }
 
 
@@ -57,7 +58,7 @@ def _paper(facts: JobFacts) -> PresetValues:
         "expansion.collaborative_layers": f"last:{facts.layers - round(facts.layers * PRESERVED)}",
         "training.sequence_length": min(PAPER_LENGTH, facts.context),
         "training.batch_size": ROWS,
-        "training.gradient_accumulation": PAPER_BATCH // ROWS,
+        "training.gradient_accumulation": max(1, PAPER_BATCH // (ROWS * facts.processes)),
         "training.epochs": 1.0,
         "training.learning_rate": 1e-3,
         "training.schedule": "linear",

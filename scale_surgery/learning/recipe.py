@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import Field, fields_of
+from scale_surgery.fields import Count, Field, fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.planning.request import Request
 from scale_surgery.routing.choice import CalibrationSettings
@@ -43,6 +43,9 @@ class Recipe:
         route: Give the model a router, which chooses between the base and what was learned.
         base_weights: How base shards get from MODEL into the first folder; those in OUT share them by hard links, but
             for copy.
+        processes: Processes that train and measure together, one a GPU; a step learns a batch of each.
+        accelerate_config: Settings for several processes, a YAML file of accelerate config, such as fsdp2.yaml.
+            Default: DDP.
         hold_out: Which text is set aside.
         ranking: What a pilot may spend on layers, and how it trains (layers: auto).
         expansion: Layers, method and widths; layers: auto lets a pilot choose.
@@ -60,6 +63,8 @@ class Recipe:
     revision: str | None = None
     route: bool = True
     base_weights: BaseWeights = "auto"
+    processes: Count = 1
+    accelerate_config: str | None = None
     hold_out: HoldOutSettings = HoldOutSettings()
     ranking: RankingSettings = RankingSettings()
     expansion: Request = field(default_factory=lambda: Request(AUTO))

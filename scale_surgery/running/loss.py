@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.records import open_record
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.processes import shared_out
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
     from torch import Tensor
 
     from scale_surgery.running.sequences import Sequences
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 LOGITS_AT_ONCE = 2**24
 
 
+@open_record  # its JSON also has what follows from the sums
 @dataclass(frozen=True)
 class Measurement:
     """Score of a model; measurements on parts of a text add up.
@@ -62,22 +66,31 @@ class Measurement:
         return self.answered / self.questions if self.questions else None
 
 
-def measure(model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress) -> Measurement:
-    """Score a causal model on token sequences, the longest first.
+def measure(
+    model: Any,
+    sequences: Sequences,
+    batch_size: int,
+    advance: Progress = no_progress,
+    processes: PartialState | None = None,
+) -> Measurement:
+    """Score a causal model on token sequences, the longest first, in several processes batch by batch.
 
-    An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy.
+    An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy. Batches,
+    and the order in which they are added, are those of one process.
     """
     import torch
 
     # the longest first, so that memory runs out at once or not at all; equal lengths need no padding
     order = sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
-    total = Measurement(0.0, 0, 0, 0)
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+    def score(batch: list[int]) -> Measurement:
+        rows = [sequences[row] for row in batch]
+        advance(sum(len(row["input_ids"]) for row in rows) * (1 if processes is None else processes.num_processes))
+        return _measure_batch(model, rows)
+
     with torch.no_grad(), _evaluating(model):
-        for start in range(0, len(order), batch_size):
-            rows = [sequences[row] for row in order[start : start + batch_size]]
-            total += _measure_batch(model, rows)
-            advance(sum(len(row["input_ids"]) for row in rows))
-    return total
+        return sum(shared_out(batches, score, processes), Measurement(0.0, 0, 0, 0))
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_fi
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.processes import LONGEST_WAIT
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
@@ -39,7 +40,6 @@ from scale_surgery.surgery.record import (
 )
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
-    LONGEST_WAIT,
     TrainingSchedule,
     check_device,
     is_cpu,

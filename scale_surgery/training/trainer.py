@@ -24,7 +24,7 @@ from scale_surgery.errors import TrainingError, counted, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
-from scale_surgery.running.sequences import IGNORED, Sequences
+from scale_surgery.running.sequences import Sequences
 from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
 from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
@@ -173,15 +173,11 @@ class ExpansionTrainer(Trainer):
 
     def measure_side(self, side: str) -> Measurement:
         """Measure on one of the texts, each process on its share; a model with a router routes."""
-        share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
         inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         # only the model routes; the base is measured without its expansion
         routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
         with inside.routing_enabled() if routes else nullcontext():
-            part = measure(self.model, share, self.eval_batch)
-        sums = torch.tensor([part.nats, part.scored, part.questions, part.answered], dtype=torch.float64)
-        nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
-        return Measurement(nats, *map(int, counts))
+            return measure(self.model, self.sides[side], self.eval_batch, processes=self.accelerator.state)
 
 
 def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -209,25 +205,6 @@ def load_whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, sta
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
-
-
-def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
-    """Every `processes`-th sequence, filled up with one that is not scored.
-
-    All processes make the same number of forward passes, as a sharded model needs.
-    """
-    if processes == 1:
-        return sequences
-    rows = math.ceil(len(sequences) / processes)
-    taken = [rank + row * processes for row in range(rows)]
-    parts = [sequences[index % len(sequences)] for index in taken]
-    labels = [
-        part["labels"] if index < len(sequences) else torch.full_like(part["labels"], IGNORED)
-        for index, part in zip(taken, parts, strict=True)
-    ]
-    lengths = torch.tensor([0, *(len(part["input_ids"]) for part in parts)])
-    ids = torch.cat([part["input_ids"] for part in parts])
-    return Sequences(ids.int(), torch.cat(labels).int(), tuple(lengths.cumsum(0).tolist()))
 
 
 class Advance(TrainerCallback):
