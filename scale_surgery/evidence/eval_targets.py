@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +14,13 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
+from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Subject:
         base: What the base inside it is called, the same for models that share one; None without a record. Of a model
             that is itself the base of another one that is measured, what that is called.
         tokenizer: Its tokenizer.
+        base_tokenizer: That of the base inside it, where an expansion adds tokens; otherwise the same.
         context: Most tokens that it reads at once, or None where its config does not say.
         vocabulary: Token ids that it has embeddings for.
     """
@@ -52,6 +55,7 @@ class Subject:
     manifest: Manifest | None
     base: str | None
     tokenizer: Any
+    base_tokenizer: Any
     context: int | None
     vocabulary: int
 
@@ -60,6 +64,10 @@ class Subject:
         """Names of its expansions, where there are several."""
         names = () if self.manifest is None else tuple(self.manifest.expansions)
         return names if len(names) > 1 else ()
+
+    def reads_new_tokens(self, expansion: str) -> bool:
+        """Whether an expansion, of several, adds tokens."""
+        return self.manifest is not None and self.manifest.plans[expansion].widths.new_tokens > 0
 
     @property
     def runs(self) -> tuple[Mapping[str, Any], ...]:
@@ -137,6 +145,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     if manifest is not None:
         check_numbering(checkpoint, manifest)
     config = load_config(source.path, source.name, run)
+    tokenizer = need_tokenizer(source.path, source.name, run)
     return Subject(
         path=source.path,
         name=source.name,
@@ -146,10 +155,19 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         is_routed=ROUTER_KEY in specs and not is_fused,
         manifest=manifest,
         base=None,
-        tokenizer=need_tokenizer(source.path, source.name, run),
+        tokenizer=tokenizer,
+        base_tokenizer=tokenizer if manifest is None else _base_tokenizer(source, manifest, tokenizer, run),
         context=context_of(config),
         vocabulary=config.vocab_size,
     )
+
+
+def _base_tokenizer(source: Source, manifest: Manifest, tokenizer: Any, run: RunOptions) -> Any:
+    if not any(plan.widths.new_tokens for plan in manifest.plans.values()):
+        return tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        link_base(source.path, Path(folder), manifest)
+        return need_tokenizer(Path(folder), manifest.base_name, run)
 
 
 def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | None) -> tuple[int, int]:
@@ -162,16 +180,16 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
 
 
 def sequences_of(
-    subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int
+    subject: Subject, tokenizer: Any, documents: Mapping[str, Sequence[Document]], length: int, step: int
 ) -> dict[str, Sequences]:
-    """Turn documents into windows of the tokens that a model reads."""
+    """Turn documents into windows of the tokens that a model reads by its tokenizer, or by its base's."""
     from scale_surgery.running.texts import stride, tokenize
 
     texts = {}
     for side, some in documents.items():
         if not some:
             continue
-        windows = stride(tokenize(some, subject.tokenizer), length, step)
+        windows = stride(tokenize(some, tokenizer), length, step)
         check_token_ids(subject.name, int(windows.ids.max()), subject.vocabulary, f"the {side} text")
         if not windows.scored:
             raise DataError(f"The {side} text is one token long for {subject.name}: nothing predicts it. Give more.")

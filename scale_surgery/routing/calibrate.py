@@ -271,7 +271,7 @@ def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]],
     from scale_surgery.running.texts import number_windows, stride
 
     # no document is as long as this, so each is one sequence
-    whole = sequences_of(subject, documents, sys.maxsize, 1)
+    whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)
     old, new = (stride(whole[side], length, step) for side in SIDES)
     return SweepTexts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)))
 

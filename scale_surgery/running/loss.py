@@ -32,12 +32,14 @@ class Measurement:
         scored: Number of scored tokens.
         questions: Answers whose first token was predicted from a prompt.
         answered: Answers whose first token had the largest logit.
+        bytes: Bytes of the texts that were scored; 0 where nobody counted them.
     """
 
     nats: float
     scored: int
     questions: int
     answered: int
+    bytes: int = 0
 
     def __add__(self, other: Measurement) -> Measurement:
         return Measurement(
@@ -45,12 +47,18 @@ class Measurement:
             self.scored + other.scored,
             self.questions + other.questions,
             self.answered + other.answered,
+            self.bytes + other.bytes,
         )
 
     @property
     def nats_per_token(self) -> float:
         """Mean of -log p over the scored tokens; NaN where there are none."""
         return self.nats / self.scored if self.scored else math.nan
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Sum of -log2 p over the bytes of the texts, which do not depend on the tokenizer; None without a count."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
     def perplexity(self) -> float:
