@@ -21,6 +21,7 @@ from scale_surgery.cli.options import (
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
 from scale_surgery.learning.recipe import PresetName, Recipe
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
 from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.settings import TrainingSettings
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 EXPANSION, RANKING = ("layers", "name"), ("budget",)
 TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size", "rehearse")
 TOP = ("processes", "accelerate_config")
-SHORT = {"expansion": EXPANSION, "ranking": RANKING, "training": TRAINING, "running": ("device", "trust_remote_code")}
+RUNNING = ("device", "trust_remote_code")
+TOKENS = ("new_tokens", "new_tokens_from", "count")
+SHORT = {"expansion": EXPANSION, "tokens": TOKENS, "ranking": RANKING, "training": TRAINING, "running": RUNNING}
 HELPS = {
     "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",
     "budget": "Parameters that the pilot's layers may add: a share of the base's, or a number such as 200M.",
@@ -67,6 +70,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--old", multiple=True, help=OLD_HELP)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
 @options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
+@options_from(TokenSource, *TOKENS)
 @options_from(RankingSettings, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
 @options_from(Recipe, *TOP)

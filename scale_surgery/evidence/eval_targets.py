@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +13,13 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
-from scale_surgery.surgery.parts import link_base
+from scale_surgery.surgery.parts import base_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
@@ -156,18 +155,10 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         manifest=manifest,
         base=None,
         tokenizer=tokenizer,
-        base_tokenizer=tokenizer if manifest is None else _base_tokenizer(source, manifest, tokenizer, run),
+        base_tokenizer=tokenizer if manifest is None else base_tokenizer(source.path, manifest, tokenizer, run),
         context=context_of(config),
         vocabulary=config.vocab_size,
     )
-
-
-def _base_tokenizer(source: Source, manifest: Manifest, tokenizer: Any, run: RunOptions) -> Any:
-    if not any(plan.widths.new_tokens for plan in manifest.plans.values()):
-        return tokenizer
-    with tempfile.TemporaryDirectory() as folder:
-        link_base(source.path, Path(folder), manifest)
-        return need_tokenizer(Path(folder), manifest.base_name, run)
 
 
 def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | None) -> tuple[int, int]:

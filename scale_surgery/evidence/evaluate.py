@@ -175,8 +175,8 @@ def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:
     return replace(
         score,
         base=base.score.name,
-        forgetting=_difference(score.old, base.score.old, base.score.old),
-        learning=_difference(base.score.new, score.new, base.score.new),
+        forgetting=_difference(score.old, base.score.old, sign=-1),
+        learning=_difference(score.new, base.score.new),
     )
 
 
@@ -187,13 +187,8 @@ def _base_of(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> str | None:
     return row.score.base
 
 
-def _difference(more: Measurement | None, less: Measurement | None, base: Measurement | None) -> float | None:
-    """The difference in nats per token, of two that read other tokens per token of the base."""
-    if more is None or less is None or base is None:
-        return None
-    if more.scored == less.scored:
-        return more.nats_per_token - less.nats_per_token
-    return (more.nats - less.nats) / base.scored
+def _difference(score: Measurement | None, base: Measurement | None, sign: int = 1) -> float | None:
+    return None if score is None or base is None else sign * score.gain_over(base)
 
 
 def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator[str]:

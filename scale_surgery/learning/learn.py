@@ -39,6 +39,7 @@ from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
 from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
@@ -306,7 +307,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
+    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.new_tokens_from)
     inputs = {str(recipe.model): Path(recipe.model)} | {name: parse_source(name).path for name in texts}
     for given, path in inputs.items():
         read = path.resolve()
@@ -321,7 +322,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
 
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     """Sizes and times of all texts, which must not change until the job ends."""
-    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
+    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.new_tokens_from)
     sources = {name: parse_source(name) for name in given}
     missing = [
         f"{name}: there is no such file. Give UTF-8 text, JSONL, a saved dataset, or the id of one on the Hub."
@@ -338,6 +339,9 @@ def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple
     request = chosen_request(recipe, kept)
     if recipe.chooses_layers and "layers" not in kept:
         request = replace(request, layers="all")
+    if recipe.tokens.is_wanted:
+        # which they are is found out of the text that is learned; here their number is enough
+        request = replace(request, new_tokens=NewTokens(tuple(map(str, range(recipe.tokens.count)))))
     source, checkpoint = open_model(recipe.model, recipe.revision)
     choose_length(recipe.training.sequence_length, {recipe.model: context_of(checkpoint.config)})
     given: dict[str, Any] = {"revision": source.revision, "run": recipe.running, "track": track}

@@ -15,6 +15,7 @@ from typing import Any
 
 from scale_surgery.errors import PlanError
 from scale_surgery.learning.recipe import PresetName
+from scale_surgery.planning.scale import NO_LAYERS
 from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
 
@@ -73,13 +74,14 @@ PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {"default": _def
 def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:
     """A preset with overrides.
 
-    A method or variant in the overrides drops the expansion of the preset but for its layers, and a setting of the
-    length of training drops that length.
+    A method or variant in the overrides, or no layers, drops the expansion of the preset but for its layers, and a
+    setting of the length of training drops that length.
     """
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
     values = PRESETS[name](facts)
     dropped = set(LENGTHS) if overrides.keys() & LENGTHS else set()
-    if overrides.keys() & {"expansion.method", "expansion.variant"}:
+    is_without = overrides.get("expansion.layers") == NO_LAYERS
+    if is_without or overrides.keys() & {"expansion.method", "expansion.variant"}:
         dropped |= {key for key in values if key.startswith("expansion.") and key != "expansion.layers"}
     return {key: value for key, value in values.items() if key not in dropped} | dict(overrides)

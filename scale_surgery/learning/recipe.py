@@ -15,6 +15,7 @@ from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Count, Field, fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
@@ -49,6 +50,7 @@ class Recipe:
         hold_out: Which text is set aside.
         ranking: What a pilot may spend on layers, and how it trains (layers: auto).
         expansion: Layers, method and widths; layers: auto lets a pilot choose.
+        tokens: Tokens to add to the tokenizer.
         training: How the new blocks train.
         routing: How each token is routed.
         calibration: What the router may lose.
@@ -68,6 +70,7 @@ class Recipe:
     hold_out: HoldOutSettings = HoldOutSettings()
     ranking: RankingSettings = RankingSettings()
     expansion: Request = field(default_factory=lambda: Request(AUTO))
+    tokens: TokenSource = TokenSource()
     training: TrainingSettings = TrainingSettings()
     routing: RouterOptions = RouterOptions()
     calibration: CalibrationSettings = CalibrationSettings()
@@ -83,6 +86,7 @@ SECTIONS: dict[str, type] = {
     "hold_out": HoldOutSettings,
     "ranking": RankingSettings,
     "expansion": Request,
+    "tokens": TokenSource,
     "training": TrainingSettings,
     "routing": RouterOptions,
     "calibration": CalibrationSettings,
@@ -90,7 +94,7 @@ SECTIONS: dict[str, type] = {
 }
 # settings that stages fill in
 FILLED_BY_STAGES = {
-    *("hold_out.parts", "training.name"),
+    *("hold_out.parts", "expansion.new_tokens", "training.name"),
     *("calibration.write", "calibration.plot", "running.memory_bytes"),
 }
 

@@ -31,12 +31,14 @@ from scale_surgery.learning.hold_out import (
 )
 from scale_surgery.learning.processes import launch_line, launch_options, run_launched
 from scale_surgery.learning.recipe import Recipe
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.progress import Track
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
+from scale_surgery.running.new_tokens import ChosenTokens, find_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.commands import changed_options, command
 from scale_surgery.surgery.expand import expand
@@ -113,6 +115,13 @@ class Work:
     def to_learn(self) -> list[str]:
         """Text to learn."""
         return [str(part_file(self.new, LEARN))] if self.new_parts else list(self.recipe.data)
+
+    @property
+    def tokens(self) -> TokenSource:
+        """Where new tokens come from; of the text to learn, without what is set aside."""
+        wanted = self.recipe.tokens
+        is_learned = set(wanted.new_tokens_from) == set(self.recipe.data)
+        return replace(wanted, new_tokens_from=tuple(self.to_learn)) if is_learned else wanted
 
     @property
     def training(self) -> TrainingSettings:
@@ -237,13 +246,17 @@ def _plan(work: Work) -> Stage:
 
     def line(kept: Kept) -> str:
         request = chosen_request(recipe, kept)
-        options = changed_options(request, Request(request.layers), {"layers"})
+        options = list(changed_options(request, Request(request.layers), {"layers"}))
+        options += changed_options(work.tokens, TokenSource())
         running = (*_revision(recipe), *work.running("trust_remote_code"))
         return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         request = chosen_request(recipe, kept)
-        made = plan(recipe.model, request, revision=recipe.revision, run=recipe.running, track=track)
+        given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running, "track": track}
+        if (found := find_new_tokens(recipe.model, work.tokens, **given)) is not None:
+            request = replace(request, new_tokens=found.new_tokens if isinstance(found, ChosenTokens) else found)
+        made = plan(recipe.model, request, **given)
         save_plan(made, work.plan_file)
         return made, {"layers": request.layers, "parameters_added": made.costs.parameters_added}
 

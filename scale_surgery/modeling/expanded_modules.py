@@ -465,14 +465,14 @@ class ExpandedEmbedding(ExpandedModule):
     """A module that reads no hidden state, such as an embedding; up streams stand beside its output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        layout = self.layout()
-        if layout is None:
-            return self.run_stock(*args, **kwargs)
-        (read,) = args[:1] or list(kwargs.values())[:1]
-        all_blocks = [blocks for blocks in layout.groups[0].blocks if blocks is not None]
-        new = next((rows for blocks in all_blocks if (rows := getattr(blocks, "new_rows", None)) is not None), None)
+        (read,), layout = args[:1] or list(kwargs.values())[:1], self.layout()
+        # every path reads new tokens, that of the base too: it stands beside others, and is asked of the same text
+        added = (getattr(blocks, "new_rows", None) for blocks in self.expansions.values())
+        new = next((rows for rows in added if rows is not None), None)
         y = self.run_stock(*args, **kwargs) if new is None else self.embed(read, new)
-        ups = [blocks(read, read, y, False)[1] for blocks in all_blocks]
+        if layout is None:
+            return y
+        ups = [blocks(read, read, y, False)[1] for blocks in layout.groups[0].blocks if blocks is not None]
         return torch.cat([y, *(up for up in ups if up is not None)], dim=-1)
 
     def embed(self, ids: Tensor, new: Tensor) -> Tensor:

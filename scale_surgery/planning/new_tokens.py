@@ -50,6 +50,11 @@ class TokenSource:
     new_tokens_from: tuple[str, ...] = ()
     count: Annotated[int, Range(least=1)] = 1000
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there are to be any."""
+        return self.new_tokens is not None or bool(self.new_tokens_from)
+
 
 def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:
     """The text of tokenizer.json with new tokens, whose ids begin at the rows of the base's embedding."""

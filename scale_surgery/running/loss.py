@@ -55,6 +55,12 @@ class Measurement:
         """Mean of -log p over the scored tokens; NaN where there are none."""
         return self.nats / self.scored if self.scored else math.nan
 
+    def gain_over(self, base: Measurement) -> float:
+        """How much better the same text is predicted, in nats per token; where the tokens are others, of the base's."""
+        if self.scored == base.scored:
+            return base.nats_per_token - self.nats_per_token
+        return (base.nats - self.nats) / base.scored
+
     @property
     def bits_per_byte(self) -> float | None:
         """Sum of -log2 p over the bytes of the texts, which do not depend on the tokenizer; None without a count."""

@@ -94,7 +94,7 @@ def find_new_tokens(
     """
     if wanted.new_tokens is not None and wanted.new_tokens_from:
         raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
-    if wanted.new_tokens is None and not wanted.new_tokens_from:
+    if not wanted.is_wanted:
         return None
     folder = find_beside_weights(model, revision)
     rows = load_base_config(folder, str(model), run).get_text_config(decoder=True).vocab_size

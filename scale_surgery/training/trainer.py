@@ -46,13 +46,20 @@ class ExpansionTrainer(Trainer):
     """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor."""
 
     def __init__(
-        self, *, sides: Mapping[str, Sequences], eval_batch: int, rehearsal: Rehearsal | None = None, **options: Any
+        self,
+        *,
+        sides: Mapping[str, Sequences],
+        base_sides: Mapping[str, Sequences],
+        eval_batch: int,
+        rehearsal: Rehearsal | None = None,
+        **options: Any,
     ) -> None:
         # the Trainer needs a data set to evaluate; `evaluate` measures `sides`
         super().__init__(**options, eval_dataset=dict(sides) or None)
         self.remove_callback(PrinterCallback)
-        self.sides, self.eval_batch = sides, eval_batch
-        self.base_nats: dict[str, float] = {}
+        self.sides, self.base_sides, self.eval_batch = sides, base_sides, eval_batch
+        # of the base, on the text as its own tokenizer reads it
+        self.base_scores: dict[str, Measurement] = {}
         self.measured_at: int | None = None
         self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
 
@@ -154,30 +161,30 @@ class ExpansionTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
         """Measure loss and accuracy on old and new text, and forgetting and learning against the base."""
-        if not self.base_nats and self.sides.keys() != {SAMPLE}:
+        if not self.base_scores and self.base_sides:
             with expansion_disabled(self.accelerator.unwrap_model(self.model)):
-                self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides if side != SAMPLE}
+                self.base_scores = {side: self.measure_on(text) for side, text in self.base_sides.items()}
         is_end = self.state.global_step in (0, self.args.max_steps)
         # the sample is measured before and after the run
-        scores = {side: self.measure_side(side) for side in self.sides if side != SAMPLE or is_end}
+        scores = {side: self.measure_on(text) for side, text in self.sides.items() if side != SAMPLE or is_end}
         metrics = {f"{side}_nats_per_token": score.nats_per_token for side, score in scores.items()}
         metrics |= {f"{side}_accuracy": score.accuracy for side, score in scores.items() if score.accuracy is not None}
         if "old" in scores:
-            metrics["forgetting"] = scores["old"].nats_per_token - self.base_nats["old"]
+            metrics["forgetting"] = -scores["old"].gain_over(self.base_scores["old"])
         if "new" in scores:
-            metrics["learning"] = self.base_nats["new"] - scores["new"].nats_per_token
+            metrics["learning"] = scores["new"].gain_over(self.base_scores["new"])
         self.measured_at = self.state.global_step
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
 
-    def measure_side(self, side: str) -> Measurement:
-        """Measure on one of the texts, each process on its share; a model with a router routes."""
+    def measure_on(self, text: Sequences) -> Measurement:
+        """Measure on a text, each process on its share; a model with a router routes."""
         inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         # only the model routes; the base is measured without its expansion
         routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
         with inside.routing_enabled() if routes else nullcontext():
-            return measure(self.model, self.sides[side], self.eval_batch, processes=self.accelerator.state)
+            return measure(self.model, text, self.eval_batch, processes=self.accelerator.state)
 
 
 def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
