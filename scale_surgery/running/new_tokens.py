@@ -411,21 +411,24 @@ def choose_new_tokens(
     }
     extended = _load(base, rows, new, extended_tokenizer(base.text, rows, new), run)
     _check_as_before(base, extended, rows, new)
-    saving = [
-        SavingToken(names[own], _reads_as(extended, names[own]), often, alphabet.count_pieces(own))
-        for own, often in joined[len(tokens)].items()
-    ]
+    saved = {
+        number: {own: often * (alphabet.count_pieces(own) - 1) for own, often in counts.items()}
+        for number, counts in joined.items()
+    }
+    most = sorted(saved[len(tokens)].items(), key=lambda pair: (-pair[1], names[pair[0]]))[:MOST_SHOWN]
     return ChosenTokens(
         new,
         count,
         sizes["characters"],
         sizes["bytes"],
         sizes["tokens"],
-        {
-            number: sizes["tokens"] - sum(often * (alphabet.count_pieces(own) - 1) for own, often in counts.items())
-            for number, counts in joined.items()
-        },
-        tuple(sorted(saving, key=lambda own: (-own.saved, own.token))[:MOST_SHOWN]),
+        {number: sizes["tokens"] - sum(each.values()) for number, each in saved.items()},
+        tuple(
+            SavingToken(
+                names[own], _reads_as(extended, names[own]), joined[len(tokens)][own], alphabet.count_pieces(own)
+            )
+            for own, _ in most
+        ),
     )
 
 

@@ -287,6 +287,23 @@ def test_every_text_is_the_base_s_with_pairs_joined(pairs, bases, name: str, tex
     assert read_back(after, text) == read_back(before, text)
 
 
+@pytest.mark.parametrize("name", [*BPE, "unigram", "wordpiece"])
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(st.sampled_from(LETTERS), max_size=60) | st.text())
+@example(text="<|unused_310|> <|im_end|>ß")
+def test_a_text_without_added_tokens_is_the_base_s(pairs, name: str, text: str) -> None:
+    before, after, new = pairs[f"{name}-added"]
+
+    is_new = not set(new.tokens).isdisjoint(after.convert_ids_to_tokens(ids(after, text)))
+    if not any(token.strip() in text for token in new.tokens):
+        assert not is_new
+    if not is_new:
+        assert ids(before, text) == ids(after, text)
+    among = f"{text} {new.tokens[0].strip()} a"
+    assert after.convert_tokens_to_ids(new.tokens[0]) in ids(after, among)
+    assert ids(before, among) != ids(after, among)
+
+
 def test_no_merge_makes_a_token_of_the_base(tmp_path) -> None:
     """The base has "abc", but reads "ab" and "c"; to join them would change a text that has no new token."""
     vocabulary = {token: id_ for id_, token in enumerate(["a", "b", "c", "d", "ab", "bc", "abc"])}
