@@ -175,8 +175,8 @@ def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:
     return replace(
         score,
         base=base.score.name,
-        forgetting=_difference(score.old, base.score.old, sign=-1),
-        learning=_difference(score.new, base.score.new),
+        forgetting=_loss_against(score.old, base.score.old),
+        learning=None if (lost := _loss_against(score.new, base.score.new)) is None else 0.0 - lost,
     )
 
 
@@ -187,8 +187,8 @@ def _base_of(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> str | None:
     return row.score.base
 
 
-def _difference(score: Measurement | None, base: Measurement | None, sign: int = 1) -> float | None:
-    return None if score is None or base is None else sign * score.gain_over(base)
+def _loss_against(score: Measurement | None, base: Measurement | None) -> float | None:
+    return None if score is None or base is None else score.loss_against(base)
 
 
 def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator[str]:

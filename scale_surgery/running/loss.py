@@ -55,11 +55,11 @@ class Measurement:
         """Mean of -log p over the scored tokens; NaN where there are none."""
         return self.nats / self.scored if self.scored else math.nan
 
-    def gain_over(self, base: Measurement) -> float:
-        """How much better the same text is predicted, in nats per token; where the tokens are others, of the base's."""
+    def loss_against(self, base: Measurement) -> float:
+        """How much worse the same text is predicted, in nats per token; where the tokens are others, of the base's."""
         if self.scored == base.scored:
-            return base.nats_per_token - self.nats_per_token
-        return (base.nats - self.nats) / base.scored
+            return self.nats_per_token - base.nats_per_token
+        return (self.nats - base.nats) / base.scored
 
     @property
     def bits_per_byte(self) -> float | None:

@@ -170,9 +170,9 @@ class ExpansionTrainer(Trainer):
         metrics = {f"{side}_nats_per_token": score.nats_per_token for side, score in scores.items()}
         metrics |= {f"{side}_accuracy": score.accuracy for side, score in scores.items() if score.accuracy is not None}
         if "old" in scores:
-            metrics["forgetting"] = -scores["old"].gain_over(self.base_scores["old"])
+            metrics["forgetting"] = scores["old"].loss_against(self.base_scores["old"])
         if "new" in scores:
-            metrics["learning"] = scores["new"].gain_over(self.base_scores["new"])
+            metrics["learning"] = 0.0 - scores["new"].loss_against(self.base_scores["new"])
         self.measured_at = self.state.global_step
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
