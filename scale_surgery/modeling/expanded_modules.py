@@ -35,8 +35,9 @@ from .expanded_streams import (
     streams_of,
 )
 
-# below the largest logit, a logit of probability 0
-OUT_OF_REACH = 200
+# below the largest logit, a logit of probability 0: for what a router adds to it in float32, and where there is none
+# even after a stock model that makes its logits smaller
+NEAR, FAR = 200, 30_000
 # parameters of a forward that keeps a cache
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
 
@@ -219,8 +220,12 @@ class EmbeddingBlocks(Blocks):
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.up_weight is None:
             return y, None
-        # what it reads are token ids
-        y_up = functional.embedding(base, self.up_weight, self.stock.padding_idx).to(y.dtype)
+        # what it reads are token ids, some of which may be of tokens that another expansion adds
+        known, rows = len(self.up_weight), len(self.stock.weight)
+        is_other = base >= known if known == rows and self.stock.new_rows is not None else None
+        ids = base if is_other is None else base.masked_fill(is_other, 0)
+        y_up = functional.embedding(ids, self.up_weight, self.stock.padding_idx).to(y.dtype)
+        y_up = y_up if is_other is None else y_up.masked_fill(is_other[..., None], 0)
         scale = getattr(self.stock, "embed_scale", None)
         if scale is None:
             return y, y_up
@@ -464,11 +469,14 @@ class ExpandedHeadNorm(ExpandedModule):
 class ExpandedEmbedding(ExpandedModule):
     """A module that reads no hidden state, such as an embedding; up streams stand beside its output."""
 
+    @property
+    def new_rows(self) -> Tensor | None:
+        """Rows of new tokens, or None; every path reads them, as a text may have them whatever is chosen."""
+        return next((rows for blocks in self.expansions.values() if (rows := blocks.new_rows) is not None), None)
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        (read,), layout = args[:1] or list(kwargs.values())[:1], self.layout()
-        # every path reads new tokens, that of the base too: it stands beside others, and is asked of the same text
-        added = (getattr(blocks, "new_rows", None) for blocks in self.expansions.values())
-        new = next((rows for rows in added if rows is not None), None)
+        layout, new = self.layout(), self.new_rows
+        (read,) = args[:1] or list(kwargs.values())[:1]
         y = self.run_stock(*args, **kwargs) if new is None else self.embed(read, new)
         if layout is None:
             return y
@@ -578,12 +586,13 @@ class ExpandedHead(ExpandedModule):
         """Logits of a path, in their own memory if they have no gradient; without rows, new tokens get probability 0.
 
         Their logits are so far below the largest that its exponential in float32 is 0. Infinity would make a divergence
-        NaN, and the least number would round away what a router adds to it.
+        NaN, and a router would round away what it adds to the least number.
         """
         known = len(self.weight)
         if logits.shape[-1] == known or (blocks is not None and blocks.rows is not None):
             return logits
-        least = logits[..., :known].detach().amax(-1, keepdim=True) - OUT_OF_REACH
+        is_routed = self.running.now().choice.router is not None
+        least = logits[..., :known].detach().amax(-1, keepdim=True) - (NEAR if is_routed else FAR)
         if logits.requires_grad:
             return torch.cat((logits[..., :known], least.expand_as(logits[..., known:])), -1)
         logits[..., known:] = least

@@ -70,6 +70,12 @@ def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
 def _router_problems(manifest: Manifest) -> list[str]:
     """Why a routed model has no fused form."""
     routing = manifest.routing
+    if isinstance(routing, CosineRouter) and routing.strict and manifest.plan.widths.new_tokens:
+        return [
+            "--to fused: the model is routed (cosine, strict) and has new tokens, which its base path never gives, "
+            "expected a head of one matrix for both paths. Take the router away first: scale-surgery route-export "
+            "--router none; or serve the routed folder as it is."
+        ]
     if routing is None or isinstance(routing, CosineRouter):
         return []
     return [

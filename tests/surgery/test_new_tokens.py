@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig
 
 from scale_surgery import (
     CosineRouter,
@@ -28,6 +28,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.planning.new_tokens import NewTokens
 from tests.conftest import shake
+from tests.tiny import TOKENS as TOKEN_IDS
 from tests.tiny import save_tiny
 
 # more than the shipped tokenizer has: rows beyond its ids are left alone
@@ -173,6 +174,48 @@ def test_cosine_is_fused(base_of, tmp_path):
     fused = merge(routed, tmp_path / "fused").path
     ids = new_ids(wide)
     torch.testing.assert_close(logits(load(fused), ids), logits(load(routed), ids))
+
+
+def test_logits_scaled_after_the_head(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 52}
+    config = CohereConfig(vocab_size=ROWS, logit_scale=1 / 128, **sizes, **TOKEN_IDS)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(tmp_path / "base")
+    model, wanted = load(expand(tmp_path / "base", ALONE, tmp_path / "wide").path), logits(load(tmp_path / "base"))
+    with model.expansion_disabled():
+        alone = logits(model)
+    assert torch.equal(alone[..., :ROWS], wanted)
+    assert (alone.softmax(-1)[..., ROWS:] == 0).all()
+    assert (logits(model).softmax(-1)[..., ROWS:] > 0).all()
+
+
+def test_every_path_reads_new_tokens(base_of, tmp_path):
+    base = base_of("llama")
+    wide = shake(expand(base, WIDE, tmp_path / "wide").path)
+    # widens the embedding, and knows the base's tokens
+    low = shake(expand(base, Request("0", variant="adapt", name="low"), tmp_path / "low").path)
+    parts = {name: extract(path, tmp_path / f"{name}-extract").path for name, path in (("default", wide), ("low", low))}
+    model = load(compose(base, parts, tmp_path / "both").path)
+    ids = new_ids(tmp_path / "both")
+    paths = model.path_logits(ids)
+    for name, of_path in zip((None, "default", "low"), paths, strict=True):
+        with model.use_expansion(name):
+            alone = logits(model, ids)
+        assert torch.equal(alone[..., :ROWS], of_path[..., :ROWS])
+        assert ((alone.softmax(-1)[..., ROWS:] == 0).all()) == (name != "default")
+    assert torch.isfinite(logits(model, ids)).all()
+    # a control: they are read
+    changed = load(change(tmp_path / "both", ("new_rows",)))
+    for before, after in zip(paths, changed.path_logits(ids), strict=True):
+        assert not torch.equal(before[..., :ROWS], after[..., :ROWS])
+
+
+def test_strict_cosine_is_not_fused(base_of, tmp_path):
+    wide = expand(base_of("llama"), WIDE, tmp_path / "wide").path
+    routed = route_export(wide, tmp_path / "routed", CosineRouter(threshold=0.9, strict=True)).path
+    with pytest.raises(PlanError, match=r"strict\) and has new tokens, which its base path never gives"):
+        merge(routed, tmp_path / "fused")
 
 
 def test_beside_others(base_of, tmp_path):
