@@ -47,7 +47,7 @@ def run_launched(words: Sequence[object], options: Sequence[str]) -> Any:
     # what is written to files: 1 stdout, 2 stderr, 3 both
     first = 1 if sys.stderr.isatty() else 3
     with tempfile.TemporaryDirectory() as folder, _as_it_was():
-        given.log_dir, given.num_machines = folder, 1
+        given.log_dir, given.num_machines, given.main_process_port = folder, 1, 0  # any free port
         given.redirects = ",".join(f"{rank}:{3 if rank else first}" for rank in range(given.num_processes))
         try:
             launch_command(given)
