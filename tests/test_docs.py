@@ -52,7 +52,7 @@ OTHER_PROGRAMS = {
     "--cpu",
     "--nproc-per-node",
 }  # mkdocs, accelerate, torchrun
-OTHER_PROGRAMS |= {"--safe_serialization"}  # DeepSpeed's zero_to_fp32.py
+OTHER_PROGRAMS |= {"--safe_serialization", "--exclude_frozen_parameters"}  # DeepSpeed's zero_to_fp32.py
 OTHER_PROGRAMS |= {"--model", "--model_args", "--tasks"}  # lm_eval
 OTHER_PROGRAMS |= {"--continuous-batching"}  # transformers serve
 OTHER_PROGRAMS |= {"--outtype", "--outfile", "--local-dir"}  # llama.cpp's converter, hf download

@@ -16,7 +16,8 @@ from typing import Any
 from scale_surgery.errors import TrainingError
 from scale_surgery.show.commands import command
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# that the launcher handles, as far as this system has them
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 
 def launch_options(processes: int, config: str | None = None) -> list[str]:
@@ -38,16 +39,18 @@ def run_launched(words: Sequence[object], options: Sequence[str]) -> Any:
 
     On a terminal the first shows its bars. TrainingError says which process ended first where one fails, and why.
     """
+    import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    torch.cuda.empty_cache()  # what earlier stages left cached
     program = ["-m", "scale_surgery", *map(str, words), "--json"]
     given = launch_command_parser().parse_args([*options, *program])
     # what is written to files: 1 stdout, 2 stderr, 3 both
     first = 1 if sys.stderr.isatty() else 3
     with tempfile.TemporaryDirectory() as folder, _as_it_was():
-        given.log_dir, given.num_machines = folder, 1
+        given.log_dir, given.num_machines, given.main_process_port = folder, 1, 0  # any free port
         given.redirects = ",".join(f"{rank}:{3 if rank else first}" for rank in range(given.num_processes))
         try:
             launch_command(given)

@@ -37,8 +37,8 @@ def test_one_process_computes_all():
 @pytest.mark.slow
 def test_two_processes_compute_a_half_each_and_get_all(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "script.py")]
-    ended = subprocess.run([*words, str(tmp_path)], capture_output=True, text=True)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run([*words, str(tmp_path / "script.py"), str(tmp_path)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     calls = (([], [7], [3, 4, 5], [2, 1]), ([], [7], [1, 1, 3], [7, 8]))
     for rank, own in enumerate(calls):
