@@ -100,8 +100,10 @@ def measure(
 
     def score(batch: list[int]) -> Measurement:
         rows = [sequences[row] for row in batch]
+        scored = _measure_batch(model, rows)
+        # the others have read as many
         advance(sum(len(row["input_ids"]) for row in rows) * (1 if processes is None else processes.num_processes))
-        return _measure_batch(model, rows)
+        return scored
 
     with torch.no_grad(), _evaluating(model):
         return sum(shared_out(batches, score, processes), Measurement(0.0, 0, 0, 0))
