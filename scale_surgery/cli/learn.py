@@ -34,7 +34,7 @@ EXPANSION, RANKING = ("layers", "name"), ("budget",)
 TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size", "rehearse")
 TOP = ("processes", "accelerate_config")
 RUNNING = ("device", "trust_remote_code")
-TOKENS = ("new_tokens", "new_tokens_from", "count")
+TOKENS = ("token_file", "token_texts", "token_count")
 SHORT = {"expansion": EXPANSION, "tokens": TOKENS, "ranking": RANKING, "training": TRAINING, "running": RUNNING}
 HELPS = {
     "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",

@@ -26,7 +26,14 @@ from scale_surgery.deriving.build import (
     without_quantisation,
 )
 from scale_surgery.deriving.facts import CommonFacts, agree_twins, derive_architecture, derive_sizes, watch_twin
-from scale_surgery.deriving.prove import Twin, checks_of, given_by, prove, refuse_without_states
+from scale_surgery.deriving.prove import (
+    Twin,
+    checks_of,
+    fixed_vocabulary,
+    given_by,
+    prove,
+    refuse_without_states,
+)
 from scale_surgery.deriving.shrink import RealModel, describe_real, shrink, with_few_layers
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
@@ -89,6 +96,7 @@ def _derive(config: PreTrainedConfig) -> Derived:
             architecture, twin = prove(derive_architecture(real, common), twin)
             architecture = replace(
                 architecture,
+                fixed_vocabulary=fixed_vocabulary(twin),
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
                 is_numbered=is_numbered(twin.stock, twin.kinds),
                 keeps_batch=keeps_batch(twin.stock, architecture.final_norm_path),

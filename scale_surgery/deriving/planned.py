@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import code_folder, derive_config, read_base
@@ -22,6 +23,7 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.planning.saved import check_same, read_plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
+from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
 
 
@@ -49,7 +51,11 @@ def plan(
         SurgeryError: If the model cannot be read or the request does not fit it.
     """
     source, checkpoint = open_model(model, revision)
-    return make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
+    made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
+    # of a repository on the Hub, the tokenizer may not be here yet
+    if made.request.new_tokens is not None and (source.revision is None or (source.path / TOKENIZER_FILE).is_file()):
+        check_new_tokens(source.path, made.request.new_tokens, made.sizes.embedded, run)
+    return made
 
 
 def make_plan(

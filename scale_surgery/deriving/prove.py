@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,7 @@ from scale_surgery.checkpoint.expansions import BASE_KEY, DEFAULT_NAME, EXPANSIO
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.deriving.build import SEED, stock_classes, token_ids
 from scale_surgery.deriving.fallback import hooked, weaker
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.paths import base_specs
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
@@ -272,6 +273,50 @@ def prove(architecture: Architecture, twin: Twin) -> tuple[Architecture, Twin]:
         f"{architecture.config_class}: an expansion of a tiny twin of this model does not keep its promises: {first}. "
         f"{len(seen)} ways to expand it were tried. Supported are decoders whose layers add blocks to a stream."
     )
+
+
+def fixed_vocabulary(twin: Twin) -> str:
+    """Find why tokens cannot be added to a model, tried on its twin; empty where they can."""
+    sizes = twin.sizes
+    if sizes.unpredicted:
+        return f"its embedding has {sizes.embedded} rows and its head {sizes.vocabulary}, expected one vocabulary"
+    if others := _other_readers(twin):
+        return f"{others[0]} reads token ids too, and has no rows for new ones, expected one embedding"
+    specs = build_specs(twin.architecture, sizes, Widths(new_tokens=1), (), Collaboration())
+    ids, known = token_ids(twin.stock.config), sizes.vocabulary
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = expanded_twin(twin, specs | {"variant": "preserve", "dtype": None})
+        logits = _logits(model, ids)
+        if logits.shape[-1] != known + 1 or not torch.equal(logits[..., :known], twin.given[torch.float32].logits[0]):
+            return "beside a new one the logits of its own tokens are others"
+        with model.expansion_disabled():
+            if _logits(model, ids).softmax(-1)[..., known:].any():
+                return "its logits are capped after the head, where the base alone has to give new tokens probability 0"
+        model(input_ids=ids.index_fill(1, torch.tensor([1]), known), use_cache=False).logits.pow(2).mean().backward()
+    # a stock forward may use the number of tokens; its error says how
+    except (SurgeryError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        return f"its tiny twin with one more fails ({type(error).__name__}: {' '.join(str(error).split())[:100]})"
+    idle = [name for name, tensor in expansion_tensors(model).items() if tensor.grad is None or not tensor.grad.any()]
+    return f"{idle[0]} gets no gradient" if idle else ""
+
+
+@torch.no_grad()
+def _other_readers(twin: Twin) -> list[str]:
+    """Modules with weights, beside the embedding, that read token ids."""
+    ids, found = token_ids(twin.stock.config), list[str]()
+    model: Any = copy.deepcopy(twin.stock)
+    embedding = model.get_input_embeddings()
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        is_read = any(isinstance(own, Tensor) and own.dtype == ids.dtype and torch.equal(own, ids) for own in args)
+        if is_read and module is not embedding and module._parameters:
+            found.append(name)
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(partial(note, name))
+    model(input_ids=ids, use_cache=False)
+    return found
 
 
 def _weaker_pairs(real: Architecture, twin: Architecture) -> Iterator[tuple[Architecture, Architecture]]:

@@ -307,7 +307,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.new_tokens_from)
+    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
     inputs = {str(recipe.model): Path(recipe.model)} | {name: parse_source(name).path for name in texts}
     for given, path in inputs.items():
         read = path.resolve()
@@ -322,7 +322,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
 
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     """Sizes and times of all texts, which must not change until the job ends."""
-    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.new_tokens_from)
+    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
     sources = {name: parse_source(name) for name in given}
     missing = [
         f"{name}: there is no such file. Give UTF-8 text, JSONL, a saved dataset, or the id of one on the Hub."
@@ -341,7 +341,7 @@ def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple
         request = replace(request, layers="all")
     if recipe.tokens.is_wanted:
         # which they are is found out of the text that is learned; here their number is enough
-        request = replace(request, new_tokens=NewTokens(tuple(map(str, range(recipe.tokens.count)))))
+        request = replace(request, new_tokens=NewTokens(tuple(map(str, range(recipe.tokens.token_count)))))
     source, checkpoint = open_model(recipe.model, recipe.revision)
     choose_length(recipe.training.sequence_length, {recipe.model: context_of(checkpoint.config)})
     given: dict[str, Any] = {"revision": source.revision, "run": recipe.running, "track": track}

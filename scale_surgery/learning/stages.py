@@ -120,8 +120,8 @@ class Work:
     def tokens(self) -> TokenSource:
         """Where new tokens come from; of the text to learn, without what is set aside."""
         wanted = self.recipe.tokens
-        is_learned = set(wanted.new_tokens_from) == set(self.recipe.data)
-        return replace(wanted, new_tokens_from=tuple(self.to_learn)) if is_learned else wanted
+        is_learned = set(wanted.token_texts) == set(self.recipe.data)
+        return replace(wanted, token_texts=tuple(self.to_learn)) if is_learned else wanted
 
     @property
     def training(self) -> TrainingSettings:

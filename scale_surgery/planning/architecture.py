@@ -226,6 +226,7 @@ class Architecture:
         unread: Patterns of names of tensors in old files that the stock class ignores.
         fixed_heads: Why the stock class has no form with more heads, all else equal; empty where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
+        fixed_vocabulary: Why tokens cannot be added; empty where they can.
         alters_logits: Whether logits are changed after the head, other than by a cap.
         is_numbered: Whether layers compute with their number.
         keeps_batch: Whether what leaves the last norm has to be as many texts as were given.
@@ -256,6 +257,7 @@ class Architecture:
     unread: tuple[str, ...] = ()
     fixed_heads: str = ""
     heads_divide_hidden: bool = False
+    fixed_vocabulary: str = ""
     alters_logits: bool = False
     is_numbered: bool = False
     keeps_batch: bool = False

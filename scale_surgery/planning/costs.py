@@ -72,7 +72,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
         up_stream_from=min(specs["expanded_layers"], default=0),
         base_stream_from=min(trained, default=None),
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
-        stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, (before, beside)),
+        stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, base.head, (before, beside)),
         stock_problems=problems,
     )
 

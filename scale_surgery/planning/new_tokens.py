@@ -9,8 +9,9 @@ because an id that belongs to no token would be given to the next one that someb
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.files import as_json
@@ -40,20 +41,50 @@ class TokenSource:
     """Where new tokens come from.
 
     Attributes:
-        new_tokens: Tokens to add: a text file, one a line, or a folder of a tokenizer whose first ids are the base's.
-        new_tokens_from: Text to learn new tokens from, those that save most on it; can be repeated. The base's
+        token_file: Tokens to add: a text file, one a line, or a folder of a tokenizer whose first ids are the base's.
+        token_texts: Text to learn new tokens from, those that save most on it; can be repeated. The base's
             tokenizer has to be a BPE, whose merges are gone on with.
-        count: How many tokens to learn from --new-tokens-from.
+        token_count: How many tokens to learn from --new-tokens-from.
     """
 
-    new_tokens: str | None = None
-    new_tokens_from: tuple[str, ...] = ()
-    count: Annotated[int, Range(least=1)] = 1000
+    token_file: str | None = field(default=None, metadata={"option": "new-tokens"})
+    token_texts: tuple[str, ...] = field(default=(), metadata={"option": "new-tokens-from"})
+    token_count: Annotated[int, Range(least=1)] = field(default=1000, metadata={"option": "count"})
 
     @property
     def is_wanted(self) -> bool:
         """Whether there are to be any."""
-        return self.new_tokens is not None or bool(self.new_tokens_from)
+        return self.token_file is not None or bool(self.token_texts)
+
+
+def problems_of_tokens(new: object) -> list[str]:
+    """What of new tokens is no use, whatever the tokenizer; one that was read from a record may hold anything."""
+    if not isinstance(new, NewTokens):
+        return [f"--new-tokens: is {_shown(new)}, expected NewTokens."]
+    given = {"tokens": new.tokens, "merges": new.merges}
+    for name, values in given.items():
+        if not isinstance(values, tuple) or not all(isinstance(value, str) and _is_text(value) for value in values):
+            return [f"--new-tokens: {name} is {_shown(values)}, expected a tuple of texts."]
+    problems = [f"--new-tokens: {token!r} is blank, expected a token." for token in new.tokens if not token.strip()]
+    counts = Counter(new.tokens)
+    problems += [f"--new-tokens: {token!r} is given {n} times, expected once." for token, n in counts.items() if n > 1]
+    if not new.tokens:
+        problems.append("--new-tokens: names no token, expected at least one.")
+    if new.merges and [merge.replace(" ", "", 1) for merge in new.merges] != list(new.tokens):
+        problems.append(
+            f"--new-tokens: {len(new.merges)} merges do not make its {len(new.tokens)} tokens, expected one for each, "
+            "in their order, or none."
+        )
+    return problems
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be written: a lone surrogate cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:

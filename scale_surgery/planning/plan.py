@@ -190,11 +190,8 @@ def _new_token_problems(base: Base, method: Method, request: Request) -> Iterato
             f"--new-tokens with --method {method.name}: it writes a checkpoint of the base's architecture, whose "
             "embedding is the base's. Add tokens with --method scale, by themselves with --layers none."
         )
-    if base.sizes.unpredicted:
-        yield (
-            f"--new-tokens: {base.sizes.unpredicted} tokens of this model are embedded and never predicted, so that "
-            "embedding and head count tokens differently; expected one vocabulary. Use it without new tokens."
-        )
+    if reason := base.architecture.fixed_vocabulary:
+        yield f"--new-tokens: {reason}. Use the model without new tokens."
 
 
 def _place(

@@ -10,7 +10,7 @@ from scale_surgery.errors import PlanError
 from scale_surgery.fields import NO_OPTION, problems_of
 from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
-from scale_surgery.planning.new_tokens import NewTokens
+from scale_surgery.planning.new_tokens import NewTokens, problems_of_tokens
 from scale_surgery.planning.scale import RATIO, WIDTH
 from scale_surgery.planning.selection import select_layers
 
@@ -77,6 +77,7 @@ def complete(request: Request, layers: int | None = None) -> Request:
     """Check a request, and fill in the defaults of its method: the variant, and how many copies."""
     # the command line checks the same, but Python callers and edited plans come here unchecked
     problems = problems_of(request, with_ranges=False)
+    problems += problems_of_tokens(request.new_tokens) if request.new_tokens is not None else []
     if problems:
         raise PlanError.from_problems(problems)
     method = METHODS[request.method]

@@ -74,7 +74,7 @@ def stock_sizes(architecture: Architecture, sizes: Sizes, widths: Widths) -> Siz
 
 
 def stock_shapes(
-    architecture: Architecture, sizes: Sizes, widths: Widths, names: Collection[str]
+    architecture: Architecture, sizes: Sizes, widths: Widths, names: Collection[str], head: str
 ) -> dict[str, tuple[int, ...]]:
     """Shapes on disk of the tensors that are larger in the stock form, in every layer.
 
@@ -83,12 +83,13 @@ def stock_shapes(
         sizes: Sizes of the base model.
         widths: What is added.
         names: Names of the base model's tensors.
+        head: Name of its head there.
 
     Returns:
         Shapes by name, weights and biases.
     """
-    before = _shapes(architecture, sizes, names)
-    after = _shapes(architecture, stock_sizes(architecture, sizes, widths), names)
+    before = _shapes(architecture, sizes, names, head)
+    after = _shapes(architecture, stock_sizes(architecture, sizes, widths), names, head)
     return {name: shape for name, shape in after.items() if shape != before[name]}
 
 
@@ -99,13 +100,13 @@ def linear_streams(linear: Linear, sizes: Sizes) -> LinearWidths:
     return LinearWidths([streams[linear.reads], 0], [[streams[stream], 0] for stream in linear.writes()])
 
 
-def _shapes(architecture: Architecture, sizes: Sizes, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+def _shapes(architecture: Architecture, sizes: Sizes, names: Collection[str], head: str) -> dict[str, tuple[int, ...]]:
     """Shapes of what may be larger: embedding and head, and linears of every layer."""
     prefix = find_prefix(architecture, names)
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}{architecture.embedding_weight}": (sizes.embedded, sizes.hidden)}
-    head = {"weight": (sizes.vocabulary, sizes.hidden), "bias": (sizes.vocabulary,)}
-    shapes |= {name: shape for part, shape in head.items() if (name := f"{architecture.head}.{part}") in names}
-    for layer in range(sizes.layers):
+    parts = {"weight": (sizes.vocabulary, sizes.hidden), "bias": (sizes.vocabulary,)}
+    shapes |= {name: shape for part, shape in parts.items() if (name := f"{head}.{part}") in names}
+    for layer in range(sizes.layers * architecture.is_uniform):
         for linear in architecture.kind(layer).linears:
             wide = linear_streams(linear, sizes)
             shape = (sum(size for size, _ in wide.outputs), wide.inputs[0])
@@ -117,7 +118,12 @@ def _shapes(architecture: Architecture, sizes: Sizes, names: Collection[str]) ->
 
 
 def cost_of_stock(
-    architecture: Architecture, sizes: Sizes, widths: Widths, names: Collection[str], parameters: tuple[int, int]
+    architecture: Architecture,
+    sizes: Sizes,
+    widths: Widths,
+    names: Collection[str],
+    head: str,
+    parameters: tuple[int, int],
 ) -> StockCost:
     """Count what the stock form costs; no weight is read.
 
@@ -126,13 +132,14 @@ def cost_of_stock(
         sizes: Sizes of the base model.
         widths: What is added; the up width is 0.
         names: Names of the base model's tensors.
+        head: Name of its head there.
         parameters: Parameters of the base model as stored, and parameters added.
 
     Returns:
         The cost.
     """
-    before = _shapes(architecture, sizes, names)
-    larger = stock_shapes(architecture, sizes, widths, names)
+    before = _shapes(architecture, sizes, names, head)
+    larger = stock_shapes(architecture, sizes, widths, names, head)
     count = parameters[0] + sum(prod(shape) - prod(before[name]) for name, shape in larger.items())
     return StockCost(
         parameters=count,
@@ -164,6 +171,9 @@ def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> 
             "expected an up width of 0: a stock class has one stream, whose norms, embedding and head know no second "
             "one. Merge --to fused, or expand with --variant adapt --up-width 0."
         )
+    if widths == Widths(new_tokens=widths.new_tokens):
+        # their rows lie outside the layers
+        return
     if not architecture.is_uniform:
         yield (
             "--to stock: layers of this model are of several kinds, or have parts that stay as they are, expected one "

@@ -113,7 +113,7 @@ class PathObserver(Observer):
         targets, place = self.labels[row, column + 1].to(device), (row.to(device), (column - start).to(device))
         first, second = (side[place] for side in sides)
         is_base = features.paths[0].up is None
-        base = first if is_base else features.head.capped(features.base_logits()[0][place])
+        base = first if is_base else features.of_base()[place]
         least, most = winning_weights(first, second, targets)
         return Answers(row, column, least.cpu(), most.cpu(), (base.argmax(-1) == targets).cpu())
 

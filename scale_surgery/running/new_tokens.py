@@ -41,7 +41,6 @@ from scale_surgery.running.loading import load_base_config, quiet_transformers
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.text_files import open_text
-from scale_surgery.running.texts import in_groups
 from scale_surgery.running.tokenizer import VOCABULARY_FILES, load_tokenizer
 
 # of tokenizer.json, what does not decide which tokens a text has
@@ -92,15 +91,15 @@ def find_new_tokens(
         DataError: If the tokens, or the texts, are no use.
         PlanError: If both are given.
     """
-    if wanted.new_tokens is not None and wanted.new_tokens_from:
+    if wanted.token_file is not None and wanted.token_texts:
         raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
     if not wanted.is_wanted:
         return None
     folder = find_beside_weights(model, revision)
     rows = load_base_config(folder, str(model), run).get_text_config(decoder=True).vocab_size
-    if wanted.new_tokens is not None:
-        return read_new_tokens(folder, Path(wanted.new_tokens), rows, run)
-    return choose_new_tokens(folder, wanted.new_tokens_from, wanted.count, rows, run, track)
+    if wanted.token_file is not None:
+        return read_new_tokens(folder, Path(wanted.token_file), rows, run)
+    return choose_new_tokens(folder, wanted.token_texts, wanted.token_count, rows, run, track)
 
 
 def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunOptions()) -> NewTokens:
@@ -126,10 +125,49 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
     extended = _load(base, rows, new, extended_tokenizer(base.text, rows, new), run)
     if source.is_dir():
         _check_same(source, extended, _load(base, rows, new, _text_of(source / TOKENIZER_FILE), run), base, new)
+    _check_loaded(base, extended, rows, new)
+    return new
+
+
+def check_new_tokens(model: Path, new: NewTokens, rows: int, run: RunOptions = RunOptions()) -> None:
+    """Check that a base's tokenizer can take these tokens; see `read_new_tokens` for the arguments and what it raises.
+
+    They may be those of a saved plan, of somebody's own code, or of an expansion of another model.
+    """
+    base = _open_base(model, rows, run)
+    ids = token_ids(base.content)
+    had = {
+        token: ids.get(token) if new.merges else ids.get(token, _only_id(base.loaded, token)) for token in new.tokens
+    }
+    problems = [
+        f"--new-tokens: the base has {token!r} already, with the id {id_}. Leave it out."
+        for token, id_ in had.items()
+        if id_ is not None
+    ]
+    if new.merges and base.content["model"].get("type") != "BPE":
+        problems.append(f"--new-tokens: come with merges, and {model} has no BPE, whose merges they could go on with.")
+    prefix = base.content["model"].get("continuing_subword_prefix") or ""
+    pairs = [merge.split(" ") for merge in new.merges]
+    made = [left + right.removeprefix(prefix) for left, right in pairs]
+    # a character that the base writes in bytes is a token without a merge
+    known = {*ids, *set(new.tokens).difference(made)}
+    for token, pair in zip(made, pairs, strict=True):
+        problems += [
+            f"--new-tokens: {token!r} is made of {part!r}, which is no token before it."
+            for part in pair
+            if part not in known
+        ]
+        known.add(token)
+    if problems:
+        raise DataError.from_problems(shorten(problems))
+    _check_loaded(base, _load(base, rows, new, extended_tokenizer(base.text, rows, new), run), rows, new)
+
+
+def _check_loaded(base: BaseTokenizer, extended: Any, rows: int, new: NewTokens) -> None:
+    """Check a tokenizer with new tokens, and read texts with it."""
     _check_as_before(base, extended, rows, new)
     if problems := [] if new.merges else _unreadable(base.loaded, extended, rows, new):
         raise DataError.from_problems(shorten(problems))
-    return new
 
 
 def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
@@ -481,6 +519,8 @@ def _count_words(
 ) -> tuple[Counter[str], Counter[str]]:
     """The words of texts and how often they stand, and sizes of the texts."""
     from tokenizers import Tokenizer
+
+    from scale_surgery.running.texts import in_groups
 
     tokenizer = Tokenizer.from_str(json.dumps(backend))
     tokenizer.no_padding()

@@ -21,6 +21,7 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_base_config
+from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.compose import check_beside, routing_beside
@@ -105,6 +106,8 @@ def expand(
     if before is not None:
         check_beside(record.plan for record in expansions.values())
         refuse_linked(source.path, before)
+    if made.request.new_tokens is not None:
+        check_new_tokens(source.path, made.request.new_tokens, made.sizes.embedded, run)
     routing = routing_beside(before, len(expansions))
     base = base_in(given, made.request.name)
     check_space(target, least_base_bytes(given, before, made, base_weights) + made.costs.bytes_added)

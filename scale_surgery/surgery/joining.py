@@ -134,8 +134,8 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     if new and bias in present:
         yield Joined(bias, {"bias": bias}, (0, 0), ((sizes.vocabulary, new),), False)
     up_weight, own_rows = (tensor_name(plan.head, plan.request.name, block) for block in ("up_weight", "new_rows"))
-    if up_weight in present or own_rows in present:
-        # one that is tied to the embedding becomes a tensor of its own
+    if up_weight in present or own_rows in present or (new and head in present):
+        # one that is tied to the embedding becomes a tensor of its own; a copy of it may be stored
         pieces = {"weight": head if head in present else embedding, "up_weight": up_weight}
         pieces["new_rows"] = own_rows if own_rows in present else embedding_rows
         pieces = {block: name for block, name in pieces.items() if name in present}

@@ -68,7 +68,7 @@ def stock_cost(manifest: Manifest) -> StockCost:
     tensors = manifest.plan.tensors
     beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
     parameters = (manifest.plan.costs.parameters_before, beside)
-    return cost_of_stock(*_facts(manifest), manifest.base_tensors, parameters)
+    return cost_of_stock(*_facts(manifest), manifest.base_tensors, manifest.plan.head, parameters)
 
 
 def _facts(manifest: Manifest) -> tuple[Architecture, Sizes, Widths]:
@@ -121,7 +121,7 @@ def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track
 
 def stock_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
     """What each base shard holds in the stock form, by the shard's name in the expanded folder."""
-    shapes = stock_shapes(*_facts(manifest), manifest.base_tensors)
+    shapes = stock_shapes(*_facts(manifest), manifest.base_tensors, manifest.plan.head)
     joined = {item.name: item for item in joined_tensors(manifest)}
     shards: dict[str, list[Entry]] = {}
     for name in manifest.base_tensors:
@@ -207,7 +207,9 @@ def stock_config(config: Mapping[str, Any], architecture: Architecture, sizes: S
     inner = ("inner",) if widths.up_inner_width else ()
     vocabulary = ("vocabulary",) if widths.new_tokens else ()
     stock, names = stock_sizes(architecture, sizes, widths), (*heads, *inner, *vocabulary)
-    return {**config, **{architecture.keys.get(name, CONFIG_KEYS[name]): getattr(stock, name) for name in names}}
+    values = {architecture.keys.get(name, CONFIG_KEYS[name]): getattr(stock, name) for name in names}
+    text = config.get("text_config")
+    return {**config, **({"text_config": {**text, **values}} if isinstance(text, Mapping) else values)}
 
 
 def _index_metadata(metadata: Mapping[str, Any] | None, shards: Mapping[str, list[Entry]]) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, Gemma4TextConfig
 
 from scale_surgery import (
     CosineRouter,
+    DataError,
     PlanError,
     PosteriorRouter,
     Request,
@@ -21,19 +22,23 @@ from scale_surgery import (
     expand,
     extract,
     merge,
+    plan,
     route_export,
     strip,
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.planning.new_tokens import NewTokens
+from scale_surgery.planning.specs import Widths
+from scale_surgery.surgery.merge_stock import stock_config
+from scale_surgery.surgery.record import read_manifest
 from tests.conftest import shake
 from tests.tiny import TOKENS as TOKEN_IDS
 from tests.tiny import save_tiny
 
 # more than the shipped tokenizer has: rows beyond its ids are left alone
 ROWS = 1200
-TOKENS = NewTokens(("Xylophone", "birthplace", "Zürich"))
+TOKENS = NewTokens(("Xylophone", "birthplace", " Zürich"))
 TEXT = "The birthplace of a Xylophone is Zürich."
 OLD = torch.tensor([[5, 40, 7, 300, 12, 9]])
 ALONE = Request("none", new_tokens=TOKENS)
@@ -176,6 +181,32 @@ def test_cosine_is_fused(base_of, tmp_path):
     torch.testing.assert_close(logits(load(fused), ids), logits(load(routed), ids))
 
 
+def test_stock_forms(base_of, tmp_path):
+    """Of a head with another name in files, of one that is tied with a copy in the files, and of a nested config."""
+    tied = save_tiny(tmp_path / "tied", "llama", vocab_size=ROWS, tie_word_embeddings=True)
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(tied)
+    tensors = load_file(tied / "model.safetensors")
+    copy = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": copy}, tied / "model.safetensors", metadata={"format": "pt"})
+    for name, base in (("named", base_of("gpt_neox")), ("tied", tied)):
+        wide = shake(expand(base, ALONE, tmp_path / f"{name}-wide").path)
+        stock, ids = merge(wide, tmp_path / f"{name}-stock", "stock").path, new_ids(wide)
+        torch.testing.assert_close(logits(load(stock), ids), logits(load(wide), ids))
+        assert load(stock).get_output_embeddings().weight.shape[0] == ROWS + 3
+        # a control: the rows are not the base's
+        assert not torch.equal(
+            logits(load(stock), ids), logits(load(expand(base, ALONE, tmp_path / f"{name}-other").path), ids)
+        )
+    facts, sizes = stored_facts(wide)
+    nested = stock_config({"text_config": {"vocab_size": ROWS}}, facts, sizes, Widths(new_tokens=3))
+    assert nested == {"text_config": {"vocab_size": ROWS + 3}}
+
+
+def stored_facts(path):
+    plan = read_manifest(path).plan
+    return plan.architecture, plan.sizes
+
+
 def test_logits_scaled_after_the_head(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 52}
@@ -188,6 +219,42 @@ def test_logits_scaled_after_the_head(tmp_path):
     assert torch.equal(alone[..., :ROWS], wanted)
     assert (alone.softmax(-1)[..., ROWS:] == 0).all()
     assert (logits(model).softmax(-1)[..., ROWS:] > 0).all()
+
+
+def test_two_embeddings_are_refused(tmp_path):
+    sizes = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 52}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(vocab_size=ROWS, vocab_size_per_layer_input=ROWS, layer_types=kinds, **sizes, **TOKEN_IDS)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(tmp_path / "base")
+    wanted = (
+        "--new-tokens: model.embed_tokens_per_layer reads token ids too, and has no rows for new ones, expected one"
+    )
+    with pytest.raises(PlanError, match=wanted):
+        plan(tmp_path / "base", ALONE)
+    assert plan(tmp_path / "base", Request("1")).layers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("new", "wanted"),
+    [
+        (NewTokens(()), "names no token"),
+        (NewTokens(("Xylophone", "Xylophone")), "'Xylophone' is given 2 times, expected once"),
+        (NewTokens((" ",)), "' ' is blank"),
+        (NewTokens("Xylophone"), "tokens is 'Xylophone', expected a tuple of texts"),
+        (NewTokens(("\ud800",)), "expected a tuple of texts"),
+        (("Xylophone",), r"is \('Xylophone',\), expected NewTokens"),
+        (NewTokens(("a",)), "the base has 'a' already, with the id"),
+        (NewTokens(("Zürich",)), "'Zürich': this tokenizer would read"),
+        (NewTokens(("qqq",), ("qq q",)), "'qqq' is made of 'qq', which is no token before it"),
+        (NewTokens(("qq", "qqq"), ("qq q",)), "1 merges do not make its 2 tokens"),
+    ],
+)
+def test_tokens_of_no_use(base_of, tmp_path, new, wanted):
+    for make in (plan, lambda *given: expand(*given, tmp_path / "wide")):
+        with pytest.raises((PlanError, DataError), match=wanted):
+            make(base_of("llama"), Request("none", new_tokens=new))
+    assert not (tmp_path / "wide").exists()
 
 
 def test_every_path_reads_new_tokens(base_of, tmp_path):
