@@ -38,6 +38,7 @@ from scale_surgery.learning.recipe import Recipe
 from scale_surgery.learning.recipe_file import read_recipe, write_recipe
 from scale_surgery.modeling import register
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
+from scale_surgery.planning.new_tokens import NewTokens, TokenSource
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
@@ -45,6 +46,7 @@ from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report
 from scale_surgery.running.freeze import expansion_disabled, freeze_base
+from scale_surgery.running.new_tokens import ChosenTokens, find_new_tokens
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.serve import Address, Served, serve
 from scale_surgery.surgery.adopt import Adopted, adopt
@@ -75,6 +77,7 @@ __all__ = [
     "Calibration",
     "CalibrationSettings",
     "CheckpointError",
+    "ChosenTokens",
     "Composed",
     "CosineRouter",
     "DataError",
@@ -93,6 +96,7 @@ __all__ = [
     "Inspection",
     "Learned",
     "Merged",
+    "NewTokens",
     "Plan",
     "PlanError",
     "PosteriorRouter",
@@ -112,6 +116,7 @@ __all__ = [
     "ServingError",
     "Stripped",
     "SurgeryError",
+    "TokenSource",
     "Training",
     "TrainingError",
     "TrainingSettings",
@@ -126,6 +131,7 @@ __all__ = [
     "expand",
     "expansion_disabled",
     "extract",
+    "find_new_tokens",
     "freeze_base",
     "generate",
     "hold_out",

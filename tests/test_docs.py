@@ -46,12 +46,13 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*|(?<=`)-[a-z](?=`)")
 BENCHMARKS = (make_checkpoint.main, pipeline.main, svd.main)
 OTHER_PROGRAMS = {
     "--strict",
+    "--multi_gpu",
     "--num_processes",
     "--config_file",
     "--cpu",
     "--nproc-per-node",
 }  # mkdocs, accelerate, torchrun
-OTHER_PROGRAMS |= {"--safe_serialization"}  # DeepSpeed's zero_to_fp32.py
+OTHER_PROGRAMS |= {"--safe_serialization", "--exclude_frozen_parameters"}  # DeepSpeed's zero_to_fp32.py
 OTHER_PROGRAMS |= {"--model", "--model_args", "--tasks"}  # lm_eval
 OTHER_PROGRAMS |= {"--continuous-batching"}  # transformers serve
 OTHER_PROGRAMS |= {"--outtype", "--outfile", "--local-dir"}  # llama.cpp's converter, hf download

@@ -75,7 +75,10 @@ def _deepspeed(path: Path, files: Sequence[str]) -> str | None:
         return None
     script = [str(path / DEEPSPEED_SCRIPT)] if DEEPSPEED_SCRIPT in files else ["-m", "deepspeed.utils.zero_to_fp32"]
     line = shlex.join(["python", *script, str(path), "WHOLE", "--safe_serialization"])
-    return f"is a checkpoint of DeepSpeed, in shares of its processes, expected safetensors. {_then_adopt(line)}"
+    return (
+        f"is a checkpoint of DeepSpeed, in shares of its processes, expected safetensors. {_then_adopt(line)}. Where "
+        "the first says that tensors share memory, as tied ones do, add --exclude_frozen_parameters to it."
+    )
 
 
 def _distributed(path: Path, files: Sequence[str]) -> str | None:
@@ -85,8 +88,23 @@ def _distributed(path: Path, files: Sequence[str]) -> str | None:
     # beside the model's folder lies that of the optimizer
     folders = dict.fromkeys((path / file).parent for file in shares)
     folder = next((inner for inner in folders if "optim" not in inner.name), path)
-    line = shlex.join(["accelerate", "merge-weights", str(folder), "WHOLE"])
-    return f"is a checkpoint of FSDP, in shares of its processes, expected safetensors. {_then_adopt(line)}"
+    return f"is a checkpoint of FSDP, in shares of its processes, expected safetensors. {_then_adopt(_merge(folder))}"
+
+
+def _merge(folder: Path) -> str:
+    """The command that puts shares together; that of accelerate takes a model alone.
+
+    What lies in them is said by a pickle. It is not opened, but a name in it can be seen.
+    """
+    listing = folder / ".metadata"
+    if not (listing.is_file() and b"optim" in listing.read_bytes()):
+        return shlex.join(["accelerate", "merge-weights", str(folder), "WHOLE"])
+    merge = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", str(folder), "whole.pt"]
+    take = (
+        "import pathlib, torch, safetensors.torch as st; pathlib.Path('WHOLE').mkdir(); "
+        f"st.save_file(torch.load('whole.pt', weights_only=True)['model'], 'WHOLE/{SINGLE_FILE}')"
+    )
+    return f"{shlex.join(merge)}; then: {shlex.join(['python', '-c', take])}"
 
 
 def _pickled(path: Path, files: Sequence[str]) -> str | None:

@@ -43,6 +43,7 @@ def evaluate_command(
 
     \b
     Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
+    On several GPUs: accelerate launch -m scale_surgery evaluate FOLDER --old FILE
     """
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.evidence.evaluate import evaluate

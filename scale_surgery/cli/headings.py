@@ -13,7 +13,7 @@ SUBJECTS: Mapping[str, Sequence[str]] = {
         *("name", "collaborative_layers", "collaborate", "up_width", "up_kv_heads", "up_inner_width", "copies"),
         *("groups", "routed"),
     ),
-    "New tokens": ("new_tokens", "new_tokens_from", "count", "new_tokens_init"),
+    "New tokens": ("token_file", "token_texts", "token_count", "new_tokens_init"),
     "Batches and memory": (
         *("sequence_length", "batch_size", "gradient_accumulation", "gradient_checkpointing", "bf16"),
         "base_quantization",

@@ -20,7 +20,8 @@ from scale_surgery.cli.options import (
     run_options,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
-from scale_surgery.learning.recipe import PresetName
+from scale_surgery.learning.recipe import PresetName, Recipe
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
 from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.settings import TrainingSettings
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 # options that have a name of their own here, by section; every other setting is reached by --set
 EXPANSION, RANKING = ("layers", "name"), ("budget",)
 TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size", "rehearse")
-SHORT = {"expansion": EXPANSION, "ranking": RANKING, "training": TRAINING, "running": ("device", "trust_remote_code")}
+TOP = ("processes", "accelerate_config")
+RUNNING = ("device", "trust_remote_code")
+TOKENS = ("token_file", "token_texts", "token_count")
+SHORT = {"expansion": EXPANSION, "tokens": TOKENS, "ranking": RANKING, "training": TRAINING, "running": RUNNING}
 HELPS = {
     "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",
     "budget": "Parameters that the pilot's layers may add: a share of the base's, or a number such as 200M.",
@@ -57,9 +61,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
         found |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
     texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old")}
     found |= {name: files for name, files in texts.items() if files}
-    if (revision := options.pop("revision")) is not None:
-        found["revision"] = revision
-    return found
+    return found | {name: value for name in (*TOP, "revision") if (value := options.pop(name)) is not None}
 
 
 @click.command(name="learn", cls=Headed, first=("data", "old", "output", "layers", "preset"))
@@ -68,8 +70,10 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--old", multiple=True, help=OLD_HELP)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
 @options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
+@options_from(TokenSource, *TOKENS)
 @options_from(RankingSettings, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
+@options_from(Recipe, *TOP)
 @click.option("--preset", type=click.Choice(get_args(PresetName)), help="Settings to begin with.  [default: default]")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings; options go before it.")
 @click.option(
@@ -98,6 +102,7 @@ def learn_command(
 
     \b
     Example: scale-surgery learn MODEL --data new.jsonl --old old.txt -o OUT
+    On several GPUs: scale-surgery learn MODEL --data FILE --processes 8
     Recipes: scale-surgery learn MODEL --data FILE --write-recipe r.yaml
              scale-surgery learn --recipe r.yaml -o OUT
     """

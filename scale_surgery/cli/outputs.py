@@ -75,12 +75,14 @@ def files_option(*suffixes: str, help: str) -> Callable[..., Any]:
 def write_files(files: Sequence[Path], writers: Mapping[str, Writer], out: Output) -> None:
     """Write a result into files, each in the form that its suffix names, and say so.
 
+    Of several processes the first does.
+
     Args:
         files: Files to be, checked by `check_output_files`.
         writers: What writes each form, by suffix.
         out: Where it is said.
     """
-    for file in files:
+    for file in files if out.is_first else ():
         writers[file.suffix.lower()](file)
     if files:
         out.say_file("written", *files)

@@ -19,6 +19,7 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
+from scale_surgery.surgery.parts import base_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Subject:
         base: What the base inside it is called, the same for models that share one; None without a record. Of a model
             that is itself the base of another one that is measured, what that is called.
         tokenizer: Its tokenizer.
+        base_tokenizer: That of the base inside it, where an expansion adds tokens; otherwise the same.
         context: Most tokens that it reads at once, or None where its config does not say.
         vocabulary: Token ids that it has embeddings for.
     """
@@ -52,6 +54,7 @@ class Subject:
     manifest: Manifest | None
     base: str | None
     tokenizer: Any
+    base_tokenizer: Any
     context: int | None
     vocabulary: int
 
@@ -60,6 +63,10 @@ class Subject:
         """Names of its expansions, where there are several."""
         names = () if self.manifest is None else tuple(self.manifest.expansions)
         return names if len(names) > 1 else ()
+
+    def reads_new_tokens(self, expansion: str) -> bool:
+        """Whether an expansion, of several, adds tokens."""
+        return self.manifest is not None and self.manifest.plans[expansion].widths.new_tokens > 0
 
     @property
     def runs(self) -> tuple[Mapping[str, Any], ...]:
@@ -137,6 +144,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     if manifest is not None:
         check_numbering(checkpoint, manifest)
     config = load_config(source.path, source.name, run)
+    tokenizer = need_tokenizer(source.path, source.name, run)
     return Subject(
         path=source.path,
         name=source.name,
@@ -146,7 +154,8 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         is_routed=ROUTER_KEY in specs and not is_fused,
         manifest=manifest,
         base=None,
-        tokenizer=need_tokenizer(source.path, source.name, run),
+        tokenizer=tokenizer,
+        base_tokenizer=tokenizer if manifest is None else base_tokenizer(source.path, manifest, tokenizer, run),
         context=context_of(config),
         vocabulary=config.vocab_size,
     )
@@ -162,16 +171,16 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
 
 
 def sequences_of(
-    subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int
+    subject: Subject, tokenizer: Any, documents: Mapping[str, Sequence[Document]], length: int, step: int
 ) -> dict[str, Sequences]:
-    """Turn documents into windows of the tokens that a model reads."""
+    """Turn documents into windows of the tokens that a model reads by its tokenizer, or by its base's."""
     from scale_surgery.running.texts import stride, tokenize
 
     texts = {}
     for side, some in documents.items():
         if not some:
             continue
-        windows = stride(tokenize(some, subject.tokenizer), length, step)
+        windows = stride(tokenize(some, tokenizer), length, step)
         check_token_ids(subject.name, int(windows.ids.max()), subject.vocabulary, f"the {side} text")
         if not windows.scored:
             raise DataError(f"The {side} text is one token long for {subject.name}: nothing predicts it. Give more.")

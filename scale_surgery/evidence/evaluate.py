@@ -6,7 +6,7 @@ in overlapping windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,12 @@ from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
+from scale_surgery.running.processes import join_processes
 from scale_surgery.running.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from scale_surgery.running.documents import Document
 
 
@@ -75,7 +78,8 @@ def evaluate(
     """Measure loss, perplexity and first-token accuracy of models on old and on new text.
 
     A base that several expanded models share, or that is given too, is measured once. A model without expansion is
-    compared with the base where there is only one.
+    compared with the base where there is only one. Processes that a launcher started share the texts; each holds the
+    whole model, and gets the whole result.
 
     Args:
         models: A folder or Hub id, or several.
@@ -101,10 +105,12 @@ def evaluate(
         raise DataError(
             f"There is no text to measure on. Give files with --old, with --new or with both. {NO_OLD_TEXT}"
         )
+    processes, run = join_processes(run)
     # bases come first, as in a run with an expanded model alone
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
     length, step = choose_lengths(subjects, sequence_length, step)
-    meters = [Meter(sequences_of(subject, documents, length, step), run) for subject in subjects]
+    scored = {side: sum(len(text.text.encode()) for text in some) for side, some in documents.items()}
+    meters = [_meter(subject, documents, scored, (length, step), run, processes) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
     return Evaluation(
         scores=tuple(_compare(row, rows) for row in rows),
@@ -124,6 +130,20 @@ def _read(files: Sequence[str | Path], side: str) -> list[Document]:
     if files and not documents:
         raise DataError(f"The {side} text is empty: {', '.join(map(str, files))}. Give at least one document.")
     return documents
+
+
+def _meter(
+    subject: Subject,
+    documents: Mapping[str, Sequence[Document]],
+    scored: Mapping[str, int],
+    windows: tuple[int, int],
+    run: RunOptions,
+    processes: PartialState | None,
+) -> Meter:
+    texts = sequences_of(subject, subject.tokenizer, documents, *windows)
+    is_same = subject.base_tokenizer is subject.tokenizer
+    base_texts = texts if is_same else sequences_of(subject, subject.base_tokenizer, documents, *windows)
+    return Meter(texts, base_texts, scored, run, processes)
 
 
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[MeasuredRow]:
@@ -148,13 +168,15 @@ def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:
     score = row.score
     name = _base_of(row, rows)
     base = next((candidate for candidate in rows if candidate.score.name == name), None)
-    if base is None or base.fingerprints != row.fingerprints:
+    # a model with new tokens reads the same text in other tokens than its base
+    is_same_text = score.kind != "other" or (base is not None and base.fingerprints == row.fingerprints)
+    if base is None or not is_same_text:
         return replace(score, base=None)
     return replace(
         score,
         base=base.score.name,
-        forgetting=_difference(score.old, base.score.old),
-        learning=_difference(base.score.new, score.new),
+        forgetting=_loss_against(score.old, base.score.old),
+        learning=None if (lost := _loss_against(score.new, base.score.new)) is None else 0.0 - lost,
     )
 
 
@@ -165,8 +187,8 @@ def _base_of(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> str | None:
     return row.score.base
 
 
-def _difference(more: Measurement | None, less: Measurement | None) -> float | None:
-    return None if more is None or less is None else more.nats_per_token - less.nats_per_token
+def _loss_against(score: Measurement | None, base: Measurement | None) -> float | None:
+    return None if score is None or base is None else score.loss_against(base)
 
 
 def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator[str]:
@@ -189,7 +211,12 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator
             )
     first, *rest = rows
     for row in rest:
-        if row.score.kind in ("expanded", "other") and row.fingerprints != first.fingerprints:
+        if row.score.kind == "expanded" and row.fingerprints != first.fingerprints:
+            yield (
+                f"{row.score.name}: reads other tokens than {first.score.name}. Compare bits/byte, not losses per "
+                "token; forgetting and learning are of the same text, in nats per token of the base."
+            )
+        if row.score.kind == "other" and row.fingerprints != first.fingerprints:
             yield (
                 f"{row.score.name}: reads other tokens than {first.score.name}; their losses cannot be compared, "
                 "accuracies can."
@@ -199,5 +226,6 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator
 def _measurement_to_json(measurement: Measurement | None) -> dict[str, Any] | None:
     if measurement is None:
         return None
-    derived = {name: getattr(measurement, name) for name in ("nats_per_token", "perplexity", "accuracy")}
+    names = ("nats_per_token", "perplexity", "bits_per_byte", "accuracy")
+    derived = {name: getattr(measurement, name) for name in names}
     return derived | asdict(measurement)

@@ -24,6 +24,8 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from scale_surgery.running.sequences import Sequences
 
 MeterKind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
@@ -71,16 +73,24 @@ class Meter:
 
     Attributes:
         texts: Windows by side.
+        base_texts: The same as the base's tokenizer reads them, where new tokens were added to it; otherwise `texts`.
+        bytes: Bytes of the texts that are scored, by side.
         run: How models run.
+        processes: The processes that share the windows; None for one.
     """
 
     texts: Mapping[str, Sequences]
+    base_texts: Mapping[str, Sequences]
+    bytes: Mapping[str, int]
     run: RunOptions
+    processes: PartialState | None = None
 
     @cached_property
-    def fingerprints(self) -> dict[str, str]:
-        """sha256 of the windows, by side."""
-        return {side: text.fingerprint() for side, text in self.texts.items()}
+    def fingerprints(self) -> tuple[dict[str, str], dict[str, str]]:
+        """sha256 of the windows, by side: of `texts`, and of `base_texts`."""
+        own = {side: text.fingerprint() for side, text in self.texts.items()}
+        is_same = self.base_texts is self.texts
+        return own, own if is_same else {side: text.fingerprint() for side, text in self.base_texts.items()}
 
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
@@ -93,7 +103,7 @@ class Meter:
         with tempfile.TemporaryDirectory() as folder:
             renamed = link_base(subject.path, Path(folder), subject.manifest)
             with loaded_whole(Path(folder), subject.base, self.run, renamed=renamed) as model:
-                return self._measure(model, Score(subject.base, "base", None), advance)
+                return self._measure(model, Score(subject.base, "base", None), advance, is_base=True)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[MeasuredRow]:
         """Measure a model; of an expanded one also each part alone, and last its base."""
@@ -103,23 +113,30 @@ class Meter:
                 return [self._measure(model, score, advance)]
             disabled = f"{subject.name}, expansion disabled"
             rows = [self._measure(model, Score(subject.name, "expanded", subject.base or disabled), advance)]
-            for name, kind, base, chosen in _parts(subject, model, disabled):
+            for score, reads_new_tokens, chosen in _parts(subject, model, disabled):
                 with chosen:
-                    rows.append(self._measure(model, Score(name, kind, base), advance))
+                    rows.append(self._measure(model, score, advance, is_base=not reads_new_tokens))
             return rows
 
-    def _measure(self, model: Any, score: Score, advance: Progress) -> MeasuredRow:
-        report = partial(advance, note=score.name)
-        measured = {side: measure(model, text, self.run.windows(), report) for side, text in self.texts.items()}
-        return MeasuredRow(replace(score, old=measured.get("old"), new=measured.get("new")), self.fingerprints)
+    def _measure(self, model: Any, score: Score, advance: Progress, *, is_base: bool = False) -> MeasuredRow:
+        report, texts = partial(advance, note=score.name), self.base_texts if is_base else self.texts
+        measured = {
+            side: replace(
+                measure(model, text, self.run.windows(), report, self.processes),
+                bytes=self.bytes[side],
+            )
+            for side, text in texts.items()
+        }
+        fingerprints = self.fingerprints[is_base]
+        return MeasuredRow(replace(score, old=measured.get("old"), new=measured.get("new")), fingerprints)
 
 
-def _parts(
-    subject: Subject, model: Any, disabled: str
-) -> Iterator[tuple[str, MeterKind, str | None, AbstractContextManager[Any]]]:
-    """The parts of an expanded model that run alone: name, kind, base, and the context that chooses it."""
+def _parts(subject: Subject, model: Any, disabled: str) -> Iterator[tuple[Score, bool, AbstractContextManager[Any]]]:
+    """The parts of an expanded model that run alone, whether each reads new tokens, and the context that chooses it."""
+    base = subject.base or disabled
     for name in subject.expansions:
-        yield f"{subject.name}, {name} alone", "path", subject.base or disabled, model.use_expansion(name)
+        score = Score(f"{subject.name}, {name} alone", "path", base)
+        yield score, subject.reads_new_tokens(name), model.use_expansion(name)
     if subject.is_routed and not subject.expansions:
-        yield f"{subject.name}, routing disabled", "adapt", subject.base or disabled, model.routing_disabled()
-    yield disabled, "disabled", subject.base, expansion_disabled(model)
+        yield Score(f"{subject.name}, routing disabled", "adapt", base), True, model.routing_disabled()
+    yield Score(disabled, "disabled", subject.base), False, expansion_disabled(model)

@@ -29,7 +29,7 @@ from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import CheckpointError, DataError, SurgeryError, TrainingError
+from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
@@ -39,10 +39,12 @@ from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
 from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
+from scale_surgery.running.processes import count_launched
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
@@ -109,7 +111,8 @@ def _facts(recipe: Recipe) -> JobFacts:
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
-    return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, count_tokens(recipe.data, tokenizer))
+    tokens = count_tokens(recipe.data, tokenizer)
+    return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, tokens, recipe.processes)
 
 
 def prepare(
@@ -125,7 +128,7 @@ def prepare(
     The time that a job takes counts from `started`, a time of `time.monotonic`; by default from this call.
     """
     started, folder = time.monotonic() if started is None else started, Path(output)
-    _check_alone()
+    _check_processes(recipe)
     _check_folder(folder, recipe, overwrite=overwrite)
     read = _stamp_texts(recipe)
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
@@ -278,12 +281,18 @@ def _promised(promise: Mapping[str, Any]) -> str:
     return f"{'holds' if promise['holds'] else 'BROKEN'}: {promise['evidence']}"
 
 
-def _check_alone() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _check_processes(recipe: Recipe) -> None:
+    if (started := count_launched()) > 1:
         raise TrainingError(
-            "learn runs in one process, and a launcher started several. Let learn --dry-run print the stages, and "
-            "launch train alone: accelerate launch -m scale_surgery train ..."
+            f"learn starts its processes itself, and a launcher started {started}. Type, without the launcher: "
+            f"scale-surgery learn ... --processes {started}, and --accelerate-config FILE where it had a --config_file."
         )
+    if (config := recipe.accelerate_config) is None:
+        return
+    if recipe.processes == 1:
+        raise PlanError(f"--accelerate-config is {config}, with one process. Say how many: --processes N.")
+    if not Path(config).is_file():
+        raise PlanError(f"{config}: there is no such file, expected what accelerate config writes. Correct its name.")
 
 
 def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
@@ -298,7 +307,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
+    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
     inputs = {str(recipe.model): Path(recipe.model)} | {name: parse_source(name).path for name in texts}
     for given, path in inputs.items():
         read = path.resolve()
@@ -313,7 +322,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
 
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     """Sizes and times of all texts, which must not change until the job ends."""
-    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old)
+    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
     sources = {name: parse_source(name) for name in given}
     missing = [
         f"{name}: there is no such file. Give UTF-8 text, JSONL, a saved dataset, or the id of one on the Hub."
@@ -330,6 +339,9 @@ def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple
     request = chosen_request(recipe, kept)
     if recipe.chooses_layers and "layers" not in kept:
         request = replace(request, layers="all")
+    if recipe.tokens.is_wanted:
+        # which they are is found out of the text that is learned; here their number is enough
+        request = replace(request, new_tokens=NewTokens(tuple(map(str, range(recipe.tokens.token_count)))))
     source, checkpoint = open_model(recipe.model, recipe.revision)
     choose_length(recipe.training.sequence_length, {recipe.model: context_of(checkpoint.config)})
     given: dict[str, Any] = {"revision": source.revision, "run": recipe.running, "track": track}

@@ -15,6 +15,7 @@ from typing import Any
 
 from scale_surgery.errors import PlanError
 from scale_surgery.learning.recipe import PresetName
+from scale_surgery.planning.scale import NO_LAYERS
 from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
 
@@ -29,23 +30,24 @@ LENGTHS = {"training.steps", "training.epochs", "training.batch_size"}
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Layers and context of the base model, and about how many tokens there are to learn."""
+    """Layers and context of the base model, about how many tokens there are to learn, and in how many processes."""
 
     layers: int
     context: int
     tokens: int
+    processes: int = 1
 
 
 def _default(facts: JobFacts) -> PresetValues:
     length = min(DEFAULT_LENGTH, facts.context)
-    usual = TrainingSettings.batch_size
-    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * length / facts.tokens)))
+    usual, row_tokens = TrainingSettings.batch_size, length * facts.processes
+    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / facts.tokens)))
     return {
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
         "training.learning_rate": 2e-3,
         "training.epochs": float(passes),
-        "training.batch_size": min(usual, max(1, passes * facts.tokens // (STEPS * length))),
+        "training.batch_size": min(usual, max(1, passes * facts.tokens // (STEPS * row_tokens))),
     }
 
 
@@ -57,7 +59,7 @@ def _paper(facts: JobFacts) -> PresetValues:
         "expansion.collaborative_layers": f"last:{facts.layers - round(facts.layers * PRESERVED)}",
         "training.sequence_length": min(PAPER_LENGTH, facts.context),
         "training.batch_size": ROWS,
-        "training.gradient_accumulation": PAPER_BATCH // ROWS,
+        "training.gradient_accumulation": max(1, PAPER_BATCH // (ROWS * facts.processes)),
         "training.epochs": 1.0,
         "training.learning_rate": 1e-3,
         "training.schedule": "linear",
@@ -72,13 +74,14 @@ PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {"default": _def
 def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:
     """A preset with overrides.
 
-    A method or variant in the overrides drops the expansion of the preset but for its layers, and a setting of the
-    length of training drops that length.
+    A method or variant in the overrides, or no layers, drops the expansion of the preset but for its layers, and a
+    setting of the length of training drops that length.
     """
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
     values = PRESETS[name](facts)
     dropped = set(LENGTHS) if overrides.keys() & LENGTHS else set()
-    if overrides.keys() & {"expansion.method", "expansion.variant"}:
+    is_without = overrides.get("expansion.layers") == NO_LAYERS
+    if is_without or overrides.keys() & {"expansion.method", "expansion.variant"}:
         dropped |= {key for key in values if key.startswith("expansion.") and key != "expansion.layers"}
     return {key: value for key, value in values.items() if key not in dropped} | dict(overrides)

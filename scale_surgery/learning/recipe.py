@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import PlanError
-from scale_surgery.fields import Field, fields_of
+from scale_surgery.fields import Count, Field, fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
@@ -43,9 +44,13 @@ class Recipe:
         route: Give the model a router, which chooses between the base and what was learned.
         base_weights: How base shards get from MODEL into the first folder; those in OUT share them by hard links, but
             for copy.
+        processes: Processes that train and measure together, one a GPU; a step learns a batch of each.
+        accelerate_config: Settings for several processes, a YAML file of accelerate config, such as fsdp2.yaml.
+            Default: DDP.
         hold_out: Which text is set aside.
         ranking: What a pilot may spend on layers, and how it trains (layers: auto).
         expansion: Layers, method and widths; layers: auto lets a pilot choose.
+        tokens: Tokens to add to the tokenizer.
         training: How the new blocks train.
         routing: How each token is routed.
         calibration: What the router may lose.
@@ -60,9 +65,12 @@ class Recipe:
     revision: str | None = None
     route: bool = True
     base_weights: BaseWeights = "auto"
+    processes: Count = 1
+    accelerate_config: str | None = None
     hold_out: HoldOutSettings = HoldOutSettings()
     ranking: RankingSettings = RankingSettings()
     expansion: Request = field(default_factory=lambda: Request(AUTO))
+    tokens: TokenSource = TokenSource()
     training: TrainingSettings = TrainingSettings()
     routing: RouterOptions = RouterOptions()
     calibration: CalibrationSettings = CalibrationSettings()
@@ -78,6 +86,7 @@ SECTIONS: dict[str, type] = {
     "hold_out": HoldOutSettings,
     "ranking": RankingSettings,
     "expansion": Request,
+    "tokens": TokenSource,
     "training": TrainingSettings,
     "routing": RouterOptions,
     "calibration": CalibrationSettings,
@@ -85,7 +94,7 @@ SECTIONS: dict[str, type] = {
 }
 # settings that stages fill in
 FILLED_BY_STAGES = {
-    *("hold_out.parts", "training.name"),
+    *("hold_out.parts", "expansion.new_tokens", "training.name"),
     *("calibration.write", "calibration.plot", "running.memory_bytes"),
 }
 

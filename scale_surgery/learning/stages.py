@@ -6,6 +6,7 @@ texts -> layers -> plan -> expand -> train -> route -> calibrate -> evaluate -> 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from scale_surgery.checkpoint.files import BaseWeights, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
+from scale_surgery.checkpoint.records import read_record
 from scale_surgery.deriving.planned import load_plan, plan
-from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.verify import verify
 from scale_surgery.learning.hold_out import (
@@ -27,13 +29,16 @@ from scale_surgery.learning.hold_out import (
     hold_out,
     part_file,
 )
+from scale_surgery.learning.processes import launch_line, launch_options, run_launched
 from scale_surgery.learning.recipe import Recipe
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.progress import Track
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
+from scale_surgery.running.new_tokens import ChosenTokens, find_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.commands import changed_options, command
 from scale_surgery.surgery.expand import expand
@@ -41,6 +46,7 @@ from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import RankingSettings
+from scale_surgery.training.result import Training
 from scale_surgery.training.run_folder import SETTINGS_FILE
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
@@ -109,6 +115,13 @@ class Work:
     def to_learn(self) -> list[str]:
         """Text to learn."""
         return [str(part_file(self.new, LEARN))] if self.new_parts else list(self.recipe.data)
+
+    @property
+    def tokens(self) -> TokenSource:
+        """Where new tokens come from; of the text to learn, without what is set aside."""
+        wanted = self.recipe.tokens
+        is_learned = set(wanted.token_texts) == set(self.recipe.data)
+        return replace(wanted, token_texts=tuple(self.to_learn)) if is_learned else wanted
 
     @property
     def training(self) -> TrainingSettings:
@@ -233,13 +246,17 @@ def _plan(work: Work) -> Stage:
 
     def line(kept: Kept) -> str:
         request = chosen_request(recipe, kept)
-        options = changed_options(request, Request(request.layers), {"layers"})
+        options = list(changed_options(request, Request(request.layers), {"layers"}))
+        options += changed_options(work.tokens, TokenSource())
         running = (*_revision(recipe), *work.running("trust_remote_code"))
         return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         request = chosen_request(recipe, kept)
-        made = plan(recipe.model, request, revision=recipe.revision, run=recipe.running, track=track)
+        given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running, "track": track}
+        if (found := find_new_tokens(recipe.model, work.tokens, **given)) is not None:
+            request = replace(request, new_tokens=found.new_tokens if isinstance(found, ChosenTokens) else found)
+        made = plan(recipe.model, request, **given)
         save_plan(made, work.plan_file)
         return made, {"layers": request.layers, "parameters_added": made.costs.parameters_added}
 
@@ -273,7 +290,8 @@ def _expand(work: Work) -> Stage:
 def _train(work: Work) -> Stage:
     recipe = work.recipe
     eval_data = EvalData(old=work.measured("old"), new=work.measured("new"))
-    line = command(
+    launch = launch_options(recipe.processes, recipe.accelerate_config)
+    words = [
         "train",
         work.expanded,
         *_texts("--data", work.to_learn),
@@ -289,15 +307,19 @@ def _train(work: Work) -> Stage:
         *work.running("device", "trust_remote_code"),
         "-o",
         work.learned,
-    )
+    ]
+    line = launch_line(words, launch)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         if is_trained(work.learned):
             return None, {}
         has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
-        start = TrainingStart(resume=has_begun, base_weights=work.taking)
-        given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
-        done = train(work.expanded, work.to_learn, work.learned, work.training, **given)
+        if launch:
+            done = read_record(run_launched([*words, *["--resume"] * has_begun], launch), Training)
+        else:
+            start = TrainingStart(resume=has_begun, base_weights=work.taking)
+            given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
+            done = train(work.expanded, work.to_learn, work.learned, work.training, **given)
         return done, {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
 
     return Stage("train", lambda kept: line, [work.learned], run, renews=False)
@@ -352,7 +374,9 @@ def _calibrate(work: Work) -> Stage:
 def _evaluate(work: Work) -> Stage:
     file = work.folder / "evaluation.json"
     old, new = (work.measured(side) for side in ("old", "new"))
-    line = command(
+    # each process holds the whole model
+    launch = launch_options(work.recipe.processes)
+    words = [
         "evaluate",
         work.result,
         *_texts("--old", old),
@@ -360,14 +384,19 @@ def _evaluate(work: Work) -> Stage:
         *work.running("batch_size", "dtype", "device", "trust_remote_code"),
         "-o",
         file,
-    )
+    ]
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
+        if launch:
+            content, evaluation = run_launched(words, launch), None
+            with suppress(ValueError):  # JSON has no number for a loss that is not finite
+                evaluation = read_record(content, Evaluation)
+            return evaluation, content
         evaluation = evaluate([work.result], old, new, run=work.recipe.running, track=track)
         write_json(file, _plain(evaluation))
         return evaluation, _plain(evaluation)
 
-    return Stage("evaluate", lambda kept: line, [file], run)
+    return Stage("evaluate", lambda kept: launch_line(words, launch), [file], run)
 
 
 def _verify(work: Work) -> Stage:

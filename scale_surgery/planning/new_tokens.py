@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.files import as_json
@@ -41,15 +41,20 @@ class TokenSource:
     """Where new tokens come from.
 
     Attributes:
-        new_tokens: Tokens to add: a text file, one a line, or a folder of a tokenizer whose first ids are the base's.
-        new_tokens_from: Text to learn new tokens from, those that save most on it; can be repeated. The base's
+        token_file: Tokens to add: a text file, one a line, or a folder of a tokenizer whose first ids are the base's.
+        token_texts: Text to learn new tokens from, those that save most on it; can be repeated. The base's
             tokenizer has to be a BPE, whose merges are gone on with.
-        count: How many tokens to learn from --new-tokens-from.
+        token_count: How many tokens to learn from --new-tokens-from.
     """
 
-    new_tokens: str | None = None
-    new_tokens_from: tuple[str, ...] = ()
-    count: Annotated[int, Range(least=1)] = 1000
+    token_file: str | None = field(default=None, metadata={"option": "new-tokens"})
+    token_texts: tuple[str, ...] = field(default=(), metadata={"option": "new-tokens-from"})
+    token_count: Annotated[int, Range(least=1)] = field(default=1000, metadata={"option": "count"})
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there are to be any."""
+        return self.token_file is not None or bool(self.token_texts)
 
 
 def problems_of_tokens(new: object) -> list[str]:

@@ -41,6 +41,7 @@ from scale_surgery.surgery.routers import is_even, router_of, sides_of, weights_
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
+    from scale_surgery.running.sequences import Sequences
 
 # measurement by text
 SIDES = {"old": "forgetting", "new": "learning"}
@@ -271,9 +272,13 @@ def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]],
     from scale_surgery.running.texts import number_windows, stride
 
     # no document is as long as this, so each is one sequence
-    whole = sequences_of(subject, documents, sys.maxsize, 1)
+    whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)
     old, new = (stride(whole[side], length, step) for side in SIDES)
-    return SweepTexts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)))
+    of_base: tuple[Sequences, ...] = ()
+    if subject.base_tokenizer is not subject.tokenizer:
+        read = sequences_of(subject, subject.base_tokenizer, documents, length, step)
+        of_base = tuple(read[side] for side in SIDES)
+    return SweepTexts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)), of_base)
 
 
 def _numbers(outcome: Outcome) -> tuple[Any, ...]:

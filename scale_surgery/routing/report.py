@@ -113,7 +113,7 @@ def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length:
     from scale_surgery.running.texts import stride
 
     # no document is as long as this, so each is one sequence
-    whole = sequences_of(subject, documents, sys.maxsize, 1)
+    whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)
     # ids as labels: of a prompt, too, each token is shown once
     scored = {file: Sequences(sequences.ids, sequences.ids, sequences.starts) for file, sequences in whole.items()}
     windows = {file: stride(sequences, length, step) for file, sequences in scored.items()}

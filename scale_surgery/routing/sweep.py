@@ -18,6 +18,7 @@ from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRoute
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.outcome import Outcome, mean_with_error
 from scale_surgery.running.loading import loaded_whole
+from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.routers import describe_router, is_even
 
@@ -45,12 +46,16 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTexts:
-    """Windows of old and new texts, beginnings of old texts, and for each new window the number of its text, from 0."""
+    """Windows of old and new texts, beginnings of old texts, and for each new window the number of its text, from 0.
+
+    Where an expansion adds tokens, `of_base` has old and new texts as the base's tokenizer reads them.
+    """
 
     old: Sequences
     new: Sequences
     short: Sequences
     numbers: tuple[int, ...]
+    of_base: tuple[Sequences, ...] = ()
 
 
 def sweep_model(
@@ -64,7 +69,9 @@ def sweep_model(
     total = sum(len(side.ids) for side in sides)
     with loaded_whole(subject.path, subject.name, run) as model, track("read", total) as advance:
         old, new, short = (read_paths(model, side, run.windows(), advance) for side in sides)
-        read = PathTexts(old, new, short, numbers)
+        with model.expansion_disabled():
+            of_base = tuple(measure(model, side, run.windows()) for side in texts.of_base)
+        read = PathTexts(old, new, short, numbers, of_base)
     settings = settings_of(present, read.old, read.new)
     with track("settings", len(settings)) as advance:
         swept = sweep(best_alone if has_several else adapt_alone, read, settings, advance)
@@ -89,6 +96,9 @@ def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: P
     from scale_surgery.routing.path_scores import routed_by, weigh_base
 
     base, adapt, present = (texts.measure(weigh) for weigh in (weigh_base, alone, routed_by(settings[0])))
+    if texts.of_base:
+        old, new = (replace(side, total=total) for side, total in zip((base.old, base.new), texts.of_base, strict=True))
+        base = replace(base, old=old, new=new)
     reference = Reference(base, adapt, present)
     outcomes = []
     for setting in settings:
@@ -114,6 +124,7 @@ class PathTexts:
     new: Sequence[PathBatch]
     short: Sequence[PathBatch]
     numbers: tuple[int, ...]
+    of_base: tuple[Measurement, ...] = ()
 
     def measure(self, weigh: Weigh) -> Measured:
         """Score all texts with one routing."""
@@ -136,12 +147,12 @@ class Reference:
         """Compare."""
         from scale_surgery.routing.short_prompts import summarise_prompts
 
-        learning, most = (self.base.new.nats_per_token - side.new.nats_per_token for side in (measured, self.adapt))
+        learning, most = (0.0 - side.new.total.loss_against(self.base.new.total) for side in (measured, self.adapt))
         return Outcome(
             routing=routing,
             old=measured.old.total,
             new=measured.new.total,
-            forgetting=measured.old.nats_per_token - self.base.old.nats_per_token,
+            forgetting=measured.old.total.loss_against(self.base.old.total),
             learning=learning,
             kept=learning / most if most > 0 else None,
             routed_old=measured.old.share,

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.records import open_record
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.processes import shared_out
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
     from torch import Tensor
 
     from scale_surgery.running.sequences import Sequences
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 LOGITS_AT_ONCE = 2**24
 
 
+@open_record  # its JSON also has what follows from the sums
 @dataclass(frozen=True)
 class Measurement:
     """Score of a model; measurements on parts of a text add up.
@@ -28,12 +32,14 @@ class Measurement:
         scored: Number of scored tokens.
         questions: Answers whose first token was predicted from a prompt.
         answered: Answers whose first token had the largest logit.
+        bytes: Bytes of the texts that were scored; 0 where nobody counted them.
     """
 
     nats: float
     scored: int
     questions: int
     answered: int
+    bytes: int = 0
 
     def __add__(self, other: Measurement) -> Measurement:
         return Measurement(
@@ -41,12 +47,24 @@ class Measurement:
             self.scored + other.scored,
             self.questions + other.questions,
             self.answered + other.answered,
+            self.bytes + other.bytes,
         )
 
     @property
     def nats_per_token(self) -> float:
         """Mean of -log p over the scored tokens; NaN where there are none."""
         return self.nats / self.scored if self.scored else math.nan
+
+    def loss_against(self, base: Measurement) -> float:
+        """How much worse the same text is predicted, in nats per token; where the tokens are others, of the base's."""
+        if self.scored == base.scored:
+            return self.nats_per_token - base.nats_per_token
+        return (self.nats - base.nats) / base.scored
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Sum of -log2 p over the bytes of the texts, which do not depend on the tokenizer; None without a count."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
     def perplexity(self) -> float:
@@ -62,22 +80,33 @@ class Measurement:
         return self.answered / self.questions if self.questions else None
 
 
-def measure(model: Any, sequences: Sequences, batch_size: int, advance: Progress = no_progress) -> Measurement:
-    """Score a causal model on token sequences, the longest first.
+def measure(
+    model: Any,
+    sequences: Sequences,
+    batch_size: int,
+    advance: Progress = no_progress,
+    processes: PartialState | None = None,
+) -> Measurement:
+    """Score a causal model on token sequences, the longest first, in several processes batch by batch.
 
-    An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy.
+    An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy. Batches,
+    and the order in which they are added, are those of one process.
     """
     import torch
 
     # the longest first, so that memory runs out at once or not at all; equal lengths need no padding
     order = sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
-    total = Measurement(0.0, 0, 0, 0)
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+    def score(batch: list[int]) -> Measurement:
+        rows = [sequences[row] for row in batch]
+        scored = _measure_batch(model, rows)
+        # the others have read as many
+        advance(sum(len(row["input_ids"]) for row in rows) * (1 if processes is None else processes.num_processes))
+        return scored
+
     with torch.no_grad(), _evaluating(model):
-        for start in range(0, len(order), batch_size):
-            rows = [sequences[row] for row in order[start : start + batch_size]]
-            total += _measure_batch(model, rows)
-            advance(sum(len(row["input_ids"]) for row in rows))
-    return total
+        return sum(shared_out(batches, score, processes), Measurement(0.0, 0, 0, 0))
 
 
 @contextmanager

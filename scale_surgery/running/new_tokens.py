@@ -13,7 +13,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,6 +26,7 @@ from scale_surgery.checkpoint.sources import find_beside_weights
 from scale_surgery.errors import CheckpointError, DataError, PlanError, counted, name_some, shorten
 from scale_surgery.planning.new_tokens import (
     ADDED_TOKENS,
+    PLAIN,
     NewTokens,
     TokenSource,
     extended_tokenizer,
@@ -41,7 +41,6 @@ from scale_surgery.running.loading import load_base_config, quiet_transformers
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.text_files import open_text
-from scale_surgery.running.texts import in_groups
 from scale_surgery.running.tokenizer import VOCABULARY_FILES, load_tokenizer
 
 # of tokenizer.json, what does not decide which tokens a text has
@@ -61,7 +60,7 @@ MOST_SHOWN = 10
 class BaseTokenizer:
     """A base's tokenizer: the text of its tokenizer.json, parsed too, and as it loads."""
 
-    name: str
+    path: Path
     text: str
     content: Mapping[str, Any]
     loaded: Any
@@ -92,15 +91,15 @@ def find_new_tokens(
         DataError: If the tokens, or the texts, are no use.
         PlanError: If both are given.
     """
-    if wanted.new_tokens is not None and wanted.new_tokens_from:
+    if wanted.token_file is not None and wanted.token_texts:
         raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
-    if wanted.new_tokens is None and not wanted.new_tokens_from:
+    if not wanted.is_wanted:
         return None
     folder = find_beside_weights(model, revision)
     rows = load_base_config(folder, str(model), run).get_text_config(decoder=True).vocab_size
-    if wanted.new_tokens is not None:
-        return read_new_tokens(folder, Path(wanted.new_tokens), rows, run)
-    return choose_new_tokens(folder, wanted.new_tokens_from, wanted.count, rows, run, track)
+    if wanted.token_file is not None:
+        return read_new_tokens(folder, Path(wanted.token_file), rows, run)
+    return choose_new_tokens(folder, wanted.token_texts, wanted.token_count, rows, run, track)
 
 
 def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunOptions()) -> NewTokens:
@@ -122,8 +121,11 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
             old tokens other ids, or differs in something else; if a token does not come back from its id.
     """
     base = _open_base(model, rows, run)
-    new = _read_folder(source, base, rows) if source.is_dir() else _read_file(source, base)
-    _try(model, base, rows, new, run)
+    new = _read_folder(source, base) if source.is_dir() else _read_file(source, base)
+    extended = _load(base, rows, new, extended_tokenizer(base.text, rows, new), run)
+    if source.is_dir():
+        _check_same(source, extended, _load(base, rows, new, _text_of(source / TOKENIZER_FILE), run), base, new)
+    _check_loaded(base, extended, rows, new)
     return new
 
 
@@ -134,7 +136,9 @@ def check_new_tokens(model: Path, new: NewTokens, rows: int, run: RunOptions = R
     """
     base = _open_base(model, rows, run)
     ids = token_ids(base.content)
-    had = {token: ids.get(token) if new.merges else _known_id(base, token) for token in new.tokens}
+    had = {
+        token: ids.get(token) if new.merges else ids.get(token, _only_id(base.loaded, token)) for token in new.tokens
+    }
     problems = [
         f"--new-tokens: the base has {token!r} already, with the id {id_}. Leave it out."
         for token, id_ in had.items()
@@ -142,25 +146,27 @@ def check_new_tokens(model: Path, new: NewTokens, rows: int, run: RunOptions = R
     ]
     if new.merges and base.content["model"].get("type") != "BPE":
         problems.append(f"--new-tokens: come with merges, and {model} has no BPE, whose merges they could go on with.")
-    known = {*ids}
-    for token, merge in zip(new.tokens, new.merges, strict=False):
+    prefix = base.content["model"].get("continuing_subword_prefix") or ""
+    pairs = [merge.split(" ") for merge in new.merges]
+    made = [left + right.removeprefix(prefix) for left, right in pairs]
+    # a character that the base writes in bytes is a token without a merge
+    known = {*ids, *set(new.tokens).difference(made)}
+    for token, pair in zip(made, pairs, strict=True):
         problems += [
             f"--new-tokens: {token!r} is made of {part!r}, which is no token before it."
-            for part in merge.split(" ")
+            for part in pair
             if part not in known
         ]
         known.add(token)
     if problems:
         raise DataError.from_problems(shorten(problems))
-    _try(model, base, rows, new, run)
+    _check_loaded(base, _load(base, rows, new, extended_tokenizer(base.text, rows, new), run), rows, new)
 
 
-def _try(model: Path, base: BaseTokenizer, rows: int, new: NewTokens, run: RunOptions) -> None:
-    """Load the tokenizer with new tokens, and read texts with it."""
-    with _loaded(model, base, rows, new, run) as extended:
-        problems = [] if new.merges else _unreadable(base.loaded, extended, rows, new)
-        _check_as_before(base, extended, rows, new)
-    if problems:
+def _check_loaded(base: BaseTokenizer, extended: Any, rows: int, new: NewTokens) -> None:
+    """Check a tokenizer with new tokens, and read texts with it."""
+    _check_as_before(base, extended, rows, new)
+    if problems := [] if new.merges else _unreadable(base.loaded, extended, rows, new):
         raise DataError.from_problems(shorten(problems))
 
 
@@ -168,7 +174,10 @@ def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
     """Open a base's tokenizer that can take tokens."""
     file = model / TOKENIZER_FILE
     if not file.is_file():
-        raise CheckpointError(f"{model}: has no {TOKENIZER_FILE}, which new tokens are written into. {SAVE_IT}")
+        raise CheckpointError(
+            f"{model}: has no {TOKENIZER_FILE}, which new tokens are written into. {SAVE_IT} "
+            "A tokenizer that is written in Python has none and can take no tokens."
+        )
     content = _read_tokenizer(file)
     with quiet_transformers():
         loaded = load_tokenizer(model, run)
@@ -188,12 +197,13 @@ def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
             f"{file}: {counted(len(differing), 'token')} of the tokenizer {'has' if len(differing) == 1 else 'have'} "
             f"another id there, or none: {name_some(sorted(map(repr, differing)))}. {SAVE_IT}"
         )
-    if (highest := max(known, key=known.__getitem__)) and known[highest] >= rows:
+    highest = max(known, key=known.__getitem__)
+    if known[highest] >= rows:
         raise CheckpointError(
             f"{model}: its tokenizer gives the id {known[highest]} for {highest!r}, expected ids below {rows}, the "
             "rows of its embedding. Use the tokenizer that the model was trained with."
         )
-    return BaseTokenizer(str(model), read_bytes(file).decode("utf-8"), content, loaded)
+    return BaseTokenizer(model, _text_of(file), content, loaded)
 
 
 def _read_tokenizer(file: Path) -> dict[str, Any]:
@@ -208,6 +218,10 @@ def _read_tokenizer(file: Path) -> dict[str, Any]:
     return content
 
 
+def _text_of(file: Path) -> str:
+    return read_bytes(file).decode("utf-8")
+
+
 def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
     """Tokens that stand in a file, one a line; blanks belong to them."""
     if not source.is_file():
@@ -216,7 +230,8 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
         )
     with open_text(source, no_progress) as (text, _):
         lines = text.read().removesuffix("\n").split("\n")
-    names = {id_: token for token, id_ in token_ids(base.content).items()}
+    known = token_ids(base.content)
+    names = {id_: token for token, id_ in known.items()}
     first: dict[str, int] = {}
     problems = []
     for number, token in enumerate(lines, start=1):
@@ -225,7 +240,7 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
             problems.append(f"{where}: is {'blank' if token else 'empty'}, expected a token. Leave it out.")
         elif token in first:
             problems.append(f"{where}: {token!r} stands in line {first[token]} too. Leave one out.")
-        elif (id_ := _known_id(base, token)) is not None:
+        elif (id_ := known.get(token, _only_id(base.loaded, token))) is not None:
             written = "" if names[id_] == token else f" as {names[id_]!r}"
             problems.append(f"{where}: the base has {token!r} already{written}, with the id {id_}. Leave it out.")
         else:
@@ -235,15 +250,13 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
     return NewTokens(tuple(first))
 
 
-def _known_id(base: BaseTokenizer, token: str) -> int | None:
-    """The id of a token of the base, or of a text that it reads as one; None where it is none."""
-    ids = _ids(base.loaded, token)
-    is_one = len(ids) == 1 and ids[0] != base.loaded.unk_token_id
-    known: int | None = token_ids(base.content).get(token)
-    return known if known is not None else ids[0] if is_one else None
+def _only_id(tokenizer: Any, text: str) -> int | None:
+    """The id of a text that is one known token; None where it is more."""
+    ids = _ids(tokenizer, text)
+    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
 
 
-def _read_folder(source: Path, base: BaseTokenizer, rows: int) -> NewTokens:
+def _read_folder(source: Path, base: BaseTokenizer) -> NewTokens:
     """The tokens that a tokenizer has beyond those of the base."""
     file = source / TOKENIZER_FILE
     if not file.is_file():
@@ -264,21 +277,20 @@ def _read_folder(source: Path, base: BaseTokenizer, rows: int) -> NewTokens:
     if not added:
         raise DataError(f"{source}: its tokenizer has no token that the base's has not. Nothing is to be added.")
     tokens = tuple(token for _, token in added)
-    flags = {token["content"]: token for token in content.get(ADDED_TOKENS, ())}
-    if special := [token for token in tokens if flags.get(token, {}).get("special")]:
+    if odd := list(_with_flags(content, set(tokens))):
         raise DataError(
-            f"{source}: {counted(len(special), 'new token')} of its tokenizer {'is' if len(special) == 1 else 'are'} "
-            f"special: {name_some(list(map(repr, special)))}. Special tokens stay the base's; add it as a usual token, "
-            "with add_tokens(...)."
+            f"{source}: of its {counted(len(tokens), 'new token')}, {len(odd):,} {'is' if len(odd) == 1 else 'are'} no "
+            f"usual one: {name_some(odd)}. Expected tokens as add_tokens(...) adds texts; special ones stay the base's."
         )
-    new = NewTokens(tokens, tuple(map(" ".join, _merges(content)[len(_merges(base.content)) :])))
-    wanted = json.loads(extended_tokenizer(base.text, rows, new))
-    if differing := _differing(wanted, content, {*tokens, *ours}):
-        raise DataError(
-            f"{source}: beside its new tokens, its tokenizer differs from the base's in: {name_some(differing)}. "
-            "Expected the base's with tokens that add_tokens(...) added, or with merges behind the base's."
-        )
-    return new
+    return NewTokens(tokens, tuple(map(" ".join, _merges(content)[len(_merges(base.content)) :])))
+
+
+def _with_flags(content: Mapping[str, Any], tokens: Collection[str]) -> Iterator[str]:
+    """Those of the tokens that are special, take spaces away or stand alone."""
+    for token in content.get(ADDED_TOKENS, ()):
+        flags = [name for name, value in PLAIN.items() if token.get(name, value) != value]
+        if token["content"] in tokens and flags:
+            yield f"{token['content']!r} ({', '.join(f'{name} is {token[name]}' for name in flags)})"
 
 
 def _merges(content: Mapping[str, Any]) -> list[list[str]]:
@@ -286,43 +298,47 @@ def _merges(content: Mapping[str, Any]) -> list[list[str]]:
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
 
 
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], named: Collection[str]) -> list[str]:
-    """What differs between two tokenizers with the same tokens, whatever the ids of the new ones are."""
-    a, b = _parts(ours, named), _parts(theirs, named)
-    return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
+def _load(base: BaseTokenizer, rows: int, new: NewTokens, text: str, run: RunOptions) -> Any:
+    """Load the base's tokenizer with this tokenizer.json, which has new tokens, as from a folder."""
+    with scratch_folder() as folder:
+        for name in (CONFIG_FILE, TOKENIZER_CONFIG_FILE, *VOCABULARY_FILES):
+            if (base.path / name).is_file():
+                shutil.copyfile(base.path / name, folder / name)
+        if (config := folder / TOKENIZER_CONFIG_FILE).exists():
+            write_text(config, extended_tokenizer_config(_text_of(config), rows, new))
+        write_text(folder / TOKENIZER_FILE, text)
+        with quiet_transformers():
+            loaded = load_tokenizer(folder, run)
+    if loaded is None:
+        raise CheckpointError(f"{base.path}: its tokenizer does not load any more with new tokens. {LEARN_THEM}")
+    return loaded
+
+
+def _check_same(source: Path, ours: Any, theirs: Any, base: BaseTokenizer, new: NewTokens) -> None:
+    """Check that a folder's tokenizer is what its tokens make of the base's, whatever ids they have there."""
+    named = {*token_ids(base.content), *new.tokens}
+    a, b = (_parts(json.loads(loaded.backend_tokenizer.to_str()), named) for loaded in (ours, theirs))
+    if differing := [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]:
+        raise DataError(
+            f"{source}: beside its new tokens, its tokenizer differs from the base's in: {name_some(differing)}. "
+            "Expected the base's with tokens that add_tokens(...) added, or with merges behind the base's."
+        )
 
 
 def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
+    """What decides which tokens a text has, without ids; of added tokens the named ones."""
     model = {f"model.{name}": value for name, value in content["model"].items() if name not in ("vocab", "merges")}
     around = {
         name: value
         for name, value in content.items()
         if name not in ("model", "version", ADDED_TOKENS, *CHANGED_BY_CALLS)
     }
-    flags = {
+    added = {
         token["content"]: {name: value for name, value in token.items() if name != "id"}
-        for token in content.get(ADDED_TOKENS, ())
+        for token in content[ADDED_TOKENS]
+        if token["content"] in named
     }
-    added = {token: value for token, value in flags.items() if token in named}
     return {**around, **model, "merges": _merges(content), "added tokens": added}
-
-
-@contextmanager
-def _loaded(model: Path, base: BaseTokenizer, rows: int, new: NewTokens, run: RunOptions) -> Iterator[Any]:
-    """The tokenizer with new tokens, as it loads from a folder."""
-    with scratch_folder() as folder:
-        for name in (CONFIG_FILE, TOKENIZER_CONFIG_FILE, *VOCABULARY_FILES):
-            if (model / name).is_file():
-                shutil.copyfile(model / name, folder / name)
-        config = folder / TOKENIZER_CONFIG_FILE
-        if config.exists():
-            write_text(config, extended_tokenizer_config(config.read_text("utf-8"), rows, new))
-        write_text(folder / TOKENIZER_FILE, extended_tokenizer(base.text, rows, new))
-        with quiet_transformers():
-            loaded = load_tokenizer(folder, run)
-        if loaded is None:
-            raise CheckpointError(f"{base.name}: its tokenizer does not load any more with new tokens. {LEARN_THEM}")
-        yield loaded
 
 
 def _check_as_before(base: BaseTokenizer, extended: Any, rows: int, new: NewTokens) -> None:
@@ -334,7 +350,7 @@ def _check_as_before(base: BaseTokenizer, extended: Any, rows: int, new: NewToke
     moved += [f"{token!r} is cut" for token in added if _ids(extended, token) != _ids(base.loaded, token)]
     if moved:
         raise CheckpointError(
-            f"{base.name}: its tokenizer does not keep its ids with these tokens: {name_some(moved, 3)}. Leave out "
+            f"{base.path}: its tokenizer does not keep its ids with these tokens: {name_some(moved, 3)}. Leave out "
             "tokens that begin or end like one of its own."
         )
 
@@ -468,23 +484,26 @@ def choose_new_tokens(
         number: count_joined(words, merges_of(merges, tokens[:number]))
         for number in [max(1, len(tokens) // part) for part in (4, 2, 1)]
     }
-    with _loaded(model, base, rows, new, run) as extended:
-        _check_as_before(base, extended, rows, new)
-        saving = [
-            SavingToken(names[own], _reads_as(extended, names[own]), often, alphabet.count_pieces(own))
-            for own, often in joined[len(tokens)].items()
-        ]
+    extended = _load(base, rows, new, extended_tokenizer(base.text, rows, new), run)
+    _check_as_before(base, extended, rows, new)
+    saved = {
+        number: {own: often * (alphabet.count_pieces(own) - 1) for own, often in counts.items()}
+        for number, counts in joined.items()
+    }
+    most = sorted(saved[len(tokens)].items(), key=lambda pair: (-pair[1], names[pair[0]]))[:MOST_SHOWN]
     return ChosenTokens(
         new,
         count,
         sizes["characters"],
         sizes["bytes"],
         sizes["tokens"],
-        {
-            number: sizes["tokens"] - sum(often * (alphabet.count_pieces(own) - 1) for own, often in counts.items())
-            for number, counts in joined.items()
-        },
-        tuple(sorted(saving, key=lambda own: (-own.saved, own.token))[:MOST_SHOWN]),
+        {number: sizes["tokens"] - sum(each.values()) for number, each in saved.items()},
+        tuple(
+            SavingToken(
+                names[own], _reads_as(extended, names[own]), joined[len(tokens)][own], alphabet.count_pieces(own)
+            )
+            for own, _ in most
+        ),
     )
 
 
@@ -500,6 +519,8 @@ def _count_words(
 ) -> tuple[Counter[str], Counter[str]]:
     """The words of texts and how often they stand, and sizes of the texts."""
     from tokenizers import Tokenizer
+
+    from scale_surgery.running.texts import in_groups
 
     tokenizer = Tokenizer.from_str(json.dumps(backend))
     tokenizer.no_padding()

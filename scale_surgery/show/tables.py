@@ -276,9 +276,13 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     first = rows[0][1]
     asked = f", {counted(first.questions, 'question')}" if first.questions else ""
     counts = f"{counted(first.scored, 'token')} scored{asked}"
-    table = NamedRows(["loss", "perplexity", *(["accuracy"] if first.questions else []), change])
+    # where models read other tokens, losses for each token say little
+    reads_others = len({measured.scored for _, measured, _ in rows}) > 1
+    bits = ["bits/byte"] * reads_others
+    table = NamedRows(["loss", "perplexity", *bits, *(["accuracy"] if first.questions else []), change])
     for name, measured, value in rows:
         accuracy = [] if measured.accuracy is None else [f"{measured.accuracy:.1%}"]
         gained = "" if value is None else format_nats(value)
-        table.add_row(name, f"{measured.nats_per_token:.4f}", f"{measured.perplexity:.4g}", *accuracy, gained)
+        bits = [f"{measured.bits_per_byte:.4f}"] * reads_others
+        table.add_row(name, f"{measured.nats_per_token:.4f}", f"{measured.perplexity:.4g}", *bits, *accuracy, gained)
     return Group(heading(title, f"{counts}; losses in nats per token"), table)

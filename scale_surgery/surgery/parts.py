@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, read_json, read_tensor
@@ -17,6 +18,8 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.joining import Joined, joined_tensors, renamed_tensors, take_piece, tied_head
 from scale_surgery.surgery.record import Manifest
 
@@ -108,6 +111,15 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
         write_json(index, {**content, "weight_map": places})
     return numbering.as_key_mapping(manifest.first_plan.sizes.layers)
+
+
+def base_tokenizer(expanded: Path, manifest: Manifest, tokenizer: Any, run: RunOptions) -> Any:
+    """The tokenizer of the base of a folder whose own is given: another one where an expansion adds tokens."""
+    if not any(plan.widths.new_tokens for plan in manifest.plans.values()):
+        return tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        link_base(expanded, Path(folder), manifest)
+        return need_tokenizer(Path(folder), manifest.base_name, run)
 
 
 def rebuild_shard(

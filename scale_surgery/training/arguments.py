@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
 
 PARTS_OF_A_RUN = 10
-LONGEST_WAIT = timedelta(hours=6)
 MOST_STEPS_BETWEEN_LOGS = 10
 
 

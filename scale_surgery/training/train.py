@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
@@ -27,6 +28,7 @@ from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_fi
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.processes import LONGEST_WAIT
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
@@ -39,7 +41,6 @@ from scale_surgery.surgery.record import (
 )
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
-    LONGEST_WAIT,
     TrainingSchedule,
     check_device,
     is_cpu,
@@ -160,7 +161,9 @@ def train(
         keep_freed_memory()
     with locked(target) if processes.is_main_process else nullcontext():
         _check_files(checkpoint, manifest, processes, run, track)
-        texts = read_texts(checkpoint, files, settings, run, cache=start.cache_dir, processes=processes, track=track)
+        texts = read_texts(
+            checkpoint, manifest, files, settings, run, cache=start.cache_dir, processes=processes, track=track
+        )
         schedule = training_schedule(settings, texts["learn"], processes.num_processes)
         model = load_to_train(checkpoint, settings, run)
         samples = target / TRAINING_FOLDER / SAMPLES_FILE
@@ -275,7 +278,7 @@ def _make_trainer(
     from scale_surgery.training.rehearsal import make_rehearsal
     from scale_surgery.training.trainer import ExpansionTrainer
 
-    sides = {side: sequences for side, sequences in texts.items() if side not in ("learn", REHEARSAL)}
+    sides = {side: texts[side] for side in ("old", "new") if side in texts}
     bf16 = is_half if settings.bf16 is None else settings.bf16
     args = make_arguments(settings, training.folder, schedule.steps, run, bf16=bf16, is_measured=bool(sides))
     args.eval_on_start = True
@@ -287,6 +290,7 @@ def _make_trainer(
         train_dataset=texts["learn"],
         data_collator=collate,
         sides=sides,
+        base_sides={side: texts.get(f"{BASE_NAME} {side}", texts[side]) for side in ("old", "new") if side in texts},
         eval_batch=settings.batch_size,
         rehearsal=make_rehearsal(texts.get(REHEARSAL), settings),
     )

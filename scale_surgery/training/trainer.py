@@ -24,7 +24,7 @@ from scale_surgery.errors import TrainingError, counted, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import Measurement, measure
-from scale_surgery.running.sequences import IGNORED, Sequences
+from scale_surgery.running.sequences import Sequences
 from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
 from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
@@ -46,13 +46,20 @@ class ExpansionTrainer(Trainer):
     """A Trainer whose checkpoints hold expansion tensors and optimizer state, and no base tensor."""
 
     def __init__(
-        self, *, sides: Mapping[str, Sequences], eval_batch: int, rehearsal: Rehearsal | None = None, **options: Any
+        self,
+        *,
+        sides: Mapping[str, Sequences],
+        base_sides: Mapping[str, Sequences],
+        eval_batch: int,
+        rehearsal: Rehearsal | None = None,
+        **options: Any,
     ) -> None:
         # the Trainer needs a data set to evaluate; `evaluate` measures `sides`
         super().__init__(**options, eval_dataset=dict(sides) or None)
         self.remove_callback(PrinterCallback)
-        self.sides, self.eval_batch = sides, eval_batch
-        self.base_nats: dict[str, float] = {}
+        self.sides, self.base_sides, self.eval_batch = sides, base_sides, eval_batch
+        # of the base, on the text as its own tokenizer reads it
+        self.base_scores: dict[str, Measurement] = {}
         self.measured_at: int | None = None
         self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
 
@@ -154,34 +161,30 @@ class ExpansionTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> dict[str, float]:
         """Measure loss and accuracy on old and new text, and forgetting and learning against the base."""
-        if not self.base_nats and self.sides.keys() != {SAMPLE}:
+        if not self.base_scores and self.base_sides:
             with expansion_disabled(self.accelerator.unwrap_model(self.model)):
-                self.base_nats = {side: self.measure_side(side).nats_per_token for side in self.sides if side != SAMPLE}
+                self.base_scores = {side: self.measure_on(text) for side, text in self.base_sides.items()}
         is_end = self.state.global_step in (0, self.args.max_steps)
         # the sample is measured before and after the run
-        scores = {side: self.measure_side(side) for side in self.sides if side != SAMPLE or is_end}
+        scores = {side: self.measure_on(text) for side, text in self.sides.items() if side != SAMPLE or is_end}
         metrics = {f"{side}_nats_per_token": score.nats_per_token for side, score in scores.items()}
         metrics |= {f"{side}_accuracy": score.accuracy for side, score in scores.items() if score.accuracy is not None}
         if "old" in scores:
-            metrics["forgetting"] = scores["old"].nats_per_token - self.base_nats["old"]
+            metrics["forgetting"] = scores["old"].loss_against(self.base_scores["old"])
         if "new" in scores:
-            metrics["learning"] = self.base_nats["new"] - scores["new"].nats_per_token
+            metrics["learning"] = 0.0 - scores["new"].loss_against(self.base_scores["new"])
         self.measured_at = self.state.global_step
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
 
-    def measure_side(self, side: str) -> Measurement:
-        """Measure on one of the texts, each process on its share; a model with a router routes."""
-        share = share_of(self.sides[side], self.accelerator.process_index, self.accelerator.num_processes)
+    def measure_on(self, text: Sequences) -> Measurement:
+        """Measure on a text, each process on its share; a model with a router routes."""
         inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         # only the model routes; the base is measured without its expansion
         routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
         with inside.routing_enabled() if routes else nullcontext():
-            part = measure(self.model, share, self.eval_batch)
-        sums = torch.tensor([part.nats, part.scored, part.questions, part.answered], dtype=torch.float64)
-        nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
-        return Measurement(nats, *map(int, counts))
+            return measure(self.model, text, self.eval_batch, processes=self.accelerator.state)
 
 
 def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -209,25 +212,6 @@ def load_whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, sta
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
-
-
-def share_of(sequences: Sequences, rank: int, processes: int) -> Sequences:
-    """Every `processes`-th sequence, filled up with one that is not scored.
-
-    All processes make the same number of forward passes, as a sharded model needs.
-    """
-    if processes == 1:
-        return sequences
-    rows = math.ceil(len(sequences) / processes)
-    taken = [rank + row * processes for row in range(rows)]
-    parts = [sequences[index % len(sequences)] for index in taken]
-    labels = [
-        part["labels"] if index < len(sequences) else torch.full_like(part["labels"], IGNORED)
-        for index, part in zip(taken, parts, strict=True)
-    ]
-    lengths = torch.tensor([0, *(len(part["input_ids"]) for part in parts)])
-    ids = torch.cat([part["input_ids"] for part in parts])
-    return Sequences(ids.int(), torch.cat(labels).int(), tuple(lengths.cumsum(0).tolist()))
 
 
 class Advance(TrainerCallback):

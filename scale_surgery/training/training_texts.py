@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged, take_stamps
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
@@ -35,6 +36,8 @@ from scale_surgery.running.sources import TextSource, parse_source
 from scale_surgery.running.text_files import readable
 from scale_surgery.running.texts import pack, read_tokens, scored_ones, stride, tokenize
 from scale_surgery.running.tokenizer import digest_tokenizer, need_tokenizer
+from scale_surgery.surgery.parts import base_tokenizer
+from scale_surgery.surgery.record import Manifest
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
 # texts of this many bytes and more are cached; smaller ones are tokenized in seconds
@@ -122,6 +125,7 @@ class Reader:
 
 def read_texts(
     checkpoint: Checkpoint,
+    manifest: Manifest,
     files: Mapping[str, Sequence[str | Path]],
     settings: TrainingSettings,
     run: RunOptions,
@@ -130,10 +134,14 @@ def read_texts(
     processes: Any,
     track: Track,
 ) -> dict[str, Any]:
-    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
+    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given.
+
+    Where tokens were added, the latter as the base reads them too ("base old", "base new").
+    """
     name = checkpoint.path.name
     length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(checkpoint.path, name, run)
+    of_base = base_tokenizer(checkpoint.path, manifest, tokenizer, run)
     digest = digest_tokenizer(tokenizer, checkpoint.path)
     reader = Reader(tokenizer, digest, length, settings.packing, settings.learn_prompts)
     learned = [str(text) for text in files["learn"]]
@@ -146,6 +154,9 @@ def read_texts(
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
             texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))
+            if of_base is not tokenizer:
+                read = tokenize(read_documents(given), of_base)
+                texts[f"{BASE_NAME} {side}"] = stride(read, length, max(1, length // 2))
     return texts
 
 

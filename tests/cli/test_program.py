@@ -126,7 +126,7 @@ def test_a_known_error_is_one_line_on_stderr_and_exit_code_1(base: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["expand", "BASE"], "Give --layers, or --plan with a saved plan, one of the two."),
+        (["expand", "BASE"], "Give --layers or new tokens, or --plan with a saved plan, one of the two."),
         (["plan", "BASE"], "--layers is missing, for example --layers last:4."),
         (["plan", "BASE", "--copies", "2", "--set", "seed=1"], "--copies, seed needs --layers."),
         (["verify", "BASE", "--memory", "four"], "--memory four is not a size, expected for example 4GiB or 500MB."),

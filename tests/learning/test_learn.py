@@ -363,12 +363,6 @@ def test_help_names_no_default_that_a_preset_changes():
     assert text.count("[default: that of the preset") == 3 and "default: 0.001" not in text
 
 
-def test_several_processes_are_refused(recipe, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TrainingError, match="learn runs in one process"):
-        learn(recipe, tmp_path / "job")
-
-
 @pytest.mark.slow
 def test_without_old_text_and_without_a_router(said, tmp_path):
     values = {name: value for name, value in said.items() if name != "old"}

@@ -874,7 +874,7 @@ def test_command(place: Path) -> None:
     }  # fmt: skip
     assert content["base"]["routing"] is None and len(content["outcomes"]) == len(found.outcomes)
     assert content["present"]["old"].keys() == {
-        "nats", "scored", "questions", "answered", "nats_per_token", "accuracy"
+        "nats", "scored", "questions", "answered", "bytes", "nats_per_token", "accuracy"
     }  # fmt: skip
     details = run("route-calibrate", place / "strict", *sides(place), *windows, "--details").stdout
     assert [line.rstrip() for line in details.splitlines()] == shown_of(found, details=True)

@@ -604,7 +604,8 @@ FOREIGN = {
         ("config.json", "latest", "zero_to_fp32.py", "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"),
         "is a checkpoint of DeepSpeed, in shares of its processes, expected safetensors. Put them together: python "
         "{path}/zero_to_fp32.py {path} WHOLE --safe_serialization; then: scale-surgery adopt WHOLE --expanded EXPANDED "
-        "-o OUT",
+        "-o OUT. Where the first says that tensors share memory, as tied ones do, add --exclude_frozen_parameters to "
+        "it.",
     ),
     "fsdp": (
         ("config.json", "pytorch_model_fsdp_0/__0_0.distcp", "optimizer_0/__0_0.distcp"),
@@ -635,6 +636,20 @@ def test_weights_in_a_form_of_another_program(pair: Pair, tmp_path: Path, kind: 
     assert refusal(tmp_path / "run", pair.path, tmp_path / "out") == (
         f"{tmp_path}/run: {expected.format(path=tmp_path / 'run')}"
     )
+
+
+def test_a_listing_of_shares_is_a_pickle_that_is_not_opened(pair: Pair, tmp_path: Path) -> None:
+    """Where it names an optimizer, accelerate's command would fail."""
+    (saved := tmp_path / "saved").mkdir()
+    (saved / "__0_0.distcp").write_text("")
+    (saved / ".metadata").write_bytes(pickle.dumps([Bomb(tmp_path / "went_off"), "optim.state.model.norm.weight"]))
+    said = refusal(saved, pair.path, tmp_path / "out")
+    assert not (tmp_path / "went_off").exists()
+    assert pickle.loads((saved / ".metadata").read_bytes()) and (tmp_path / "went_off").exists(), "the control"
+    assert f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {saved} whole.pt; then: " in said
+    (saved / ".metadata").write_bytes(pickle.dumps("model.norm.weight"))
+    said = refusal(saved, pair.path, tmp_path / "out")
+    assert f"Put them together: accelerate merge-weights {saved} WHOLE; then: " in said
 
 
 def test_an_interrupted_run_continues(pair: Pair, trained: Path, tmp_path: Path) -> None:

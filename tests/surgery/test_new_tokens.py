@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from shutil import copytree
 
 import pytest
@@ -18,6 +19,7 @@ from scale_surgery import (
     Request,
     apply,
     compose,
+    evaluate,
     expand,
     extract,
     merge,
@@ -337,3 +339,17 @@ def test_verify_reads_the_tokenizer(base_of, tmp_path):
     content["added_tokens"][-1]["content"] = "Xylophones"
     (wide / "tokenizer.json").write_text(json.dumps(content), "utf-8")
     assert verify(wide, probes=None).problems == ("tokenizer.json: added_tokens is not what the base's says.",)
+
+
+def test_evaluate_reads_each_by_its_tokenizer(base_of, tmp_path):
+    base = base_of("llama")
+    wide = shake(expand(base, ALONE, tmp_path / "wide").path)
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    result = evaluate(wide, new=tmp_path / "text.txt")
+    of_base, of_wide, disabled = (score.new for score in result.scores)
+    (alone,) = evaluate(base, new=tmp_path / "text.txt").scores
+    assert of_base == disabled == alone.new
+    assert of_wide.scored < of_base.scored and of_wide.bytes == of_base.bytes == len(TEXT.encode())
+    assert of_base.bits_per_byte == of_base.nats / math.log(2) / of_base.bytes
+    assert result.scores[1].learning == (of_base.nats - of_wide.nats) / of_base.scored
+    assert "wide: reads other tokens than base (base). Compare bits/byte" in result.notes[0]

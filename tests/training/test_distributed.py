@@ -48,7 +48,9 @@ each_case = pytest.mark.parametrize(("model", "wrapper"), CASES)
 
 def launch_environment() -> dict[str, str]:
     """What `accelerate launch --config_file docs/fsdp2.yaml` tells the processes."""
-    arguments = launch_command_parser().parse_args(["--config_file", str(FSDP2), "train.py"])
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(FSDP2), "--main_process_port", "0", "train.py"]
+    )
     checked, _, _ = _validate_launch_command(arguments)
     environment = prepare_multi_gpu_env(checked)
     return {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
@@ -292,7 +294,11 @@ def test_a_stopped_run_in_two_processes_resumes_to_the_same_bits_without_a_base_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher", ["torch.distributed.run --nproc-per-node 2", "accelerate.commands.launch --multi_gpu --num_processes 2"]
+    "launcher",
+    [
+        "torch.distributed.run --standalone --nproc-per-node 2",
+        "accelerate.commands.launch --main_process_port 0 --multi_gpu --num_processes 2",
+    ],
 )
 def test_launchers(place: Path, trained_alone: dict[str, torch.Tensor], launcher: str) -> None:
     """The commands themselves; --multi_gpu is accelerate's word for more than one process, on a CPU too."""

@@ -35,6 +35,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sequences import Sequences, StoredSequences
 from scale_surgery.running.texts import pack, tokenize, without_unscored
 from scale_surgery.running.token_cache import open_stored
+from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training import training_texts
 from scale_surgery.training.training_texts import read_texts
 from tests.conftest import digests
@@ -76,6 +77,7 @@ def read(
     one = PartialState(cpu=True)
     found = read_texts(
         open_checkpoint(place / "wide"),
+        read_manifest(place / "wide"),
         files,
         settings,
         RunOptions(),

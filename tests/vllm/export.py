@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scale_surgery import CosineRouter, Request, expand, merge, register, route_export
+from scale_surgery import CosineRouter, NewTokens, Request, expand, merge, register, route_export
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from tests.conftest import shake
 from tests.routed import between
@@ -84,6 +85,7 @@ def main(folder: Path) -> None:
         for name in ("stock", "stock-grown", "fused", "fused-middle", "routed", "other-threshold"):
             compute(own / name, prompts(97))
     export_text(folder / "text")
+    export_new_tokens(folder / "new-tokens")
 
 
 def export_text(folder: Path) -> None:
@@ -98,6 +100,19 @@ def export_text(folder: Path) -> None:
     expected = json.loads((folder / "fused.expected.json").read_text())
     expected["texts"] = [texts[tuple(ids)] for ids in expected["prompts"]]
     (folder / "fused.expected.json").write_text(json.dumps(expected))
+
+
+def export_new_tokens(folder: Path) -> None:
+    """Models with tokens that the base lacks, which stand in the prompts."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1200}
+    base = save_tiny(folder / "base", "llama", **SIZES, **sizes)
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
+    words = NewTokens(tuple(f"Word{number}" for number in range(100)))
+    ids = [[1100 + number for number in own] for own in prompts(200)]
+    for request, form in ((replace(MIDDLE, new_tokens=words), "fused"), (Request("none", new_tokens=words), "stock")):
+        wide = shake(expand(base, request, folder / f"{form}-blocks").path)
+        merge(wide, folder / form, form)
+        compute(folder / form, ids)
 
 
 if __name__ == "__main__":

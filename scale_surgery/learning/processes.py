@@ -1,0 +1,90 @@
+"""Commands of a job in several processes, by the launcher of accelerate: their lines, and what they print as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from scale_surgery.errors import TrainingError
+from scale_surgery.show.commands import command
+
+# that the launcher handles, as far as this system has them
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+
+
+def launch_options(processes: int, config: str | None = None) -> list[str]:
+    """Options of `accelerate launch`, none for one process; --multi_gpu is its word for several, on CPUs too."""
+    if processes == 1:
+        return []
+    return [*(["--multi_gpu"] if config is None else ["--config_file", config]), "--num_processes", str(processes)]
+
+
+def launch_line(words: Sequence[object], options: Sequence[str]) -> str:
+    """A command of this program, in several processes where there are options of the launcher."""
+    if not options:
+        return command(*words)
+    return shlex.join(["accelerate", "launch", *options, "-m", "scale_surgery", *map(str, words)])
+
+
+def run_launched(words: Sequence[object], options: Sequence[str]) -> Any:
+    """Run a command in several processes; give what the first prints by --json.
+
+    On a terminal the first shows its bars. TrainingError says which process ended first where one fails, and why.
+    """
+    import torch
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    torch.cuda.empty_cache()  # what earlier stages left cached
+    program = ["-m", "scale_surgery", *map(str, words), "--json"]
+    given = launch_command_parser().parse_args([*options, *program])
+    # what is written to files: 1 stdout, 2 stderr, 3 both
+    first = 1 if sys.stderr.isatty() else 3
+    with tempfile.TemporaryDirectory() as folder, _as_it_was():
+        given.log_dir, given.num_machines, given.main_process_port = folder, 1, 0  # any free port
+        given.redirects = ",".join(f"{rank}:{3 if rank else first}" for rank in range(given.num_processes))
+        try:
+            launch_command(given)
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            ended = _ended(failure.exitcode, _written(folder, rank, "stderr"))
+            raise TrainingError(f"{words[0]}: process {rank} of {given.num_processes} {ended}") from error
+        return json.loads(_written(folder, 0, "stdout"))
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Give signals back to those who handled them, and drop what the launcher logs: it raises errors too."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        for number, handler in handlers.items():
+            if handler is not signal.getsignal(number):
+                signal.signal(number, handler)
+
+
+def _ended(code: int, said: str) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}. Type the same line again to go on."
+    _, is_said, reason = said.rpartition("error: ")
+    return f"failed: {' '.join(reason.split())}" if is_said else f"failed with exit code {code}."
+
+
+def _written(folder: str, rank: int, stream: str) -> str:
+    """What a process wrote; nothing where it wrote on the terminal."""
+    return "".join(file.read_text(encoding="utf-8") for file in Path(folder).glob(f"*/attempt_0/{rank}/{stream}.log"))
