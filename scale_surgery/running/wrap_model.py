@@ -17,7 +17,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, INFIX, ROUTER_KEY, expansion_of, renamed
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import reading_of
 
@@ -131,6 +131,11 @@ def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
     """Add an expansion to a model in memory; a stock model is wrapped, and routed where the expansion was."""
     settings = stored.config[CONFIG_KEY]
     (specs,) = settings[EXPANSIONS_KEY]
+    if specs["head"].get("new_tokens") and (other := getattr(model, "with_new_tokens", "")):
+        raise PlanError(
+            f"{stored.title}: adds tokens, as {other} of this model does, expected one expansion that does: a text "
+            f"would have several readings. Delete that first: model.delete_expansion({other!r})."
+        )
     places, is_spread = getattr(model, "hf_device_map", None), is_hooked(model)
     expanded = model if is_expanded(model) else _expanded_copy(model, stored.config)
     # hooks would go on calling the forward of a module's former class

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.expansions import DEFAULT_NAME, expansion_of
+from scale_surgery.checkpoint.expansions import DEFAULT_NAME, STOCK_KEY, expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE
@@ -162,6 +162,9 @@ def _base_config(model: Any) -> dict[str, Any]:
     if not is_expanded(model):
         return config
     kept = {key: value for key, value in config.items() if key not in (CONFIG_KEY, "auto_map", "architectures")}
+    # sizes that an expansion made larger
+    values, text = config[CONFIG_KEY].get(STOCK_KEY, {}), kept.get("text_config")
+    kept |= {"text_config": {**text, **values}} if text else values
     return kept | {"model_type": modeling.stock_type(model.config.model_type)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 from shutil import copytree
 
 import pytest
@@ -22,6 +23,7 @@ from scale_surgery import (
     evaluate,
     expand,
     extract,
+    load_expansion,
     merge,
     plan,
     route_export,
@@ -331,6 +333,28 @@ def test_another_tokenizer_of_the_base(base_of, tmp_path):
     with pytest.raises(DataError, match="the base has 'Xylophone' already, with the id"):
         apply(taken, tmp_path / "again", base=other)
     assert not (tmp_path / "again").exists()
+
+
+def test_in_memory(base_of, tmp_path):
+    base = base_of("llama")
+    wide = shake(expand(base, WIDE, tmp_path / "wide").path)
+    law = shake(expand(base, Request("1", init_w22="random", name="law"), tmp_path / "law").path)
+    taken, other = (extract(path, tmp_path / f"{path.name}-extract").path for path in (wide, law))
+    model, ids = load_expansion(load(base), taken), new_ids(wide)
+    assert torch.equal(logits(model, ids), logits(load(wide), ids))
+    # one more beside it, and none with tokens of its own
+    assert load_expansion(model, other, name="law") is model
+    for name, path in (("default", wide), ("law", law)):
+        with model.use_expansion(name):
+            assert torch.equal(logits(model)[..., :ROWS], logits(load(path))[..., :ROWS])
+    with pytest.raises(PlanError, match="adds tokens, as default of this model does, expected one expansion that does"):
+        load_expansion(model, taken, name="again")
+    copy = deepcopy(model)
+    model.delete_expansion("default")
+    assert model.config.vocab_size == model.vocab_size == ROWS and logits(model).shape[-1] == ROWS
+    with copy.use_expansion("default"):
+        assert torch.equal(logits(copy, ids), logits(load(wide), ids))
+    assert torch.equal(logits(load_expansion(model, taken, name="again"), ids), logits(load(wide), ids))
 
 
 def test_verify_reads_the_tokenizer(base_of, tmp_path):
