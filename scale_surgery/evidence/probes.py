@@ -270,6 +270,9 @@ def _continue(
 def _base_logits(model: Any, base: Tensor) -> Tensor:
     """Logits of a base stream (b, t, d); where the model routes, of the one that its first path reads."""
     head = model.get_output_embeddings()
+    if head.weight.dtype.is_floating_point:
+        # some stock models keep their residual stream in float32
+        base = base.to(head.weight.dtype)
     if head.weight.shape[-1] > base.shape[-1]:
         # of a fused model, whose head reads both streams
         logits = functional.linear(base, head.weight[:, : base.shape[-1]], head.bias)

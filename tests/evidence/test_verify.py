@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -379,3 +380,14 @@ def test_the_text_of_the_base_s_config_that_was_changed_is_named(copy) -> None:
     ):
         (line,) = (line for line in problems(json.dumps(json.loads(text) | change)) if found in line)
         assert line.startswith("surgery.json: its facts of the base model cannot be checked: ")
+
+
+def test_a_residual_stream_that_stays_in_float32(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    config = transformers.Mamba2Config(vocab_size=97, pad_token_id=0, **sizes)
+    assert config.residual_in_fp32
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    wide = expand(tmp_path / "base", Request("1"), tmp_path / "wide").path
+    found = verify(wide, tmp_path / "base")
+    assert found.passed
+    assert {"output_at_init", "base_stream_always"} <= {one.name for one in found.promises if one.holds}
