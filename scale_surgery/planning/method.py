@@ -131,8 +131,10 @@ class Method(ABC):
         """The plan as rows of a card's table."""
         layers, groups = plan.collaboration.layers, " and ".join(plan.collaboration.groups)
         widths, costs = plan.widths, plan.costs
+        tokens = f"{widths.new_tokens:,}, with rows of their own; those of the base stay as they are"
         return [
             ("variant", f"`{plan.variant}`"),
+            *([("new tokens", tokens)] if widths.new_tokens else []),
             ("expanded layers", f"{format_layers(plan.layers)} of 0-{plan.sizes.layers - 1}"),
             ("layers with W12", f"{format_layers(layers)} ({groups})" if layers else "none"),
             (

@@ -122,7 +122,10 @@ class Scale(Method):
         return [*rows, ("never learn", idle)] if count else rows
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """The block matrix in words."""
+        """The block matrix in words, or what new tokens are where nothing else was added."""
+        if request.layers == NO_LAYERS:
+            kept = "." if is_stock else "; the pretrained tensors are there byte for byte."
+            return f"New tokens have rows of their own in embedding and head. Nothing else was added{kept}"
         if is_stock:
             return (
                 "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers "
@@ -142,6 +145,8 @@ class Scale(Method):
 
     def beginning(self, request: Request) -> str:
         """How each block began."""
+        if request.layers == NO_LAYERS:
+            return f"new rows {request.new_tokens_init}, seed {request.seed}"
         return f"W12 zero, W21 {request.init_w21}, W22 {request.init_w22}, seed {request.seed}"
 
 

@@ -21,6 +21,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import is_written_card, read_contents
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
@@ -333,3 +334,11 @@ def test_a_record_with_holes_is_one_line(own: Path) -> None:
     assert str(error.value) == (
         f"{own / 'surgery.json'}: is incomplete ('trained_parameters'). Restore it from where you got it."
     )
+
+
+def test_new_tokens_stand_in_the_plan(tmp_path: Path) -> None:
+    wide = expand(SHIPPED_MODEL, Request("none", new_tokens=NewTokens((" Xylophone",))), tmp_path / "wide").path
+    text = card(wide)
+    assert "| new tokens | 1, with rows of their own; those of the base stay as they are |" in text
+    assert "| expanded layers | none of 0-3 |" in text and "| start | new rows pieces, seed 0 |" in text
+    assert "New tokens have rows of their own in embedding and head. Nothing else was added;" in text
