@@ -148,6 +148,8 @@ class Field:
         """Say what a value should have been; None where it is fine, and for fields of other types."""
         if value is None and self.is_optional:
             return None
+        if not self.is_plain:
+            return None if isinstance(value, self.kind) else self.kind.__name__
         if self.kind is tuple:
             parts = list(value) if isinstance(value, tuple | list) else [None]
             if self.part is float:
