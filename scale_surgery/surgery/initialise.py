@@ -117,7 +117,9 @@ def means_of_pieces(plan: Plan, rows: Tensor, checkpoint: Checkpoint) -> Tensor:
 
     new = plan.request.new_tokens
     assert new is not None
-    tokenizer = Tokenizer.from_str(read_text(checkpoint, TOKENIZER_FILE))
+    # an expanded folder remembers the text of its base's tokenizer
+    replaced = {} if checkpoint.manifest is None else checkpoint.manifest["replaced"]
+    tokenizer = Tokenizer.from_str(replaced.get(TOKENIZER_FILE) or read_text(checkpoint, TOKENIZER_FILE))
     means = []
     for token in new.tokens:
         # what was learned is spelled as the model spells it, and what stands for itself as in a text

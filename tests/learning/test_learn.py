@@ -36,6 +36,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, prepare, run
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.new_tokens import choose_new_tokens
 from scale_surgery.show.pages.learned import _sections
 from tests.conftest import digests
 
@@ -361,6 +362,22 @@ def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, mon
 def test_help_names_no_default_that_a_preset_changes():
     text = " ".join(CliRunner().invoke(main, ["learn", "--help"]).output.split())
     assert text.count("[default: that of the preset") == 3 and "default: 0.001" not in text
+
+
+def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(said, tmp_path):
+    wanted = {"tokens.token_texts": said["data"], "tokens.token_count": 30, "expansion.layers": "none"}
+    done = learn(resolve_recipe(said | wanted), tmp_path / "job")
+    made = json.loads((tmp_path / "job" / "plan.json").read_text("utf-8"))["request"]["new_tokens"]
+    learned, whole = (
+        choose_new_tokens(SHIPPED_MODEL, [text], 30, 1152).new_tokens
+        for text in (tmp_path / "job" / "texts-new" / "learn.jsonl", *said["data"])
+    )
+    assert tuple(made["tokens"]) == learned.tokens != whole.tokens
+    scores = json.loads((tmp_path / "job" / "evaluation.json").read_text("utf-8"))["scores"]
+    base, routed = scores[0]["new"], scores[1]["new"]
+    assert routed["scored"] < base["scored"] and routed["bytes"] == base["bytes"]
+    assert scores[1]["learning"] == (base["nats"] - routed["nats"]) / base["scored"]
+    assert done.verified
 
 
 @pytest.mark.slow
