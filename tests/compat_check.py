@@ -45,6 +45,8 @@ def check(path: Path) -> list[str]:
     if (is_stock and path.name != "stock_depth") or path.name.startswith("fused"):
         return problems
     base = AutoModelForCausalLM.from_pretrained(path.with_name("base"), **options)
+    if path.name.startswith("new_tokens"):
+        return problems + check_old_vocabulary(model, base.eval())
     if is_stock:
         with torch.no_grad():
             same = torch.equal(base.eval()(ids).logits, logits)
@@ -63,6 +65,22 @@ def check_without_head(path: Path) -> list[str]:
         _, info = AutoModel.from_pretrained(path.with_name("base"), output_loading_info=True)
         return [] if info["missing_keys"] else [f"without a head: {error}"]
     return []
+
+
+@torch.no_grad()
+def check_old_vocabulary(model: Any, base: Any) -> list[str]:
+    """Problems of a model with new tokens on a text without them."""
+    ids = torch.tensor([[5, 40, 7, 300, 12, 9]])
+    wanted, known = base(ids).logits, base.config.vocab_size
+    problems = []
+    with model.expansion_disabled():
+        alone = model(ids).logits
+    for name, logits in (("", model(ids).logits), (" of the base alone", alone)):
+        if not torch.equal(logits[..., :known], wanted):
+            problems.append(f"logits{name} of the base's tokens are not bit-equal to the base model's")
+    if not bool((alone.softmax(-1)[..., known:] == 0).all()):
+        problems.append("the base alone gives new tokens a probability")
+    return problems
 
 
 @torch.no_grad()

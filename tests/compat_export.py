@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_surgery import (
     CosineRouter,
+    NewTokens,
     PosteriorRouter,
     Request,
     compose,
@@ -22,6 +24,7 @@ from scale_surgery import (
     register,
     route_export,
 )
+from scale_surgery.biographies import SHIPPED_MODEL
 from tests.by_hand import make_base
 from tests.composed import OTHERS
 from tests.tiny import FAMILIES, save_tiny
@@ -55,6 +58,12 @@ DEPTH = {"stock_depth": Request("0,2", method="depth"), "stock_depth_trained": R
 COMPOSED = {"law": "for_posterior", "medicine": "for_head", "chess": "for_grown"}
 # mixtures, latent attention, and positions that read a mask
 OTHER_MAKES = ("qwen3_moe", "deepseek_v3", "opt")
+
+
+# what gets new tokens: tied and untied heads, a cap after the head
+WITH_TOKENS = ("llama", "gemma2", "gpt2")
+TOKENS = NewTokens((" Xylophone", " birthplace"))
+ROWS = 1200
 
 
 def shake(path: Path) -> None:
@@ -115,7 +124,20 @@ def main(folder: Path) -> None:
         add_old_names(base / "config.json")
         request = Request("1", variant="adapt", collaborate="both", init_w22="random")
         compute(expand(base, request, folder / name / "adapt").path, ids)
+    export_new_tokens(folder)
     print(f"exported {len(list(folder.rglob('*.expected.json')))} checkpoints")
+
+
+def export_new_tokens(folder: Path) -> None:
+    """Write models with tokens that their base lacks, which stand among the ids."""
+    ids = torch.tensor([[5, ROWS, 7, ROWS + 1, 9]])
+    for family in WITH_TOKENS:
+        inside = folder / f"{family}_tokens"
+        base = save_tiny(inside / "base", family, vocab_size=ROWS, tie_word_embeddings=family != "llama")
+        AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
+        for name, request in (("alone", Request("none")), ("wide", REQUESTS["adapt"])):
+            wide = expand(base, replace(request, new_tokens=TOKENS), inside / f"new_tokens_{name}").path
+            compute(wide, ids)
 
 
 if __name__ == "__main__":
