@@ -34,7 +34,7 @@ from benchmarks.biography.methods import expanded, whole
 from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, first, make_base, pack, shuffled, unread
 from benchmarks.language.measures import ROWS, score
-from benchmarks.language.methods import Method, methods_for
+from benchmarks.language.methods import POSTERIOR, Method, methods_for
 from benchmarks.language.packages import ENGLISH, REGIONS, fetch
 from benchmarks.language.precision import mixed
 from benchmarks.language.runs import Subject
@@ -101,7 +101,7 @@ class Run:
         learned: Tokens of the text that is learned.
         held_out: Tokens of the held-out text of the second language.
         seconds: Of processor time, of the steps alone.
-        routed: At the end with a posterior router; None where the method has no paths.
+        routed: At the end with a posterior router; None where it cannot have one.
         start: Before the first step.
         end: After the last.
     """
@@ -134,7 +134,7 @@ class Place:
     @cached_property
     def methods(self) -> dict[str, Method]:
         """What can learn, by name."""
-        alone = Method(ROWS_ALONE, partial(expanded, request=Request("none")), 1e-2, {})
+        alone = Method(ROWS_ALONE, partial(expanded, request=Request("none")), 1e-2, POSTERIOR)
         return {method.name: method for method in (alone, *methods_for(self.base))}
 
     def new_tokens(self, count: int) -> NewTokens:
@@ -243,7 +243,7 @@ def _parse(record: dict[str, Any]) -> Run:
 
 COLUMNS = (
     *("method", "new tokens", "rows start", "trained", "rate", "tokens learned", "saved", "seconds"),
-    *("new, before", "new", "old, before", "old", "with a router: new", "old", "seeds"),
+    *("new", "old", "with a router: new", "old", "seeds"),
 )
 
 
@@ -252,23 +252,22 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     yield f"| {' | '.join(COLUMNS)} |"
     yield f"|---|--:|---|{'--:|' * (len(COLUMNS) - 3)}"
     most = max(done.held_out for done in runs)
-    groups: dict[tuple[Any, ...], list[Run]] = {}
+    methods = list(dict.fromkeys(done.key.method for done in runs))
+    groups: dict[tuple[int, int, str, float], list[Run]] = {}
     for done in runs:
         key = done.key
-        groups.setdefault((key.method, f"{key.tokens:,}", key.init, f"{key.rate:g}"), []).append(done)
-    for (method, tokens, init, rate), own in groups.items():
+        groups.setdefault((methods.index(key.method), key.tokens, key.init, key.rate), []).append(done)
+    for (place, tokens, init, rate), own in sorted(groups.items()):
         trained, learned, saved = own[0].parameters / 1e6, own[0].learned, 1 - own[0].held_out / most
-        cells = (method, tokens, init, f"{trained:.2f}M", rate, f"{learned:,}", f"{saved:.1%}")
-        spent = f"{fmean(one.seconds for one in own):.0f}"
-        bits = [_mean([getattr(one, name) for one in own], part) for name, part in BITS]
-        yield f"| {' | '.join((*cells, spent, *bits))} | {len(own)} |"
+        cells = [methods[place], f"{tokens:,}", init, f"{trained:.2f}M", f"{rate:g}", f"{learned:,}", f"{saved:.1%}"]
+        cells.append(f"{fmean(one.seconds for one in own):.0f}")
+        cells += [f"{_mean(own, 'start', part)} → {_mean(own, 'end', part)}" for part in ("new", "old")]
+        cells += [_mean(own, "routed", part) for part in ("new", "old")]
+        yield f"| {' | '.join(cells)} | {len(own)} |"
 
 
-BITS = (("start", "new"), ("end", "new"), ("start", "old"), ("end", "old"), ("routed", "new"), ("routed", "old"))
-
-
-def _mean(bits: Sequence[Bits | None], part: str) -> str:
-    known = [getattr(one, part) for one in bits if one is not None]
+def _mean(runs: Sequence[Run], when: str, part: str) -> str:
+    known = [getattr(bits, part) for done in runs if (bits := getattr(done, when)) is not None]
     return f"{fmean(known):.3f}" if known else ""
 
 

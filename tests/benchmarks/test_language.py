@@ -191,7 +191,7 @@ def test_new_tokens_are_compared_at_equal_text(work: Path, monkeypatch: pytest.M
     assert adapters.start == full.start
     rows = 20 * SIZES["tiny"].hidden_size
     assert alone.parameters == rows == resized.parameters - full.parameters == trained.parameters - adapters.parameters
-    assert wide.routed is not None and alone.routed is None
+    assert wide.routed is not None and alone.routed is not None and larger.routed is None
     assert len(list(new_tokens.table(runs))) == 2 + len(runs)
 
 
