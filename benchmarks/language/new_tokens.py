@@ -2,11 +2,12 @@
 
     python -m benchmarks.language.new_tokens WORK --method NAME --rate RATE [--tokens 2000] [--init pieces]
 
-The base's tokenizer is made of what the base reads, nearly all of it in the first language. New tokens are those that
-save most on all text of the second one that the base has not read. Every run learns the same documents, a part of it,
-cut into as few tokens as its tokenizer needs, in batches of as many tokens; so a run with new tokens takes fewer steps.
-Tokenizers are compared by bits per byte of the same held-out text. A run that ends becomes a line of the records file,
-and what has a line is not run again. The table of all lines is printed at the end.
+The tokenizer of the base `1m-old` is made of what the base reads, nearly all of it in the first language; that of the
+others knows both. New tokens are those that save most on all text of the second language that the base has not read.
+Every run learns the same documents, a part of it, cut into as few tokens as its tokenizer needs, in batches of as many
+tokens; so a run with new tokens takes fewer steps. Tokenizers are compared by bits per byte of the same held-out text.
+A run that ends becomes a line of the records file, and what has a line is not run again. At the end the table of all
+lines of this base and so much text is printed.
 """
 
 from __future__ import annotations
@@ -314,7 +315,8 @@ def main(
         key = Key(subject, characters, name, count, init if count else "", rate, seed)
         if key not in [done.key for done in read_runs(records)]:
             append_line(records, asdict(run(place, key)))
-    click.echo("\n".join(table(read_runs(records))))
+    asked = [done for done in read_runs(records) if (done.key.subject, done.key.characters) == (subject, characters)]
+    click.echo("\n".join(table(asked)))
 
 
 if __name__ == "__main__":
