@@ -164,10 +164,10 @@ def test_methods_learn_from_the_same_base_and_are_recorded(
 
 @pytest.mark.slow
 def test_new_tokens_are_compared_at_equal_text(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "tiny", Size(32, 64, 2, 2, 300, 32, 4, 1024, 3e-3))
+    monkeypatch.setitem(SIZES, "tiny-old", Size(32, 64, 2, 2, 300, 32, 4, 1024, 3e-3, second_share=0.1))
     monkeypatch.setattr(base, "TOKENIZER_CHARACTERS", 4000)
     monkeypatch.setattr(new_tokens, "HELD_OUT", 2000)
-    subject = Subject("tiny", "de")
+    subject = Subject("tiny-old", "de")
     place = new_tokens.Place(work, subject, 8000)
     runs = [
         new_tokens.run(place, new_tokens.Key(subject, 8000, method, count, init, 1e-2, 0))
@@ -189,7 +189,7 @@ def test_new_tokens_are_compared_at_equal_text(work: Path, monkeypatch: pytest.M
     # the same rows at the start, whether they are the model's or an expansion's
     assert alone.start == larger.start == wide.start != resized.start == trained.start
     assert adapters.start == full.start
-    rows = 20 * SIZES["tiny"].hidden_size
+    rows = 20 * SIZES["tiny-old"].hidden_size
     assert alone.parameters == rows == resized.parameters - full.parameters == trained.parameters - adapters.parameters
     assert wide.routed is not None and alone.routed is not None and larger.routed is None
     assert len(list(new_tokens.table(runs))) == 2 + len(runs)
