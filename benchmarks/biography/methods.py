@@ -68,22 +68,22 @@ def frozen(base: Path, seed: int, *, layers: int) -> Any:
     return model
 
 
-def adapted(base: Path, seed: int, *, start: Literal["pissa", True], rank: int) -> Any:
+def adapted(base: Path, seed: int, *, start: Literal["pissa", True], rank: int, **options: Any) -> Any:
     """Load the base model with low-rank adapters on every linear of attention and MLP."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=start)
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=start, **options)
     with warnings.catch_warnings():
         # peft asks for a property that transformers has renamed
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         return get_peft_model(whole(base, seed), config)
 
 
-def expanded(base: Path, seed: int, *, request: Request, routing: Router | None = None) -> Any:
+def expanded(base: Path, seed: int, *, request: Request, routing: Router | None = None, **changes: Any) -> Any:
     """Expand the base model, give it a router where one is asked for, and load the result."""
     with tempfile.TemporaryDirectory() as folder:
-        made = expand(base, replace(request, seed=seed), Path(folder) / "expanded").path
+        made = expand(base, replace(request, seed=seed, **changes), Path(folder) / "expanded").path
         if routing is not None:
             made = route_export(made, Path(folder) / "routed", routing).path
         return whole(made, seed)

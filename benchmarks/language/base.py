@@ -1,7 +1,8 @@
 """The base of benchmarks/language: a small Llama that reads one language and has met a second one.
 
-Its tokenizer is a byte-level BPE of both languages, so that the second one costs no more tokens than it must. It is
-trained on the first language once, with one or two percent of the second: as the models that people continue are.
+Its tokenizer is a byte-level BPE of both languages, so that the second one costs no more tokens than it must; where
+new tokens are compared, of the first and a little of the second. The base is trained on the first language once, with
+one or two percent of the second: as the models that people continue are.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Size:
         rows: Rows of a batch.
         tokens: Tokens that the base reads.
         rate: Peak of its learning rate.
+        second_share: Of the second language in the tokenizer's text, beside the first's.
     """
 
     hidden_size: int
@@ -57,10 +59,12 @@ class Size:
     rows: int
     tokens: int
     rate: float
+    second_share: float = 1.0
 
 
 SIZES = {
     "1m": Size(96, 256, 4, 4, 4096, 256, 16, 2_000_000, 3e-3),
+    "1m-old": Size(96, 256, 4, 4, 4096, 256, 16, 2_000_000, 3e-3, second_share=SECOND_SHARE),
     "3m": Size(192, 512, 6, 6, 4096, 256, 16, 6_000_000, 2e-3),
     "6m": Size(256, 704, 6, 8, 8192, 256, 16, 10_000_000, 2e-3),
     "100m": Size(768, 2048, 12, 12, 16384, 512, 32, 9_500_000, 6e-4),
@@ -95,7 +99,7 @@ def make_base(work: Path, name: str, second: str, seed: int = 0) -> Path:
 
 
 def make_tokenizer(work: Path, second: str, size: Size) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on as much of both languages; the same text gives the same one."""
+    """Train the tokenizer on both languages; the same text gives the same one."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -105,8 +109,11 @@ def make_tokenizer(work: Path, second: str, size: Size) -> PreTrainedTokenizerFa
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (shuffled(read_text(work, language, "train"), 0) for language in (ENGLISH, second))
-    bpe.train_from_iterator(chain.from_iterable(_first(own, TOKENIZER_CHARACTERS) for own in texts), trainer)
+    texts = (
+        first(shuffled(read_text(work, language, "train"), 0), round(share * TOKENIZER_CHARACTERS))
+        for language, share in ((ENGLISH, 1.0), (second, size.second_share))
+    )
+    bpe.train_from_iterator(chain.from_iterable(texts), trainer)
     begin, end = (bpe.token_to_id(SPECIAL_TOKENS[name]) for name in ("bos_token", "eos_token"))
     bpe.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", begin), ("</s>", end)]
@@ -126,11 +133,17 @@ def base_rows(work: Path, tokenizer: PreTrainedTokenizerFast, second: str, size:
 
 def new_rows(work: Path, tokenizer: PreTrainedTokenizerFast, second: str, size: Size, tokens: int, seed: int) -> Tensor:
     """Pack text of the second language that the base has not read, in an order that the seed draws."""
+    texts = shuffled(unread(work, tokenizer, second, size), seed)
+    return pack_all(tokenizer, texts, size.context, tokens, second)
+
+
+def unread(work: Path, tokenizer: PreTrainedTokenizerFast, second: str, size: Size) -> list[str]:
+    """Documents of the second language that the base has not read."""
     texts = iter(shuffled(read_text(work, second, "train"), BASE_SEED))
     read = 0
     while read < round(size.tokens * SECOND_SHARE):
         read += len(tokenizer(next(texts))["input_ids"])
-    return pack_all(tokenizer, shuffled(list(texts), seed), size.context, tokens, second)
+    return list(texts)
 
 
 def pack_all(
@@ -159,7 +172,8 @@ def shuffled(texts: list[str], seed: int) -> list[str]:
     return random.Random(seed).sample(texts, len(texts))
 
 
-def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+def first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """The first texts, until they have so many characters."""
     for text in texts:
         if characters <= 0:
             return

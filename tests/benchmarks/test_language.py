@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.language import base
+from benchmarks.language import base, new_tokens
 from benchmarks.language.base import SIZES, Size
 from benchmarks.language.methods import methods_for
 from benchmarks.language.parallel import read_pairs, write_pairs
@@ -160,3 +160,45 @@ def test_methods_learn_from_the_same_base_and_are_recorded(
     alone = [place.examination._score(model, [text])[0] for text in texts]
     for (nats, _), (wanted, _) in zip(together, alone, strict=True):
         torch.testing.assert_close(nats, wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.slow
+def test_new_tokens_are_compared_at_equal_text(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "tiny-old", Size(32, 64, 2, 2, 300, 32, 4, 1024, 3e-3, second_share=0.1))
+    monkeypatch.setattr(base, "TOKENIZER_CHARACTERS", 4000)
+    monkeypatch.setattr(new_tokens, "HELD_OUT", 2000)
+    subject = Subject("tiny-old", "de")
+    place = new_tokens.Place(work, subject, 8000)
+    runs = [
+        new_tokens.run(place, new_tokens.Key(subject, 8000, method, count, init, 1e-2, 0))
+        for method, count, init in (
+            ("full", 0, ""),
+            ("full", 20, "resize"),
+            ("full", 20, "pieces"),
+            ("rows alone", 20, "pieces"),
+            ("adapt both", 20, "pieces"),
+            ("LoRA", 0, ""),
+            ("LoRA", 20, "resize"),
+        )
+    ]
+    full, resized, larger, alone, wide, adapters, trained = runs
+
+    assert all(own.end.new < own.start.new for own in runs)
+    assert resized.learned < full.learned and resized.held_out < full.held_out
+    assert (wide.learned, wide.held_out) == (resized.learned, resized.held_out)
+    # the same rows at the start, whether they are the model's or an expansion's
+    assert alone.start == larger.start == wide.start != resized.start == trained.start
+    assert adapters.start == full.start
+    rows = 20 * SIZES["tiny-old"].hidden_size
+    assert alone.parameters == rows == resized.parameters - full.parameters == trained.parameters - adapters.parameters
+    assert wide.routed is not None and alone.routed is not None and larger.routed is None
+    assert len(list(new_tokens.table(runs))) == 2 + len(runs)
+
+
+@pytest.mark.parametrize("length", [2, 8, 9, 15, 16, 200])
+def test_every_token_but_the_first_is_predicted_once(length: int) -> None:
+    rows = new_tokens._overlapping(lambda text: {"input_ids": list(range(length))}, [""], context=8)
+
+    assert all(part.shape[1] <= 8 for part in rows)
+    predicted = [id_ for part in rows for row in part.tolist() for id_ in row[1:]]
+    assert predicted == list(range(1, length))
