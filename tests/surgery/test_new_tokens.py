@@ -146,6 +146,20 @@ def test_everything_that_follows(base_of, tmp_path, request_):
         assert type(load(stock)).__name__ == "LlamaForCausalLM" and torch.equal(new_ids(stock), ids)
 
 
+def test_a_changed_row_of_the_base_breaks_it(base_of, tmp_path):
+    base = base_of("llama")
+    wide = expand(base, ALONE, tmp_path / "wide", base_weights="copy").path
+    assert "old_vocabulary" in held(verify(wide, base))
+    (shard,) = wide.glob("model-*.safetensors")
+    tensors = load_file(shard)
+    tensors["lm_head.weight"][40] *= 2
+    save_file(tensors, shard, metadata={"format": "pt"})
+    found = verify(wide, base, required=("old_vocabulary",))
+    (promise,) = [promise for promise in found.promises if promise.name == "old_vocabulary"]
+    assert promise.holds is False and not found.passed
+    assert any(line.startswith("lm_head.weight: ") for line in promise.problems)
+
+
 def test_after_training(base_of, tmp_path):
     base = base_of("llama")
     for name, request, kept in (("alone", ALONE, True), ("wide", WIDE, False)):
