@@ -171,7 +171,7 @@ def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[li
     request = [str(base), "--layers", settings.layers, "--method", settings.method, *own]
     weights = ["--base-weights", settings.base_weights]
     check = ["verify", str(expanded), "--base", str(base)]
-    probe = ["--memory", settings.memory, "--new-tokens", str(settings.new_tokens)]
+    probe = ["--memory", settings.memory, "--max-new-tokens", str(settings.new_tokens)]
     merges = {
         "scale": {
             "merge": (["merge", str(expanded), *probe, "-o", str(fused)], fused),

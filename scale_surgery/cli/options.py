@@ -329,7 +329,7 @@ def running_options(command: Command) -> Command:
         help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",
     )
     command = memory(run_options("device", code=code_of("EXPANDED"))(command))
-    return usual_options(Probes(), "prompts_file", "new_tokens")(command)
+    return usual_options(Probes(), "prompts_file", "max_new_tokens")(command)
 
 
 def reading_options(models: str) -> Callable[[Command], Command]:

@@ -50,6 +50,8 @@ def verify_command(
     recoverable           the base checkpoint comes back byte for byte
     output_at_init        before training, logits equal the base's bit for bit
     near_output_at_init   before training, logits equal the base's up to rounding
+    old_vocabulary        on a text without new tokens, logits of the base's
+                          tokens equal the base's bit for bit
     base_stream_always    after any training, the base's hidden state and logits
                           inside the model equal the base's bit for bit
     paths_as_alone        the path of each expansion in a routed model gives the

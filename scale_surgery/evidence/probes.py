@@ -178,15 +178,15 @@ def probe(
     # the base and the model; each expansion alone, each path by name, and the mixture
     with track("probe prompts", 2 + (2 * len(names) + 2) * bool(names)) as advance:
         with loaded(base, run, name=manifest.base_name, renamed=renamed) as (model, known):
-            stock = run_model(model, batch, sizes, probes.new_tokens, run.device)
+            stock = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             del model
         advance(1)
         alone = [PathRun(stock.logits[real], stock.cached, stock.uncached)]
-        for run_of_path in run_alone(checkpoint, manifest, names, batch, probes.new_tokens, run, known):
+        for run_of_path in run_alone(checkpoint, manifest, names, batch, probes.max_new_tokens, run, known):
             alone.append(run_of_path)
             advance(1)
         with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
-            expanded = run_model(model, batch, sizes, probes.new_tokens, run.device)
+            expanded = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             advance(1)
             paths, mixture = list[PathNumbers](), None
             if names:
@@ -194,10 +194,10 @@ def probe(
                 rounding = float(stock.logits[real].abs().max()) * torch.finfo(stock.logits.dtype).eps
                 for name, path_alone, path_beside in zip((None, *names), alone, beside, strict=True):
                     with model.use_expansion(name):
-                        by_name = run_path(model, batch, sizes, probes.new_tokens, run.device)
+                        by_name = run_path(model, batch, sizes, probes.max_new_tokens, run.device)
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
                     advance(1)
-                mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.new_tokens))
+                mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.max_new_tokens))
                 advance(1)
     return Numbers(
         **vars(compare_logits(stock.logits, expanded.logits, batch, run.device)),
@@ -212,7 +212,7 @@ def probe(
         ),
         generation_equal=_same_tokens(stock.cached, expanded.cached),
         uncached_equal=_same_tokens(stock.uncached, expanded.uncached),
-        new_tokens=probes.new_tokens,
+        new_tokens=probes.max_new_tokens,
         paths=tuple(paths),
         mixture=mixture,
         load_problems=tuple(problem for problem in problems if problem not in known),

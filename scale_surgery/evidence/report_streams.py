@@ -55,7 +55,7 @@ def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
     """The prompts of `verify` as one batch; random ids where the model has no tokenizer."""
     from scale_surgery.running.prompts import encode_prompts
 
-    encoded = encode_prompts(path, Probes(new_tokens=0), run)
+    encoded = encode_prompts(path, Probes(max_new_tokens=0), run)
     source = "built-in prompts" if encoded.tokenizer is not None else "random ids, there is no tokenizer"
     return [encoded.batch], source
 

@@ -128,7 +128,7 @@ def measure_drift(
             with loaded(path, run) as (model, problems):
                 if path == after and problems:
                     raise CheckpointError.from_problems(problems)
-                runs.append(_run(model, batch, probes.new_tokens, run.device))
+                runs.append(_run(model, batch, probes.max_new_tokens, run.device))
             advance(1)
     (logits, new), (other_logits, other_new) = runs
     pairs = zip(logits, other_logits, strict=True)

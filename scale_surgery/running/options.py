@@ -52,8 +52,8 @@ class Probes:
 
     Attributes:
         prompts_file: Text file with one prompt a line, for comparing logits. Default: built-in prompts.
-        new_tokens: Tokens to generate for each prompt; 0 skips generation.
+        max_new_tokens: Tokens to generate for each prompt; 0 skips generation.
     """
 
     prompts_file: Path | None = field(default=None, metadata={"option": "prompts"})
-    new_tokens: Annotated[int, Range(least=0)] = 8
+    max_new_tokens: Annotated[int, Range(least=0)] = 8

@@ -58,7 +58,7 @@ def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompt
     prompts = read_prompts(probes.prompts_file)
     tokenizer = load_tokenizer(path, run)
     config = load_config(path, path.name, run)
-    return EncodedPrompts(prompts, tokenizer, _make_batch(tokenizer, prompts, config, probes.new_tokens))
+    return EncodedPrompts(prompts, tokenizer, _make_batch(tokenizer, prompts, config, probes.max_new_tokens))
 
 
 def read_prompts(file: Path | None) -> tuple[str, ...]:
@@ -85,7 +85,9 @@ def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_
     context = context_of(config) or 2 * MAX_PROMPT_TOKENS + new_tokens
     limit = min(MAX_PROMPT_TOKENS, context // 2, context - new_tokens)
     if limit < 1:
-        raise CheckpointError(f"--new-tokens is {new_tokens}, expected fewer than the model's context of {context}.")
+        raise CheckpointError(
+            f"--max-new-tokens is {new_tokens}, expected fewer than the model's context of {context}."
+        )
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         lengths = [limit - 5 * i for i in range(NUM_RANDOM_PROMPTS)]

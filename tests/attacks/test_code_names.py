@@ -162,7 +162,7 @@ def test_no_code_of_a_folder_runs_unasked(tmp_path: Path) -> None:
     run = RunOptions(device="cpu")
     inspect(base)
     wide = expand(base, Request("last:1"), tmp_path / "wide", run=run).path
-    assert verify(wide, probes=Probes(new_tokens=2), run=run).passed
+    assert verify(wide, probes=Probes(max_new_tokens=2), run=run).passed
     load_tokenizer(wide, run)
     assert not marker.exists()
 

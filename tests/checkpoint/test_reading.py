@@ -287,7 +287,7 @@ def test_infinity_in_a_config_is_kept(llama_base: Path, tmp_path: Path) -> None:
     (llama_base / "config.json").write_text(json.dumps(config))
     expanded = expand(llama_base, Request("0"), tmp_path / "expanded").path
     assert read_json(expanded / "config.json")["time_step_limit"] == [0.0, float("inf")]
-    assert verify(expanded, probes=Probes(new_tokens=1), run=RunOptions()).passed
+    assert verify(expanded, probes=Probes(max_new_tokens=1), run=RunOptions()).passed
 
 
 def test_a_model_whose_shard_is_empty(llama_base: Path, tmp_path: Path) -> None:

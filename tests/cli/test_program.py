@@ -98,7 +98,7 @@ def test_json_is_all_that_stdout_holds(base: Path, expanded: Path, tmp_path: Pat
     assert plan["layers"] == [0, 1, 2]
     done = json.loads(run("expand", base, "--layers", "all", "-o", tmp_path / "e", "--json").stdout)
     assert done["plan"]["tensors"] == plan["tensors"]
-    result = json.loads(run("verify", expanded, "--new-tokens", "2", "--json").stdout)
+    result = json.loads(run("verify", expanded, "--max-new-tokens", "2", "--json").stdout)
     assert [promise["name"] for promise in result["promises"]] == [
         "recoverable",
         "output_at_init",

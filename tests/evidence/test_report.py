@@ -302,7 +302,7 @@ def test_copied_layers_start_as_copies_and_write_nothing(made_of) -> None:
 def test_the_base_stream_is_that_of_verify(made_of, request_name: str) -> None:
     """Which loads the base by itself, from its own files."""
     _, changed = made_of("llama", request_name)
-    found, numbers = report(changed).streams, verify(changed, probes=Probes(new_tokens=0), record=False).numbers
+    found, numbers = report(changed).streams, verify(changed, probes=Probes(max_new_tokens=0), record=False).numbers
     assert found is not None and numbers is not None
     assert found.tokens == numbers.tokens and found.source == "random ids, there is no tokenizer"
     assert [layer.layer for layer in found.layers] == [layer.layer for layer in numbers.layers]
@@ -322,7 +322,7 @@ def test_of_a_routed_model_the_adapt_path_is_compared(adapt: Path, tmp_path: Pat
         "Routed: these numbers are of the adapt path, routing disabled; the preserve path always equals the base bit "
         "for bit.",
     )
-    numbers = verify(routed, probes=Probes(new_tokens=0), record=False).numbers
+    numbers = verify(routed, probes=Probes(max_new_tokens=0), record=False).numbers
     assert numbers is not None and all(layer.is_bit_equal for layer in numbers.layers)
 
 

@@ -72,13 +72,13 @@ def test_what_a_model_showed_is_not_lost_to_files_alone(copy) -> None:
         return json.loads((path / "surgery.json").read_text())["verification"]
 
     assert verify(path, probes=None).recorded and recorded()["numbers"] is None
-    full = verify(path, probes=Probes(new_tokens=0)).to_json()
+    full = verify(path, probes=Probes(max_new_tokens=0)).to_json()
     assert verify(path, probes=None).recorded and recorded() == full
     written = (path / "config.json").read_text()
     (path / "config.json").write_text(json.dumps(json.loads(written) | {"rms_norm_eps": 0.5}))
     assert not verify(path, probes=None).passed and not recorded()["passed"], "a problem is recorded"
     (path / "config.json").write_text(written)
-    verify(path, probes=Probes(new_tokens=0))
+    verify(path, probes=Probes(max_new_tokens=0))
     edit_shard(path, lambda tensors: tensors[W21].add_(1))
     changed = verify(path, probes=None)
     assert changed.passed and recorded() == changed.to_json(), "it was another model that ran"
@@ -189,7 +189,7 @@ def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    full = verify(path, probes=Probes(new_tokens=0)).to_json()
+    full = verify(path, probes=Probes(max_new_tokens=0)).to_json()
     result = verify(path, other)
     assert not result.passed
     assert json.loads((path / "surgery.json").read_text())["verification"] == full
@@ -322,7 +322,7 @@ def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -
     empty.write_text("\n\n")
     with pytest.raises(CheckpointError, match=r"empty\.txt: holds no prompt, expected one a line"):
         verify(made / "preserve", probes=Probes(empty), record=False)
-    result = verify(made / "preserve", record=False, probes=Probes(new_tokens=0))
+    result = verify(made / "preserve", record=False, probes=Probes(max_new_tokens=0))
     assert result.numbers is not None and result.numbers.generation_equal is None and result.passed
 
 

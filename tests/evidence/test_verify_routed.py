@@ -163,7 +163,7 @@ def test_inspect_says_how_it_routes(place: Path) -> None:
 
 
 def test_the_command_names_the_router(place: Path) -> None:
-    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["verify", str(place / "mixture"), "--new-tokens", "0"])
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["verify", str(place / "mixture"), "--max-new-tokens", "0"])
     assert done.exit_code == 0
     assert "verified adapt, routed (posterior, all paths alike, switch rate 0), trained" in " ".join(
         done.output.split()

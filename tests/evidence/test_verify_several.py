@@ -107,7 +107,7 @@ def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> Non
 
 def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path: Path) -> None:
     own = {name: llama.extracts[name] for name in NAMES[:2]}
-    result = verify(compose(llama.base, own, tmp_path / "out").path, probes=Probes(new_tokens=0))
+    result = verify(compose(llama.base, own, tmp_path / "out").path, probes=Probes(max_new_tokens=0))
     switching = promise(result, "bounded_forgetting")
     assert result.passed and not switching.claimed and "bounded_forgetting" not in result.required
     assert switching.evidence.startswith(
@@ -240,7 +240,7 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
         return CliRunner(env={"COLUMNS": "80"}).invoke(main, [str(word) for word in ("verify", copy, *words)])
 
     file = tmp_path / "certificate.json"
-    shown = run("--new-tokens", 2, "-o", file)
+    shown = run("--max-new-tokens", 2, "-o", file)
     assert shown.exit_code == 0 and "verified  composed, routed (posterior, all paths alike" in shown.output
     assert "medicine       bit-equal          bit-equal         the same" in shown.output
     # names of files are never broken

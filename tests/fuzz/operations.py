@@ -25,7 +25,7 @@ from tests.fuzz.seeds import BASES, EXPANDED, WHOLE
 from tests.hub_server import running
 
 TEXT_FILES = ("texts.jsonl", "array.json", "plain.txt")
-NO_TOKENS = s.Probes(new_tokens=0)
+NO_TOKENS = s.Probes(max_new_tokens=0)
 
 
 @dataclass(frozen=True)

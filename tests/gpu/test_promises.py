@@ -220,7 +220,7 @@ def test_a_trained_checkpoint_that_routes(tmp_path: Any, device: str, routing: R
     request = Request("2-3", variant="adapt", collaborate="both", init_w22="random", svd="exact")
     expanded = expand(SHIPPED_MODEL, request, tmp_path / "expanded", run=RunOptions(device=device))
     path = route_export(expanded.path, tmp_path / "routed", routing).path
-    result = verify(path, run=RunOptions(device=device), probes=Probes(new_tokens=4))
+    result = verify(path, run=RunOptions(device=device), probes=Probes(max_new_tokens=4))
     assert result.passed and result.numbers is not None and result.numbers.base_logits_bit_equal
     strip(path, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == digests(SHIPPED_MODEL)

@@ -626,7 +626,7 @@ def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, own: Path, tmp_pat
 
 def test_a_certificate_is_shown_until_the_model_changes(hub: Hub, own: Path) -> None:
     for seed in (1, 2):  # the second time as many tensors are trained as before, but they are others
-        date = verify(own, probes=Probes(new_tokens=0)).date
+        date = verify(own, probes=Probes(max_new_tokens=0)).date
         shown = f"`scale-surgery verify`, {date}, "
         assert shown in send(hub, own, check=True).card
         assert "No verification is recorded" in send(hub, own).card, "nobody looked"

@@ -242,7 +242,7 @@ def test_it_goes_through_every_command(
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 3, encoding="utf-8")
     assert route_export(speaking[1], routed, router).routing == router
     assert read_manifest(routed).routing == router and load(routed).choice.router == router
-    found = verify(routed, probes=Probes(new_tokens=4))
+    found = verify(routed, probes=Probes(max_new_tokens=4))
     held = {promise.name: promise.holds for promise in found.promises}
     assert found.passed and held["paths_as_alone"] and held["base_stream_always"] and not held["bounded_forgetting"]
     assert f"the {name} router promises no bound" in [promise.evidence for promise in found.promises]

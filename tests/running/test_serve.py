@@ -72,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     wide = shake(expand(SHIPPED, Request("last:2", variant="adapt", collaborate="both"), place / "expanded").path)
     route_export(wide, place / "routed", PosteriorRouter(switch_rate=0.05))
     paper = route_export(wide, place / "paper", CosineRouter(threshold=0.9)).path
-    merge(paper, place / "fused", probes=Probes(new_tokens=0))
+    merge(paper, place / "fused", probes=Probes(max_new_tokens=0))
     (place / "routed" / "chat_template.jinja").write_text(CHAT)
     shutil.copytree(SHIPPED, place / "stock")
     return lambda form: place / form

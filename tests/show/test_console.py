@@ -42,7 +42,7 @@ def test_tables_lose_nothing(llama: Pair) -> None:
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert all(nameless(tensor.name) in text.replace("\n", "") for tensor in plan.tensors)
     assert "1-2  (2 of 3)" in text and f"+{plan.costs.parameters_added:,}" in text
-    text = shown(render_verification(verify(llama.path, probes=Probes(new_tokens=0), record=False)))
+    text = shown(render_verification(verify(llama.path, probes=Probes(max_new_tokens=0), record=False)))
     assert "not claimed" in text and "verified  preserve, untrained" in text
 
 

@@ -119,7 +119,7 @@ def test_commands_show_names_of_files(verb, spoiled):
 
 
 def test_what_is_written_shows_them(spoiled, tmp_path):
-    for verb, more in (("strip", []), ("extract", []), ("route-export", []), ("merge", ["--new-tokens", 0])):
+    for verb, more in (("strip", []), ("extract", []), ("route-export", []), ("merge", ["--max-new-tokens", 0])):
         assert hidden(run(verb, spoiled, "-o", tmp_path / f"{verb} {FOLDER}", *more).output) == []
 
 

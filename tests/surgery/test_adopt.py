@@ -352,7 +352,7 @@ def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
     assert run["by"] == "another trainer" and run["steps"] == 2 and run["state"]["epoch"] > 0
     assert "training_args.bin" in run["not_read"] and not run["settings"]
     # what follows takes it as any trained model
-    verified = verify(done.path, SHIPPED_MODEL, probes=Probes(new_tokens=2))
+    verified = verify(done.path, SHIPPED_MODEL, probes=Probes(max_new_tokens=2))
     assert verified.passed and verified.state == "trained"
     found = report(done.path, files_only=True)
     assert found.state == "trained" and [entry["step"] for entry in found.log if "loss" in entry] == [1, 2]

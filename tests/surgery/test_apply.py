@@ -114,7 +114,7 @@ def test_the_same_tensors_in_other_files(pair_of, tmp_path):
     routed = route_export(pair.path, tmp_path / "routed").path
     done = apply(extract(routed, tmp_path / "extract").path, tmp_path / "again", base)
     assert done.differing == () and {"README.md", "config.json", "model.safetensors"} <= set(done.other_files)
-    assert verify(done.path, probes=Probes(new_tokens=0)).passed
+    assert verify(done.path, probes=Probes(max_new_tokens=0)).passed
     plain, ids, again = unroute(done.path, tmp_path / "unrouted").path, random_ids(2, 9), load(done.path)
     assert verify(plain, probes=None).passed and again.config.pad_token_id == 5
     for one, other in ((again, load(routed)), (load(plain), load(pair.path))):
@@ -181,7 +181,9 @@ def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of
     # the negative control: on its own base, forced or not, all promises are claimed
     done = apply(extracted, tmp_path / "own", GivenBase(pair_of("llama").base_path, force=True))
     assert read_manifest(done.path).forced_base is None
-    claimed = [promise.name for promise in verify(done.path, probes=Probes(new_tokens=0)).promises if promise.claimed]
+    claimed = [
+        promise.name for promise in verify(done.path, probes=Probes(max_new_tokens=0)).promises if promise.claimed
+    ]
     assert claimed == ["recoverable", "output_at_init"]
 
 

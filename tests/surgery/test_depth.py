@@ -262,7 +262,7 @@ def test_bases_of_other_forms(tmp_path, make, layers):
     base = make(tmp_path / "base")
     path = expand(base, Request(layers, method="depth"), tmp_path / "deep").path
     assert unequal(load(base), load(path)) == []
-    result = verify(path, base, probes=Probes(new_tokens=0))
+    result = verify(path, base, probes=Probes(max_new_tokens=0))
     assert result.passed and result.numbers is not None
     assert [layer.layer for layer in result.numbers.layers] == list(range(-1, load(base).config.num_hidden_layers))
     if make is with_masks:
@@ -304,7 +304,7 @@ def test_verify_names_what_is_other_than_it_was(own):
     assert change(own, name) == "model.layers.1.mlp.down_proj.weight"
     result = verify(own, probes=None, record=False)
     assert (result.passed, result.state, result.trained_tensors) == (True, "trained", 1)
-    result = verify(own, required=("output_at_init",), probes=Probes(new_tokens=0), record=False)
+    result = verify(own, required=("output_at_init",), probes=Probes(max_new_tokens=0), record=False)
     assert not result.passed
     assert f"{name}: 1 of 2080 entries are not zero." in result.promises[1].problems
     assert any(problem.startswith("logits: drift") for problem in result.promises[1].problems)

@@ -471,7 +471,7 @@ def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: P
 def test_a_base_with_files_in_folders_is_verified(llama_base: Path, tmp_path: Path) -> None:
     (llama_base / "figures").mkdir()
     (llama_base / "figures" / "a.txt").write_text("a")
-    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, probes=Probes(new_tokens=0)).passed
+    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, probes=Probes(max_new_tokens=0)).passed
 
 
 def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], t
         "has. Give the expanded model that it was made from."
     )
     again = expand(stock, request, tmp_path / "again").path
-    assert verify(again, probes=Probes(new_tokens=0)).passed
+    assert verify(again, probes=Probes(max_new_tokens=0)).passed
     assert digests(strip(again, tmp_path / "stripped").path) == digests(stock)
     twice = merge(again, tmp_path / "twice", "stock").path
     assert json.loads((twice / "merge.json").read_text())["base_name"] == "stock"

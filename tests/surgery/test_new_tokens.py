@@ -18,11 +18,13 @@ from scale_surgery import (
     PlanError,
     PosteriorRouter,
     Request,
+    TokenSource,
     apply,
     compose,
     evaluate,
     expand,
     extract,
+    find_new_tokens,
     load_expansion,
     merge,
     plan,
@@ -391,3 +393,15 @@ def test_evaluate_reads_each_by_its_tokenizer(base_of, tmp_path):
     assert of_base.bits_per_byte == of_base.nats / math.log(2) / of_base.bytes
     assert result.scores[1].learning == (of_base.nats - of_wide.nats) / of_base.scored
     assert "wide: reads other tokens than base (base). Compare bits/byte" in result.notes[0]
+
+
+def test_a_character_in_bytes_becomes_a_token_without_a_merge(stories, tmp_path):
+    (tmp_path / "text.txt").write_text("Die Straße führt über Brücken. Größe und Süße. " * 20, "utf-8")
+    found = find_new_tokens(stories, TokenSource(token_texts=(str(tmp_path / "text.txt"),), token_count=30))
+    new = found.new_tokens
+    assert {"ß", "ü"} <= set(new.tokens) and len(new.merges) < len(new.tokens)
+    wide = expand(stories, Request("none", new_tokens=new), tmp_path / "wide").path
+    assert "old_vocabulary" in held(verify(wide, stories))
+    tokenizer = AutoTokenizer.from_pretrained(wide)
+    ids = tokenizer("Große Füße", add_special_tokens=False).input_ids
+    assert max(ids) >= 512 and tokenizer.decode(ids).strip() == "Große Füße"

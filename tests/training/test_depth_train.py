@@ -203,7 +203,7 @@ def test_apply_on_another_base_is_refused_or_forced(deep_of: Deep, tmp_path: Pat
         apply(tmp_path / "extract", tmp_path / "again", base)
     done = apply(tmp_path / "extract", tmp_path / "again", GivenBase(base, force=True))
     assert base_bytes(load(base), freeze_base(load(done.path))) != [], "layers have other numbers in memory"
-    result = verify(done.path, base, probes=Probes(new_tokens=0))
+    result = verify(done.path, base, probes=Probes(max_new_tokens=0))
     assert result.passed and not result.promises[1].claimed
     strip(done.path, tmp_path / "stripped")
     assert digests(tmp_path / "stripped") == digests(base)

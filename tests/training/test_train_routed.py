@@ -93,7 +93,7 @@ def test_with_the_route_the_base_stays(place: Path, trained_of: Callable[..., Pa
     assert not same(routed, once)
     if name != "strict":
         assert not same(routed, trained_of(name)), "the route changes what is learned"
-    result = verify(routed, SHIPPED_MODEL, probes=Probes(new_tokens=2))
+    result = verify(routed, SHIPPED_MODEL, probes=Probes(max_new_tokens=2))
     assert result.passed and result.state == "trained"
     assert "base_stream_always" in result.required
     strip(routed, tmp_path / "base")
