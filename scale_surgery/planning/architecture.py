@@ -150,6 +150,11 @@ class Block:
     norm: str = ""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it runs as it is, and what is new stands beside it."""
+        return self.treatment == "block"
+
+    @property
     def queries_per_key_value(self) -> int:
         """Query heads that share one key/value head."""
         return self.query_heads // max(1, self.key_value_heads)
@@ -184,7 +189,7 @@ class Kind:
         """Modules beside which something may be added: norms, linears, and blocks that run as they are."""
         norms = (norm.name for norm in (*self.pre_norms, *self.post_norms))
         inner = (norm.name for block in self.blocks for norm in block.inner_norms)
-        whole = (block.name for block in self.blocks if block.treatment == "block")
+        whole = (block.name for block in self.blocks if block.is_whole)
         return tuple(dict.fromkeys([*norms, *inner, *(linear.name for linear in self.linears), *whole]))
 
     def on_disk(self, name: str) -> str:

@@ -59,7 +59,7 @@ def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
 
 
 def _takes_two_paths(block: Block) -> bool:
-    return block.treatment == "split" or (block.treatment == "block" and block.group == "ffn")
+    return block.treatment == "split" or (block.is_whole and block.group == "ffn")
 
 
 def _stock(sections: tuple[int, ...] = ()) -> Spec:
@@ -79,6 +79,6 @@ def _modules(kind: Kind, sizes: Sizes) -> Spec:
             by_head = {"kind": "head_norm", "heads": block.heads_through(norm), "axis": norm.head_axis}
             specs[norm.name] = _stock() if norm.head_axis is None else by_head
         specs |= {name: {"kind": "activation", "base": block.inner} for name in block.activations}
-        if block.treatment == "block":
+        if block.is_whole:
             specs[block.name] = {"kind": "block", "base": sizes.hidden, "up": 0}
     return specs

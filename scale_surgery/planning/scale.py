@@ -190,7 +190,7 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
         reading = [kind.blocks[0], *(block for block in kind.blocks[1:] if block.norm and block.norm == norm)]
         linears = (linear.name for block in reading for linear in block.linears if linear.reads == "residual")
         modules |= {norm: ("up_weight", "up_bias")} | dict.fromkeys(linears, ("w12", "w22"))
-        modules |= {block.name: ("w22",) for block in reading if block.treatment == "block"}
+        modules |= {block.name: ("w22",) for block in reading if block.is_whole}
     names = tuple(named(name, part) for name, parts in modules.items() for part in parts)
     return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(names))
 
@@ -277,7 +277,7 @@ def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths
 
 def _is_open(kind: Kind, widths: Widths) -> bool:
     if widths.up_width:
-        return bool(widths.up_inner_width) or any(block.treatment != "block" for block in kind.blocks)
+        return bool(widths.up_inner_width) or any(not block.is_whole for block in kind.blocks)
     return any(
         (block.query_heads and widths.up_kv_heads) or (block.inner and widths.up_inner_width) for block in kind.blocks
     )
@@ -373,7 +373,7 @@ def _idle_problems(
 ) -> list[str]:
     """Refuse groups that none of the chosen layers has, such as attention in layers of MLPs alone."""
     blocks = [block for layer in chosen for block in architecture.kind(layer).blocks]
-    open_groups = {block.group for block in blocks if block.treatment != "block" or widths.up_inner_width}
+    open_groups = {block.group for block in blocks if not block.is_whole or widths.up_inner_width}
     if not (chosen and groups) or open_groups & set(groups):
         return []
     return [

@@ -190,7 +190,7 @@ def _unread(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...]) -
 
 def _reads_up(block: Block, widths: Widths, *, has_w12: bool) -> bool:
     """Whether a block reads the up stream: by W12 of its edges, or for new heads or inner features."""
-    if block.treatment == "block":
+    if block.is_whole:
         return bool(widths.up_inner_width)
     linears = [linear_widths(block, linear, widths) for linear in block.linears if linear.reads == "residual"]
     return has_w12 or any(up for linear in linears for _, up in linear.outputs)
@@ -201,12 +201,12 @@ def _norms_after_whole(kind: Kind) -> list[str]:
     if len(kind.post_norms) != len(kind.blocks):
         return []
     pairs = zip(kind.post_norms, kind.blocks, strict=True)
-    return [norm.name for norm, block in pairs if block.treatment == "block"]
+    return [norm.name for norm, block in pairs if block.is_whole]
 
 
 def _block_specs(block: Block, sizes: Sizes, widths: Widths) -> Spec:
     up = widths.up_streams(block)
-    if block.treatment == "block":
+    if block.is_whole:
         if not widths.up_width:
             return {}
         sides = {"base": sizes.hidden, "up": widths.up_width, "inner": widths.up_inner_width}
@@ -246,7 +246,7 @@ def _passing_specs(kind: Kind, base: int, up: int) -> Spec:
     specs = {name: {"kind": "passing", "base": base, "up": 0} for name in readers}
     specs |= {name: {"kind": "passing", "base": None, "up": up} for name in writers}
     # a block that runs as it is drops the up stream itself, and a norm after it reads zeros there
-    whole = [block.name for block in kind.blocks if block.treatment == "block"]
+    whole = [block.name for block in kind.blocks if block.is_whole]
     specs |= {name: {"kind": "passing", "base": base, "up": up} for name in _norms_after_whole(kind)}
     return specs | {name: {"kind": "block", "base": base, "up": up} for name in whole}
 

@@ -216,7 +216,7 @@ def fused_problems(architecture: Architecture, layers: Collection[int]) -> list[
     """
     numbers = architecture.kind_of_layer[max(first_wide_layer(architecture, layers), 0) :]
     kinds = [architecture.kinds[number] for number in dict.fromkeys(numbers)]
-    blocks = dict.fromkeys(block.name for kind in kinds for block in kind.blocks if block.treatment == "block")
+    blocks = dict.fromkeys(block.name for kind in kinds for block in kind.blocks if block.is_whole)
     return [
         f"--to fused: the block {name} runs as it is, with a small MLP beside it, expected linears in which base "
         "and new blocks can be one matrix. Use the expanded model as it is."
