@@ -23,6 +23,8 @@ from click.testing import CliRunner, Result
 from benchmarks import make_checkpoint, pipeline, svd
 from scale_surgery.cli.program import main
 from scale_surgery.errors import SurgeryError
+from scale_surgery.evidence import verify
+from scale_surgery.evidence.promises import PROMISES
 from scale_surgery.fields import fields_of
 from scale_surgery.modeling.expanded_routers import ROUTERS
 from scale_surgery.surgery.routers import RouterOptions
@@ -314,6 +316,13 @@ def test_every_router_is_explained(name):
         "a section of docs/concepts.md"
     )
     assert re.search(rf"\b{name}\b", fields_of(RouterOptions)["router"].help), "its line in RouterOptions"
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_every_promise_is_listed(name):
+    for page in (README, ROOT / "docs" / "concepts.md", ROOT / "docs" / "commands-expand.md"):
+        assert f"| `{name}` |" in page.read_text(encoding="utf-8"), page
+    assert name in (verify.__doc__ or "") and name in (main.commands["verify"].help or "")
 
 
 def test_every_family_and_error_is_documented():
