@@ -135,11 +135,6 @@ class Plan:
         others = [tensor for tensor in self.tensors if not tensor.name.endswith(".new_rows")]
         return tuple(tensor for tensor in others if not tensor.name.startswith(inside))
 
-    @property
-    def is_new_tokens_alone(self) -> bool:
-        """Whether new tokens are all that is added."""
-        return not self.layers
-
     def stored_name(self, name: str) -> str:
         """Name that a tensor has in the files, where layers are duplicated or not."""
         return name if self.numbering is None else self.numbering.stored(name)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
+from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
@@ -38,7 +38,7 @@ from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_
 from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
-from scale_surgery.surgery.write_folder import EXTENDED, running_dtype, take_over_shards, tokenizer_texts
+from scale_surgery.surgery.write_folder import EXTENDED, extend_tokenizer, running_dtype, take_over_shards
 
 ADVICE = "Give that base; or --force, and no promise but recoverable is made."
 # written for each base, never taken over from the extract as they are
@@ -282,9 +282,7 @@ def _write_around(
     manifest = _named(extract.manifest, base)
     write_json(folder / CONFIG_FILE, written_config(manifest, checkpoint.config, running_dtype(checkpoint)))
     if _has_other_tokenizer(extract, base):
-        texts = {file: read_text(checkpoint, file) for file in EXTENDED if file in checkpoint.side_files}
-        for name, text in tokenizer_texts([made], texts).items():
-            write_text(folder / name, text)
+        extend_tokenizer(checkpoint.path, folder, [made])
     if not {TOKENIZER_CONFIG_FILE, *(EXTENDED if made.widths.new_tokens else ())}.isdisjoint(base.other_files):
         pin_tokenizer_class(checkpoint.path, folder, run)
     shards = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.files import take_over, write_json, write_text
+from scale_surgery.checkpoint.files import take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
@@ -33,7 +33,7 @@ from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.surgery.joining import Joined, cast_problems, join_pieces, joined_tensors
 from scale_surgery.surgery.parts import restore
 from scale_surgery.surgery.record import Manifest
-from scale_surgery.surgery.write_folder import EXTENDED, tokenizer_texts
+from scale_surgery.surgery.write_folder import extend_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,10 +109,7 @@ def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
     with track("stock shards", total) as advance:
         restore(checkpoint.path, partial, manifest, functools.partial(_place, checkpoint, shards, advance))
-    if manifest.plan.widths.new_tokens:
-        before = {file: (partial / file).read_text("utf-8") for file in EXTENDED if file in manifest.base_files}
-        for file, text in tokenizer_texts([manifest.plan], before).items():
-            write_text(partial / file, text)
+    extend_tokenizer(partial, partial, [manifest.plan])
     write_json(partial / CONFIG_FILE, stock_config(_base_config(manifest), *_facts(manifest)))
     if INDEX_FILE in manifest.base_files:
         index = json.loads(manifest.replaced[INDEX_FILE])

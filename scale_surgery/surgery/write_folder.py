@@ -9,7 +9,7 @@ everything else --as files-->  everything else
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from scale_surgery.checkpoint.names import (
     TRAINING_FOLDER,
 )
 from scale_surgery.checkpoint.numbering import Numbering
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.new_tokens import extended_tokenizer, extended_tokenizer_config
 from scale_surgery.planning.plan import Plan
@@ -144,10 +144,7 @@ def _write_around_base(
     code = code_texts(plan)
     for file, text in code.items():
         write_text(partial / file, text)
-    if any(plan.widths.new_tokens for plan in plans):
-        before = {file: read_text(base, file) for file in EXTENDED if file in base.side_files}
-        for file, text in tokenizer_texts(plans, before).items():
-            write_text(partial / file, text)
+    extend_tokenizer(base.path, partial, plans)
     write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, running_dtype(base), routing))
     pinned = pin_tokenizer_class(base.path, partial, run)
     places = {name: stored_shard(info.file) for name, info in base.tensors.items()}
@@ -220,6 +217,15 @@ def tokenizer_texts(plans: Iterable[Plan], texts: Mapping[str, str]) -> Mapping[
         if (new := plan.request.new_tokens) is not None:
             return {file: EXTENDED[file](text, plan.sizes.embedded, new) for file, text in texts.items()}
     return texts
+
+
+def extend_tokenizer(base: Path, folder: Path, plans: Sequence[Plan]) -> None:
+    """Write a base's tokenizer into a new folder, with the tokens that an expansion adds, if one does."""
+    if any(plan.widths.new_tokens for plan in plans):
+        before = {file: read_bytes(base / file).decode() for file in EXTENDED if (base / file).is_file()}
+        for file, text in tokenizer_texts(plans, before).items():
+            if text != before[file]:
+                write_text(folder / file, text)
 
 
 def _with_tokenizer(given: Checkpoint, before: Manifest, manifest: Manifest, partial: Path) -> Manifest:

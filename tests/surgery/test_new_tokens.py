@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from copy import deepcopy
 from shutil import copytree
 
@@ -405,3 +406,13 @@ def test_a_character_in_bytes_becomes_a_token_without_a_merge(stories, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(wide)
     ids = tokenizer("Große Füße", add_special_tokens=False).input_ids
     assert max(ids) >= 512 and tokenizer.decode(ids).strip() == "Große Füße"
+
+
+def test_a_file_of_the_tokenizer_that_stays_keeps_its_line_ends(base_of, tmp_path):
+    base = shutil.copytree(base_of("llama"), tmp_path / "base")
+    config = base / "tokenizer_config.json"
+    config.write_bytes(config.read_bytes().replace(b"\n", b"\r\n"))
+    wide = expand(base, ALONE, tmp_path / "wide").path
+    stock = merge(wide, tmp_path / "stock", "stock").path
+    for folder in (wide, stock):
+        assert (folder / config.name).read_bytes() == config.read_bytes()
