@@ -37,7 +37,7 @@ from scale_surgery.planning.new_tokens import (
 from scale_surgery.progress import Track, no_progress, no_track
 from scale_surgery.running.documents import in_pieces, read_documents
 from scale_surgery.running.further_merges import Alphabet, count_joined, learn_merges, merges_of
-from scale_surgery.running.loading import load_base_config, quiet_transformers
+from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.text_files import open_text
@@ -120,7 +120,7 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
         DataError: If a token is empty, special or given twice, or if the base has it; if the folder's tokenizer gives
             old tokens other ids, or differs in something else; if a token does not come back from its id.
     """
-    base = _open_base(model, rows, run)
+    base = _open_base(model, load_tokenizer(model, run), rows)
     new = _read_folder(source, base) if source.is_dir() else _read_file(source, base)
     extended = _load(base, rows, new, extended_tokenizer(base.text, rows, new), run)
     if source.is_dir():
@@ -129,12 +129,14 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
     return new
 
 
-def check_new_tokens(model: Path, new: NewTokens, rows: int, run: RunOptions = RunOptions()) -> None:
-    """Check that a base's tokenizer can take these tokens; see `read_new_tokens` for the arguments and what it raises.
+def check_new_tokens(
+    model: Path, tokenizer: Any | None, new: NewTokens, rows: int, run: RunOptions = RunOptions()
+) -> None:
+    """Check that a base's tokenizer, as `load_tokenizer` gives it, can take these tokens; see `read_new_tokens`.
 
     They may be those of a saved plan, of somebody's own code, or of an expansion of another model.
     """
-    base = _open_base(model, rows, run)
+    base = _open_base(model, tokenizer, rows)
     ids = token_ids(base.content)
     had = {
         token: ids.get(token) if new.merges else ids.get(token, _only_id(base.loaded, token)) for token in new.tokens
@@ -170,7 +172,7 @@ def _check_loaded(base: BaseTokenizer, extended: Any, rows: int, new: NewTokens)
         raise DataError.from_problems(shorten(problems))
 
 
-def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
+def _open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
     """Open a base's tokenizer that can take tokens."""
     file = model / TOKENIZER_FILE
     if not file.is_file():
@@ -179,8 +181,6 @@ def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
             "A tokenizer that is written in Python has none and can take no tokens."
         )
     content = _read_tokenizer(file)
-    with quiet_transformers():
-        loaded = load_tokenizer(model, run)
     if loaded is None:
         raise CheckpointError(
             f"{model}: its tokenizer does not load. --trust-remote-code lets one run its own code, and new tokens need "
@@ -307,8 +307,7 @@ def _load(base: BaseTokenizer, rows: int, new: NewTokens, text: str, run: RunOpt
         if (config := folder / TOKENIZER_CONFIG_FILE).exists():
             write_text(config, extended_tokenizer_config(_text_of(config), rows, new))
         write_text(folder / TOKENIZER_FILE, text)
-        with quiet_transformers():
-            loaded = load_tokenizer(folder, run)
+        loaded = load_tokenizer(folder, run)
     if loaded is None:
         raise CheckpointError(f"{base.path}: its tokenizer does not load any more with new tokens. {LEARN_THEM}")
     return loaded
@@ -462,7 +461,7 @@ def choose_new_tokens(
     """
     if count < 1:
         raise PlanError(f"--count is {count}, expected at least 1.")
-    base = _open_base(model, rows, run)
+    base = _open_base(model, load_tokenizer(model, run), rows)
     backend = json.loads(base.loaded.backend_tokenizer.to_str())
     if (kind := backend["model"]["type"]) != "BPE":
         raise DataError(
