@@ -33,6 +33,7 @@ ROOMS = [
     "talking",
     "learning",
     "hub",
+    "api",
     "demo",
     "cli",
     "__main__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -9,12 +10,14 @@ LICENCE_KEYS = ("license", "license_name", "license_link")
 
 def read_licence(base_text: str | None) -> dict[str, Any]:
     """The licence that a card names: `license`, `license_name` and `license_link`, those that are there."""
-    from huggingface_hub import ModelCard
+    # to import huggingface_hub's ModelCard for this takes as long as all else of `extract`
+    import yaml
 
     if base_text is None or not base_text.lstrip().startswith("---"):
         return {}
     try:
-        data: dict[str, Any] = ModelCard(base_text, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
-    except Exception:
+        _, block, _ = re.split(r"^---\s*$", base_text, maxsplit=2, flags=re.MULTILINE)
+        data = yaml.safe_load(block)
+        return {key: data[key] for key in LICENCE_KEYS if data.get(key)}
+    except (ValueError, AttributeError, yaml.YAMLError):
         return {}  # a card that cannot be parsed names no licence
-    return {key: data[key] for key in LICENCE_KEYS if data.get(key)}

@@ -59,8 +59,9 @@ def expand_command(
     \b
     Example: scale-surgery expand MODEL --layers 20-31
     """
+    from scale_surgery.checkpoint.sources import open_model
     from scale_surgery.checkpoint.staging import check_target
-    from scale_surgery.deriving.planned import load_plan, plan
+    from scale_surgery.deriving.planned import load_plan, make_plan
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables import render_expansion
@@ -73,7 +74,9 @@ def expand_command(
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers or new tokens, or --plan with a saved plan, one of the two.")
     if request is not None:
-        made = plan(model, request, revision=revision, run=run, track=out.track)
+        # its new tokens were tried when they were found
+        source, checkpoint = open_model(model, revision)
+        made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=out.track)
     elif plan_file is not None:
         made = load_plan(model, plan_file, revision=revision, run=run, track=out.track)
     if dry_run:

@@ -1,38 +1,57 @@
-"""The command line: a group of commands, each in a module of its own."""
+"""The command line: a group of commands, each in a module of its own, which is imported when it is called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib import import_module
 from typing import Any
 
 import click
 
-from scale_surgery.cli.adopt import adopt_command
-from scale_surgery.cli.apply import apply_command
-from scale_surgery.cli.chat import chat_command
-from scale_surgery.cli.compose import compose_command
-from scale_surgery.cli.demo import demo_command
-from scale_surgery.cli.evaluate import evaluate_command
-from scale_surgery.cli.expand import expand_command
-from scale_surgery.cli.extract import extract_command
-from scale_surgery.cli.generate import generate_command
-from scale_surgery.cli.hold_out import hold_out_command
-from scale_surgery.cli.inspect import inspect_command
-from scale_surgery.cli.learn import learn_command
-from scale_surgery.cli.merge import merge_command
-from scale_surgery.cli.plan import plan_command
-from scale_surgery.cli.push import push_command
-from scale_surgery.cli.rank_layers import rank_layers_command
-from scale_surgery.cli.report import report_command
-from scale_surgery.cli.route_calibrate import route_calibrate_command
-from scale_surgery.cli.route_export import route_export_command
-from scale_surgery.cli.route_report import route_report_command
-from scale_surgery.cli.serve import serve_command
-from scale_surgery.cli.strip import strip_command
-from scale_surgery.cli.train import train_command
-from scale_surgery.cli.verify import verify_command
+# each command with what fits into one line of their list
+SUMMARIES = {
+    "adopt": "Make an expanded model of what another trainer saved.",
+    "apply": "Put extracted new tensors back on their base model.",
+    "chat": "Talk to a model, and see which path each token came from.",
+    "compose": "Put many expansions of one base into one model.",
+    "demo": "Run every step on the model that comes with the package.",
+    "evaluate": "Measure what models forgot and learned.",
+    "expand": "Widen chosen layers; the base's tensors keep their bytes.",
+    "extract": "Take the new tensors alone, to share them like an adapter.",
+    "generate": "Answer prompts, for scripts.",
+    "hold-out": "Set text aside, to set a router by and to measure on.",
+    "inspect": "Describe a checkpoint from its headers.",
+    "learn": "Do the whole job: teach a model a text, and keep its base.",
+    "merge": "Merge each linear layer's blocks into one matrix.",
+    "plan": "Show everything that expand would do.",
+    "push": "Push a folder to the Hub, with a model card.",
+    "rank-layers": "Find the layers that a text would change most.",
+    "report": "Show what training changed, as tables and as a page.",
+    "route-calibrate": "Find the best settings for a router, and store them.",
+    "route-export": "Add a router that picks the base or the new path by token.",
+    "route-report": "Show which path each token of a text came from.",
+    "serve": "Serve a model with OpenAI's endpoints.",
+    "strip": "Get the base model back, every file byte for byte.",
+    "train": "Train the new tensors; the base stays frozen.",
+    "verify": "Check which promises hold, with numbers.",
+}
+
+
+class Commands(Mapping[str, click.Command]):
+    """The commands by name; each is imported when it is asked for, since all of them take longer than `strip` does."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        summary, module = SUMMARIES[name], name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"scale_surgery.cli.{module}"), f"{module}_command")
+        command.short_help = summary
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SUMMARIES)
+
+    def __len__(self) -> int:
+        return len(SUMMARIES)
 
 
 @contextmanager
@@ -58,14 +77,23 @@ class Program(click.Group):
         with visible_usage():
             return super().parse_args(ctx, args)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing one."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
     def invoke(self, ctx: click.Context) -> Any:
         """Read the arguments of a command, and run it."""
         with visible_usage():
             return super().invoke(ctx)
 
 
-@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(version("scale-surgery"), prog_name="scale-surgery")
+@click.group(
+    cls=Program,
+    commands=Commands(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="scale-surgery", prog_name="scale-surgery")
 def main() -> None:
     """Widen a language model so that it can learn without losing what it knows.
 
@@ -95,62 +123,3 @@ def main() -> None:
     MODEL is a checkpoint folder or a Hub id; EXPANDED is a folder that expand wrote. Exit codes: 0 done, 1 failed or a
     check did not pass, 2 wrong usage.
     """
-
-
-for command in (
-    adopt_command,
-    apply_command,
-    chat_command,
-    compose_command,
-    demo_command,
-    evaluate_command,
-    expand_command,
-    extract_command,
-    generate_command,
-    hold_out_command,
-    inspect_command,
-    learn_command,
-    merge_command,
-    plan_command,
-    push_command,
-    rank_layers_command,
-    report_command,
-    route_calibrate_command,
-    route_export_command,
-    route_report_command,
-    serve_command,
-    strip_command,
-    train_command,
-    verify_command,
-):
-    main.add_command(command)
-
-# what fits into one line of the list of commands
-SHORT_HELP = {
-    "adopt": "Make an expanded model of what another trainer saved.",
-    "apply": "Put extracted new tensors back on their base model.",
-    "chat": "Talk to a model, and see which path each token came from.",
-    "compose": "Put many expansions of one base into one model.",
-    "demo": "Run every step on the model that comes with the package.",
-    "evaluate": "Measure what models forgot and learned.",
-    "expand": "Widen chosen layers; the base's tensors keep their bytes.",
-    "extract": "Take the new tensors alone, to share them like an adapter.",
-    "generate": "Answer prompts, for scripts.",
-    "hold-out": "Set text aside, to set a router by and to measure on.",
-    "inspect": "Describe a checkpoint from its headers.",
-    "learn": "Do the whole job: teach a model a text, and keep its base.",
-    "merge": "Merge each linear layer's blocks into one matrix.",
-    "plan": "Show everything that expand would do.",
-    "push": "Push a folder to the Hub, with a model card.",
-    "rank-layers": "Find the layers that a text would change most.",
-    "report": "Show what training changed, as tables and as a page.",
-    "route-calibrate": "Find the best settings for a router, and store them.",
-    "route-export": "Add a router that picks the base or the new path by token.",
-    "route-report": "Show which path each token of a text came from.",
-    "serve": "Serve a model with OpenAI's endpoints.",
-    "strip": "Get the base model back, every file byte for byte.",
-    "train": "Train the new tensors; the base stays frozen.",
-    "verify": "Check which promises hold, with numbers.",
-}
-for name, text in SHORT_HELP.items():
-    main.commands[name].short_help = text

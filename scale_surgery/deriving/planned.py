@@ -25,6 +25,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import load_tokenizer
 
 
 def plan(
@@ -54,7 +55,9 @@ def plan(
     made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=track)
     # of a repository on the Hub, the tokenizer may not be here yet
     if made.request.new_tokens is not None and (source.revision is None or (source.path / TOKENIZER_FILE).is_file()):
-        check_new_tokens(source.path, made.request.new_tokens, made.sizes.embedded, run)
+        check_new_tokens(
+            source.path, load_tokenizer(source.path, run), made.request.new_tokens, made.sizes.embedded, run
+        )
     return made
 
 

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
@@ -25,6 +26,8 @@ from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from scale_surgery.surgery.initialise import Initialiser
 
 # singular values of a spectrum that are reported; a plot shows no more
 SPECTRUM_POINTS = 64
@@ -93,16 +96,21 @@ class Comparison:
     def _start_of(self, tensor: TensorPlan) -> Tensor | None:
         """The initial values of a tensor; None where --force put it beside another base tensor."""
         from scale_surgery.checkpoint.shards import tensor_bytes
-        from scale_surgery.surgery.initialise import make_tensor
 
         forced = (self.manifest.forced_base or {}).get("differing", ())
         if tensor.init not in ("zero", "random") and tensor.source in forced:
             self.unknown.append(tensor.name)
             return None
-        start = make_tensor(self.plan, tensor, self.checkpoint, self.device)
+        start = self._initialiser.make(tensor)
         if hashlib.sha256(tensor_bytes(start)).hexdigest() != self.manifest.expansion_tensors.get(tensor.name):
             self.differing.append(tensor.name)
         return start
+
+    @cached_property
+    def _initialiser(self) -> Initialiser:
+        from scale_surgery.surgery.initialise import Initialiser
+
+        return Initialiser(self.plan, self.checkpoint, self.device)
 
     def _split(self, located: LinearOfBlock | None, value: Tensor) -> list[Tensor]:
         """The rows of each role of a fused projection, as matrices; the whole where it is none."""

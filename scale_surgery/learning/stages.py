@@ -15,7 +15,8 @@ from scale_surgery.checkpoint.files import BaseWeights, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.records import read_record
-from scale_surgery.deriving.planned import load_plan, plan
+from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.deriving.planned import load_plan, make_plan
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.verify import verify
@@ -256,7 +257,11 @@ def _plan(work: Work) -> Stage:
         given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running, "track": track}
         if (found := find_new_tokens(recipe.model, work.tokens, **given)) is not None:
             request = replace(request, new_tokens=found.new_tokens if isinstance(found, ChosenTokens) else found)
-        made = plan(recipe.model, request, **given)
+        # its new tokens were tried when they were found
+        source, checkpoint = open_model(recipe.model, recipe.revision)
+        made = make_plan(
+            checkpoint, request, name=source.name, revision=source.revision, run=recipe.running, track=track
+        )
         save_plan(made, work.plan_file)
         return made, {"layers": request.layers, "parameters_added": made.costs.parameters_added}
 

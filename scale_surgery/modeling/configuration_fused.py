@@ -68,10 +68,14 @@ def _make_config(stock: Any, module: str) -> type:
         def stock_config(self) -> Any:
             """The configuration of the stock model that is widened."""
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+            if "_heterogeneity_spec" in vars(self):
+                values["per_layer_config"] = self.to_dict()["per_layer_config"]
             inside = make_stock(values, self.scale_surgery)
             # what is wider has a head of its own
             for part in (inside, inside.get_text_config(decoder=True)):
                 part.tie_word_embeddings = self.tie_word_embeddings
+            # or transformers would rename the tensors of the model inside once more
+            inside.model_type = self.model_type
             inside._attn_implementation = self._attn_implementation
             return inside
 
@@ -101,6 +105,8 @@ SAID = (
 )
 # keys that a stock configuration does not have
 OURS = ("scale_surgery", "auto_map", "architectures", "model_type", "transformers_version")
+# and what transformers sets on any configuration, and some stock ones give to it themselves
+OURS += ("ignore_keys_at_rope_validation",)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ from scale_surgery.planning.new_tokens import (
 from scale_surgery.progress import Track, no_progress, no_track
 from scale_surgery.running.documents import in_pieces, read_documents
 from scale_surgery.running.further_merges import Alphabet, count_joined, learn_merges, merges_of
-from scale_surgery.running.loading import load_base_config, quiet_transformers
+from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.text_files import open_text
@@ -58,9 +58,10 @@ MOST_SHOWN = 10
 
 @dataclass(frozen=True)
 class BaseTokenizer:
-    """A base's tokenizer: the text of its tokenizer.json, parsed too, and as it loads."""
+    """A base's tokenizer: the text of its tokenizer.json, parsed too, and as it loads; `rows` are its embedding's."""
 
     path: Path
+    rows: int
     text: str
     content: Mapping[str, Any]
     loaded: Any
@@ -120,21 +121,23 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
         DataError: If a token is empty, special or given twice, or if the base has it; if the folder's tokenizer gives
             old tokens other ids, or differs in something else; if a token does not come back from its id.
     """
-    base = _open_base(model, rows, run)
+    base = _open_base(model, load_tokenizer(model, run), rows)
     new = _read_folder(source, base) if source.is_dir() else _read_file(source, base)
-    extended = _load(base, rows, new, extended_tokenizer(base.text, rows, new), run)
+    extended = _extend(base, new, run)
     if source.is_dir():
-        _check_same(source, extended, _load(base, rows, new, _text_of(source / TOKENIZER_FILE), run), base, new)
-    _check_loaded(base, extended, rows, new)
+        _check_same(source, extended, _load(base, new, _text_of(source / TOKENIZER_FILE), run), base, new)
+    _check_extended(base, extended, new)
     return new
 
 
-def check_new_tokens(model: Path, new: NewTokens, rows: int, run: RunOptions = RunOptions()) -> None:
-    """Check that a base's tokenizer can take these tokens; see `read_new_tokens` for the arguments and what it raises.
+def check_new_tokens(
+    model: Path, tokenizer: Any | None, new: NewTokens, rows: int, run: RunOptions = RunOptions()
+) -> None:
+    """Check that a base's tokenizer, as `load_tokenizer` gives it, can take these tokens; see `read_new_tokens`.
 
     They may be those of a saved plan, of somebody's own code, or of an expansion of another model.
     """
-    base = _open_base(model, rows, run)
+    base = _open_base(model, tokenizer, rows)
     ids = token_ids(base.content)
     had = {
         token: ids.get(token) if new.merges else ids.get(token, _only_id(base.loaded, token)) for token in new.tokens
@@ -160,17 +163,17 @@ def check_new_tokens(model: Path, new: NewTokens, rows: int, run: RunOptions = R
         known.add(token)
     if problems:
         raise DataError.from_problems(shorten(problems))
-    _check_loaded(base, _load(base, rows, new, extended_tokenizer(base.text, rows, new), run), rows, new)
+    _check_extended(base, _extend(base, new, run), new)
 
 
-def _check_loaded(base: BaseTokenizer, extended: Any, rows: int, new: NewTokens) -> None:
+def _check_extended(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
     """Check a tokenizer with new tokens, and read texts with it."""
-    _check_as_before(base, extended, rows, new)
-    if problems := [] if new.merges else _unreadable(base.loaded, extended, rows, new):
+    _check_as_before(base, extended, new)
+    if problems := [] if new.merges else _unreadable(base, extended, new):
         raise DataError.from_problems(shorten(problems))
 
 
-def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
+def _open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
     """Open a base's tokenizer that can take tokens."""
     file = model / TOKENIZER_FILE
     if not file.is_file():
@@ -179,8 +182,6 @@ def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
             "A tokenizer that is written in Python has none and can take no tokens."
         )
     content = _read_tokenizer(file)
-    with quiet_transformers():
-        loaded = load_tokenizer(model, run)
     if loaded is None:
         raise CheckpointError(
             f"{model}: its tokenizer does not load. --trust-remote-code lets one run its own code, and new tokens need "
@@ -203,7 +204,7 @@ def _open_base(model: Path, rows: int, run: RunOptions) -> BaseTokenizer:
             f"{model}: its tokenizer gives the id {known[highest]} for {highest!r}, expected ids below {rows}, the "
             "rows of its embedding. Use the tokenizer that the model was trained with."
         )
-    return BaseTokenizer(model, _text_of(file), content, loaded)
+    return BaseTokenizer(model, rows, _text_of(file), content, loaded)
 
 
 def _read_tokenizer(file: Path) -> dict[str, Any]:
@@ -298,17 +299,20 @@ def _merges(content: Mapping[str, Any]) -> list[list[str]]:
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
 
 
-def _load(base: BaseTokenizer, rows: int, new: NewTokens, text: str, run: RunOptions) -> Any:
+def _extend(base: BaseTokenizer, new: NewTokens, run: RunOptions) -> Any:
+    return _load(base, new, extended_tokenizer(base.text, base.rows, new), run)
+
+
+def _load(base: BaseTokenizer, new: NewTokens, text: str, run: RunOptions) -> Any:
     """Load the base's tokenizer with this tokenizer.json, which has new tokens, as from a folder."""
     with scratch_folder() as folder:
         for name in (CONFIG_FILE, TOKENIZER_CONFIG_FILE, *VOCABULARY_FILES):
             if (base.path / name).is_file():
                 shutil.copyfile(base.path / name, folder / name)
         if (config := folder / TOKENIZER_CONFIG_FILE).exists():
-            write_text(config, extended_tokenizer_config(_text_of(config), rows, new))
+            write_text(config, extended_tokenizer_config(_text_of(config), base.rows, new))
         write_text(folder / TOKENIZER_FILE, text)
-        with quiet_transformers():
-            loaded = load_tokenizer(folder, run)
+        loaded = load_tokenizer(folder, run)
     if loaded is None:
         raise CheckpointError(f"{base.path}: its tokenizer does not load any more with new tokens. {LEARN_THEM}")
     return loaded
@@ -341,10 +345,10 @@ def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]
     return {**around, **model, "merges": _merges(content), "added tokens": added}
 
 
-def _check_as_before(base: BaseTokenizer, extended: Any, rows: int, new: NewTokens) -> None:
+def _check_as_before(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
     """Check that every old token keeps its id, and that each new one has its own."""
     now = extended.get_vocab()
-    wanted = base.loaded.get_vocab() | {token: rows + place for place, token in enumerate(new.tokens)}
+    wanted = base.loaded.get_vocab() | {token: base.rows + place for place, token in enumerate(new.tokens)}
     moved = [f"{token!r} has {now.get(token)}" for token, id_ in wanted.items() if now.get(token) != id_]
     added = base.loaded.get_added_vocab()
     moved += [f"{token!r} is cut" for token in added if _ids(extended, token) != _ids(base.loaded, token)]
@@ -360,7 +364,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _unreadable(before: Any, extended: Any, rows: int, new: NewTokens) -> list[str]:
+def _unreadable(base: BaseTokenizer, extended: Any, new: NewTokens) -> list[str]:
     """Tokens that no text gives, or that do not come back as the base gives their text back."""
     problems = []
     for place, token in enumerate(new.tokens):
@@ -368,10 +372,10 @@ def _unreadable(before: Any, extended: Any, rows: int, new: NewTokens) -> list[s
         among = f"a{token} a" if is_spaced else f"a {token} a"
         texts = (among,) if is_spaced else (among, token)
         other = f"without the space, {token[1:]!r}" if is_spaced else f"with a space before it, {f' {token}'!r}"
-        if not any(rows + place in _ids(extended, text) for text in texts):
+        if not any(base.rows + place in _ids(extended, text) for text in texts):
             wrong = f"this tokenizer does not find it in {among!r}"
         else:
-            kept = [text for text in texts if _read_back(before, text) == text]
+            kept = [text for text in texts if _read_back(base.loaded, text) == text]
             lost = next((text for text in kept if _read_back(extended, text) != text), None)
             if lost is None:
                 continue
@@ -462,7 +466,7 @@ def choose_new_tokens(
     """
     if count < 1:
         raise PlanError(f"--count is {count}, expected at least 1.")
-    base = _open_base(model, rows, run)
+    base = _open_base(model, load_tokenizer(model, run), rows)
     backend = json.loads(base.loaded.backend_tokenizer.to_str())
     if (kind := backend["model"]["type"]) != "BPE":
         raise DataError(
@@ -484,8 +488,8 @@ def choose_new_tokens(
         number: count_joined(words, merges_of(merges, tokens[:number]))
         for number in [max(1, len(tokens) // part) for part in (4, 2, 1)]
     }
-    extended = _load(base, rows, new, extended_tokenizer(base.text, rows, new), run)
-    _check_as_before(base, extended, rows, new)
+    extended = _extend(base, new, run)
+    _check_as_before(base, extended, new)
     saved = {
         number: {own: often * (alphabet.count_pieces(own) - 1) for own, often in counts.items()}
         for number, counts in joined.items()

@@ -60,7 +60,7 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
     modeling.register()
     is_trusted = trusts_code(path, run)
     try:
-        with warnings.catch_warnings():
+        with quiet_transformers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
     except Exception:  # tokenizers raise it bare
@@ -69,8 +69,7 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
 
 def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
     """Load a folder's tokenizer where there are texts to read."""
-    with quiet_transformers():
-        tokenizer = load_tokenizer(path, run)
+    tokenizer = load_tokenizer(path, run)
     if tokenizer is None:
         raise DataError(
             f"{name}: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "

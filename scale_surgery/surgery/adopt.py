@@ -304,15 +304,14 @@ def _records(
 
 def _start_again(trained: Trained, run: RunOptions, track: Track) -> dict[str, ExpansionRecord]:
     """Records of expansions as they begin; their tensors are made again to be hashed, and not written."""
-    from scale_surgery.surgery.initialise import make_tensor
+    from scale_surgery.surgery.initialise import Initialiser
 
     records = dict[str, ExpansionRecord]()
     with track("their start", sum(plan.costs.parameters_added for plan in trained.plans.values())) as advance:
         for name, plan in trained.plans.items():
-            hashes = dict[str, str]()
+            hashes, initialiser = dict[str, str](), Initialiser(plan, trained.checkpoint, run.device)
             for tensor in plan.tensors:
-                value = make_tensor(plan, tensor, trained.checkpoint, run.device)
-                hashes[tensor.name] = hashlib.sha256(tensor_bytes(value)).hexdigest()
+                hashes[tensor.name] = hashlib.sha256(tensor_bytes(initialiser.make(tensor))).hexdigest()
                 advance(tensor.elements)
             records[name] = ExpansionRecord(plan, hashes)
     return records

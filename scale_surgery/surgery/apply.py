@@ -32,7 +32,7 @@ from scale_surgery.planning.reserved import name_clash, reserved_names
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import pin_tokenizer_class
+from scale_surgery.running.tokenizer import load_tokenizer, pin_tokenizer_class
 from scale_surgery.surgery.config import make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
 from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
@@ -158,7 +158,7 @@ def apply(
     if compared.other_files:
         _check_names(extracted, compared)
     if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:
-        check_new_tokens(source.path, new, manifest.plan.sizes.embedded, run)
+        check_new_tokens(source.path, load_tokenizer(source.path, run), new, manifest.plan.sizes.embedded, run)
     written = _bytes_written(extracted, checkpoint, base_weights)
     check_space(target, written if base_weights == "copy" or manifest.renumbered else 0)
     state = {

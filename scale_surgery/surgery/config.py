@@ -18,6 +18,7 @@ from scale_surgery.planning.architecture import CONFIG_KEYS
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.paths import base_specs, path_problems
 from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.stock import first_wide_layer
 from scale_surgery.surgery.joining import fork_of, gram_size
 from scale_surgery.surgery.record import Manifest
@@ -144,11 +145,11 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
 
 
 def _wide_values(config: Mapping[str, Any], plan: Plan, fork: int | None) -> dict[str, Any]:
-    """Sizes of hidden state and heads, base and expansion together, by their keys in config.json.
+    """Sizes of hidden state and heads, base and expansion together, by their keys in config.json; of new tokens none.
 
     Where a model sees images, what serves its language model reads them from the modules.
     """
-    if "text_config" in config:
+    if "text_config" in config or plan.widths == Widths(new_tokens=plan.widths.new_tokens):
         return {}
     key = {name: plan.architecture.keys.get(name, common) for name, common in CONFIG_KEYS.items()}
     sizes, widths = plan.sizes, plan.widths

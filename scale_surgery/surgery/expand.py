@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, write_tensors
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor
@@ -106,8 +107,9 @@ def expand(
     if before is not None:
         check_beside(record.plan for record in expansions.values())
         refuse_linked(source.path, before)
+    tokenizer = load_tokenizer(source.path, run)
     if made.request.new_tokens is not None:
-        check_new_tokens(source.path, made.request.new_tokens, made.sizes.embedded, run)
+        check_new_tokens(source.path, tokenizer, made.request.new_tokens, made.sizes.embedded, run)
     routing = routing_beside(before, len(expansions))
     base = base_in(given, made.request.name)
     check_space(target, least_base_bytes(given, before, made, base_weights) + made.costs.bytes_added)
@@ -128,7 +130,7 @@ def expand(
         base_bytes_written=written.base_bytes,
         left_out=given.left_out,
         pinned_tokenizer=written.pinned_tokenizer,
-        warnings=_warn_of_untrained_tokens(base, made, run),
+        warnings=_warn_of_untrained_tokens(base, made, tokenizer),
     )
 
 
@@ -147,8 +149,9 @@ def _plan_for(
 
 def _write_new_tensors(plan: Plan, base: Checkpoint, partial: Path, device: str, track: Track) -> None:
     """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
-    from scale_surgery.surgery.initialise import make_tensor
+    from scale_surgery.surgery.initialise import Initialiser
 
+    initialiser = Initialiser(plan, base, device)
     with track("new tensors", plan.costs.parameters_added) as advance:
         for shard in plan.shards:
             planned = [tensor for tensor in plan.tensors if tensor.shard == shard]
@@ -157,19 +160,18 @@ def _write_new_tensors(plan: Plan, base: Checkpoint, partial: Path, device: str,
                 continue
             tensors = {}
             for tensor in planned:
-                tensors[plan.stored_name(tensor.name)] = make_tensor(plan, tensor, base, device)
+                tensors[plan.stored_name(tensor.name)] = initialiser.make(tensor)
                 advance(tensor.elements)
             write_tensors(partial / shard, tensors)
 
 
-def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, run: RunOptions) -> tuple[str, ...]:
+def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, tokenizer: Any | None) -> tuple[str, ...]:
     """Warn where tokens were added to the tokenizer whose rows of the embedding nobody trained; one warning, or none.
 
     Chat models have added tokens that are trained, and special ones that no text has. What `resize_token_embeddings`
     makes lies where all rows have their mean, and two such rows cannot be told apart.
     """
     name = f"{plan.prefix}{plan.architecture.embedding_weight}"
-    tokenizer = load_tokenizer(base.path, run)
     if tokenizer is None or name not in base.tensors:
         return ()
     added = {

@@ -1,8 +1,10 @@
-"""Make the values of one planned tensor: read its base tensor, take fused projections apart, apply blocks.py."""
+"""Make the values of planned tensors: read its base tensor, take fused projections apart, apply blocks.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,115 +22,118 @@ from scale_surgery.surgery import blocks
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def make_tensor(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str = "cpu") -> Tensor:
-    """Make one new tensor of a plan; at most one tensor of the base is read.
+@dataclass(frozen=True)
+class Initialiser:
+    """Makes the new tensors of a plan, one at a time; at most one tensor of the base is in memory.
 
-    Args:
-        plan: The plan that it belongs to.
-        tensor: What to make.
+    Attributes:
+        plan: The plan.
         checkpoint: The base model.
         device: Where to compute, such as "cpu" or "cuda".
-
-    Returns:
-        The tensor on the CPU, in its planned shape and dtype.
-
-    Raises:
-        CheckpointError: If the base tensor holds NaN or infinity and is to be decomposed.
     """
-    value = _copy(plan, tensor, checkpoint) if tensor.init == "copy" else _compute(plan, tensor, checkpoint, device)
-    return value.to(device="cpu", dtype=TORCH_DTYPES[tensor.dtype]).contiguous()
 
+    plan: Plan
+    checkpoint: Checkpoint
+    device: str = "cpu"
 
-def _copy(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint) -> Tensor:
-    """Copy a base tensor as its block wants it: W21 once for each new copy, W12 a share of W for each."""
-    value = read_tensor(checkpoint, tensor.source)
-    if plan.numbering is not None or tensor.block in ("weight", "bias", "bias11"):
-        return value
-    copies = tensor.elements // value.numel()
-    rows = value.T if plan.architecture.transposed and value.dim() == 2 else value
-    if tensor.block == "w11":
-        return rows
-    if tensor.block == "w12":
-        return blocks.copied_w12(rows, copies, _generator(plan, tensor), TORCH_DTYPES[tensor.dtype])
-    _, linear = _linear_of(plan, tensor)
-    parts = torch.split(rows, list(linear.outputs))
-    return torch.cat([part for part in parts for _ in range(copies)])
+    def make(self, tensor: TensorPlan) -> Tensor:
+        """Make one new tensor.
 
+        Args:
+            tensor: What to make.
 
-def _generator(plan: Plan, tensor: TensorPlan) -> torch.Generator:
-    """The random generator of a tensor; the name of its expansion changes no value."""
-    return blocks.seeded_generator(plan.request.seed, nameless(tensor.name))
+        Returns:
+            The tensor on the CPU, in its planned shape and dtype.
 
+        Raises:
+            CheckpointError: If the base tensor holds NaN or infinity and is to be decomposed.
+        """
+        value = self._copy(tensor) if tensor.init == "copy" else self._compute(tensor)
+        return value.to(device="cpu", dtype=TORCH_DTYPES[tensor.dtype]).contiguous()
 
-def _compute(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint, device: str) -> Tensor:
-    """Make a tensor in float32: a constant, random numbers, or what a base weight gives when it is decomposed."""
-    generator = _generator(plan, tensor)
-    if tensor.init == "zero":
-        return torch.zeros(tensor.shape)
-    if tensor.init == "one":
-        return torch.ones(tensor.shape)
-    if tensor.init == "mute":
-        return torch.full(tensor.shape, float(plan.architecture.mute_gain))
-    if tensor.init == "random" and tensor.block != "new_rows":
-        return blocks.random_block(tensor.shape[0], tensor.shape[1], generator)
-    weight = read_tensor(checkpoint, _stored_source(plan, tensor, checkpoint)).to(device)
-    if tensor.block == "new_rows":
-        return _new_rows(plan, tensor, weight, checkpoint, generator)
-    if tensor.init == "mean":
-        return torch.full(tensor.shape, float(weight.float().mean()))
-    blocks.check_finite(weight, tensor.source)
-    method = plan.request.svd
-    if tensor.block == "up_weight":
-        columns = blocks.svd_embedding(weight, tensor.shape[1], method, generator)
-        return torch.cat((columns, means_of_pieces(plan, columns, checkpoint))) if plan.widths.new_tokens else columns
-    block, linear = _linear_of(plan, tensor)
-    rows = weight.T if plan.architecture.transposed else weight
-    parts = split_roles(rows, linear, block.head_size)
-    ups = [up for _, up in linear_widths(block, linear, plan.widths).outputs]
-    made = [
-        blocks.svd_w21(part, up, method, generator)
-        if tensor.block == "w21"
-        else blocks.svd_w22(part, up, tensor.shape[1], method, generator)
-        for part, up in zip(parts, ups, strict=True)
-    ]
-    return join_roles(made, linear, block.head_size)
+    def _copy(self, tensor: TensorPlan) -> Tensor:
+        """Copy a base tensor as its block wants it: W21 once for each new copy, W12 a share of W for each."""
+        value = read_tensor(self.checkpoint, tensor.source)
+        if self.plan.numbering is not None or tensor.block in ("weight", "bias", "bias11"):
+            return value
+        copies = tensor.elements // value.numel()
+        rows = value.T if self.plan.architecture.transposed and value.dim() == 2 else value
+        if tensor.block == "w11":
+            return rows
+        if tensor.block == "w12":
+            return blocks.copied_w12(rows, copies, self._generator(tensor), TORCH_DTYPES[tensor.dtype])
+        _, linear = _linear_of(self.plan, tensor)
+        parts = torch.split(rows, list(linear.outputs))
+        return torch.cat([part for part in parts for _ in range(copies)])
 
+    def _generator(self, tensor: TensorPlan) -> torch.Generator:
+        """The random generator of a tensor; the name of its expansion changes no value."""
+        return blocks.seeded_generator(self.plan.request.seed, nameless(tensor.name))
 
-def _stored_source(plan: Plan, tensor: TensorPlan, checkpoint: Checkpoint) -> str:
-    """The base tensor that a new one stands beside; of a tied head that of the embedding."""
-    is_stored = tensor.source in checkpoint.tensors
-    return tensor.source if is_stored else f"{plan.prefix}{plan.architecture.embedding_weight}"
+    def _compute(self, tensor: TensorPlan) -> Tensor:
+        """Make a tensor in float32: a constant, random numbers, or what a base weight gives when it is decomposed."""
+        plan, generator = self.plan, self._generator(tensor)
+        if tensor.init == "zero":
+            return torch.zeros(tensor.shape)
+        if tensor.init == "one":
+            return torch.ones(tensor.shape)
+        if tensor.init == "mute":
+            return torch.full(tensor.shape, float(plan.architecture.mute_gain))
+        if tensor.init == "random" and tensor.block != "new_rows":
+            return blocks.random_block(tensor.shape[0], tensor.shape[1], generator)
+        weight = read_tensor(self.checkpoint, self._stored_source(tensor)).to(self.device)
+        if tensor.block == "new_rows":
+            return self._new_rows(tensor, weight, generator)
+        if tensor.init == "mean":
+            return torch.full(tensor.shape, float(weight.float().mean()))
+        blocks.check_finite(weight, tensor.source)
+        method = plan.request.svd
+        if tensor.block == "up_weight":
+            columns = blocks.svd_embedding(weight, tensor.shape[1], method, generator)
+            return torch.cat((columns, self._means_of_pieces(columns))) if plan.widths.new_tokens else columns
+        block, linear = _linear_of(plan, tensor)
+        rows = weight.T if plan.architecture.transposed else weight
+        parts = split_roles(rows, linear, block.head_size)
+        ups = [up for _, up in linear_widths(block, linear, plan.widths).outputs]
+        made = [
+            blocks.svd_w21(part, up, method, generator)
+            if tensor.block == "w21"
+            else blocks.svd_w22(part, up, tensor.shape[1], method, generator)
+            for part, up in zip(parts, ups, strict=True)
+        ]
+        return join_roles(made, linear, block.head_size)
 
+    def _stored_source(self, tensor: TensorPlan) -> str:
+        """The base tensor that a new one stands beside; of a tied head that of the embedding."""
+        is_stored = tensor.source in self.checkpoint.tensors
+        return tensor.source if is_stored else f"{self.plan.prefix}{self.plan.architecture.embedding_weight}"
 
-def _new_rows(
-    plan: Plan, tensor: TensorPlan, weight: Tensor, checkpoint: Checkpoint, generator: torch.Generator
-) -> Tensor:
-    """Rows of new tokens, in embedding or head: means of rows of their pieces, or random ones as large as usual."""
-    if tensor.init == "pieces":
-        return means_of_pieces(plan, weight, checkpoint)
-    # a sample says how large numbers are
-    usual = float(weight[:: max(1, len(weight) // 1000)].float().std())
-    return usual * torch.randn(tensor.shape, generator=generator)
+    def _new_rows(self, tensor: TensorPlan, weight: Tensor, generator: torch.Generator) -> Tensor:
+        """Rows of new tokens, in embedding or head: means of rows of their pieces, or random ones as large as usual."""
+        if tensor.init == "pieces":
+            return self._means_of_pieces(weight)
+        # a sample says how large numbers are
+        usual = float(weight[:: max(1, len(weight) // 1000)].float().std())
+        return usual * torch.randn(tensor.shape, generator=generator)
 
+    def _means_of_pieces(self, rows: Tensor) -> Tensor:
+        """For each new token the mean of the rows of its pieces, float32."""
+        return torch.stack([(rows[ids] if ids else rows).float().mean(0) for ids in self._pieces]).cpu()
 
-def means_of_pieces(plan: Plan, rows: Tensor, checkpoint: Checkpoint) -> Tensor:
-    """For each new token the mean of the rows of its pieces, float32: what the base's tokenizer makes of it."""
-    from tokenizers import Tokenizer
+    @cached_property
+    def _pieces(self) -> list[list[int]]:
+        """What the base's tokenizer, a second to read where it is large, makes of each new token."""
+        from tokenizers import Tokenizer
 
-    new = plan.request.new_tokens
-    assert new is not None
-    # an expanded folder remembers the text of its base's tokenizer
-    replaced = {} if checkpoint.manifest is None else checkpoint.manifest["replaced"]
-    tokenizer = Tokenizer.from_str(replaced.get(TOKENIZER_FILE) or read_text(checkpoint, TOKENIZER_FILE))
-    means = []
-    for token in new.tokens:
+        new = self.plan.request.new_tokens
+        assert new is not None
+        # an expanded folder remembers the text of its base's tokenizer
+        replaced = {} if self.checkpoint.manifest is None else self.checkpoint.manifest["replaced"]
+        tokenizer = Tokenizer.from_str(replaced.get(TOKENIZER_FILE) or read_text(self.checkpoint, TOKENIZER_FILE))
         # what was learned is spelled as the model spells it, and what stands for itself as in a text
         if new.merges:
-            ids = [piece.id for piece in tokenizer.model.tokenize(token)]
-        else:
-            ids = tokenizer.encode(token, add_special_tokens=False).ids
-        means.append((rows[ids] if ids else rows).float().mean(0))
-    return torch.stack(means).cpu()
+            return [[piece.id for piece in tokenizer.model.tokenize(token)] for token in new.tokens]
+        return [tokenizer.encode(token, add_special_tokens=False).ids for token in new.tokens]
 
 
 def altered_copies(
@@ -138,13 +143,13 @@ def altered_copies(
 
     Tensors that are missing or of a wrong shape are left to other checks.
     """
-    lines = []
+    lines, initialiser = [], Initialiser(plan, checkpoint)
     for tensor in copies:
         advance(tensor.bytes)
         info, source = checkpoint.tensors.get(tensor.name), checkpoint.tensors.get(tensor.source)
         if info is None or info.shape != tensor.shape or source is None:
             continue
-        value, copy = read_tensor(checkpoint, tensor.name), make_tensor(plan, tensor, checkpoint)
+        value, copy = read_tensor(checkpoint, tensor.name), initialiser.make(tensor)
         # on another processor the noise of several copies may be rounded another way
         is_near = tensor.elements > source.elements and torch.allclose(value.float(), copy.float(), 1e-2, 1e-6)
         if not (is_near or torch.equal(value, copy)):

@@ -17,7 +17,7 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery import blocks
 from scale_surgery.surgery.blocks import seeded_generator, svd_embedding, svd_w21, svd_w22
-from scale_surgery.surgery.initialise import join_roles, make_tensor, split_roles
+from scale_surgery.surgery.initialise import Initialiser, join_roles, split_roles
 from tests.each import mostly
 from tests.families import FAMILIES
 
@@ -316,7 +316,7 @@ def test_each_role_is_decomposed_by_itself(base_of, name, fused):
     base = base_of(name)
     made, checkpoint = plan(base, Request("1", svd="exact")), open_checkpoint(base)
     tensor = next(t for t in made.tensors if t.name.endswith(tensor_name(fused, "default", "w21")))
-    block, weight = make_tensor(made, tensor, checkpoint), read_tensor(checkpoint, tensor.source)
+    block, weight = Initialiser(made, checkpoint).make(tensor), read_tensor(checkpoint, tensor.source)
     weight = weight.T if name == "gpt2" else weight
     linear = next(own for own in made.architecture.kinds[0].blocks[0].linears if own.name == fused)
     size, new = made.sizes.head_size, made.widths.up_kv_heads
@@ -338,7 +338,7 @@ def test_grouped_heads_are_decomposed_by_role(base_of, groups):
     architecture = replace(made.architecture, kinds=(replace(kind, blocks=(block, *kind.blocks[1:])),))
     grouped = replace(made, facts=replace(made.facts, architecture=architecture), widths=Widths(40, groups, 8))
     tensor = next(own for own in made.tensors if own.name.endswith(tensor_name("query_key_value", "default", "w21")))
-    found = make_tensor(grouped, replace(tensor, shape=(groups * 60, 40)), checkpoint)
+    found = Initialiser(grouped, checkpoint).make(replace(tensor, shape=(groups * 60, 40)))
     weight = read_tensor(checkpoint, tensor.source)
     for old, new in zip(rows_by_hand(2), rows_by_hand(groups), strict=True):
         wanted = formula(weight[old], len(new))

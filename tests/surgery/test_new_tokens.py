@@ -39,6 +39,8 @@ from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery.merge_stock import stock_config
 from scale_surgery.surgery.record import read_manifest
 from tests.conftest import shake
+from tests.each import mostly
+from tests.sweep.take import twin_config, write_base
 from tests.tiny import TOKENS as TOKEN_IDS
 from tests.tiny import save_tiny
 
@@ -199,6 +201,23 @@ def test_cosine_is_fused(base_of, tmp_path):
     fused = merge(routed, tmp_path / "fused").path
     ids = new_ids(wide)
     torch.testing.assert_close(logits(load(fused), ids), logits(load(routed), ids))
+
+
+# a config that takes what transformers sets on any, a tensor that files call otherwise, layers of unlike heads
+@pytest.mark.parametrize("model_type", mostly(("mellum", "laguna", "axk1", "dots3_note_text"), "mellum".__eq__))
+def test_fused_where_layers_cannot_be(tmp_path, model_type):
+    config = twin_config(model_type)
+    config.vocab_size = ROWS
+    base = write_base(config, torch.float32, tmp_path / "base")
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
+    wide = shake(expand(base, ALONE, tmp_path / "wide").path)
+    fused, ids = merge(wide, tmp_path / "fused").path, new_ids(wide)
+    torch.testing.assert_close(logits(load(fused), ids), logits(load(wide), ids))
+    assert files_of(merge(fused, tmp_path / "blocks", "blocks").path) == files_of(wide)
+    # a control: one with new blocks in a layer is refused
+    wider = expand(base, Request("last:1", new_tokens=TOKENS), tmp_path / "wider").path
+    with pytest.raises(PlanError, match=r"--to fused: the block mlp runs as it is"):
+        merge(wider, tmp_path / "refused")
 
 
 def test_stock_forms(base_of, tmp_path):
