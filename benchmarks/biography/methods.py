@@ -68,12 +68,20 @@ def frozen(base: Path, seed: int, *, layers: int) -> Any:
     return model
 
 
-def adapted(base: Path, seed: int, *, start: Literal["pissa", True], rank: int, **options: Any) -> Any:
-    """Load the base model with low-rank adapters on every linear of attention and MLP."""
+def adapted(
+    base: Path,
+    seed: int,
+    *,
+    start: Literal["pissa", True],
+    rank: int,
+    target_modules: str | list[str] = "all-linear",
+    **options: Any,
+) -> Any:
+    """Load the base model with low-rank adapters, on every linear of attention and MLP where no others are named."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=start, **options)
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=target_modules, init_lora_weights=start, **options)
     with warnings.catch_warnings():
         # peft asks for a property that transformers has renamed
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
