@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.biography.methods import adapted, whole
+from benchmarks.biography.methods import adapted, whole, with_adapter
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # by name: what prepares CorDA takes "all-linear" for the name of a module
@@ -78,15 +78,15 @@ def subspaced(base: Path, seed: int) -> Any:
 
 def with_subspaces(model: Any, seed: int) -> Any:
     """The model with OSF on every linear of attention and MLP, at the default of PEFT: half of the directions."""
-    from peft import OSFConfig, get_peft_model
+    from peft import OSFConfig
 
     torch.manual_seed(seed)
-    return get_peft_model(model, OSFConfig(target_modules=LINEARS))
+    return with_adapter(model, OSFConfig(target_modules=LINEARS))
 
 
 def knowledge_preserved(base: Path, seed: int, *, rank: int, samples: Callable[[Any], Tensor]) -> Any:
     """Load the base with CorDA's adapters on every linear of attention and MLP, oriented by its own samples."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
     from peft.tuners.lora.config import CordaConfig
     from peft.tuners.lora.corda import preprocess_corda
 
@@ -101,7 +101,7 @@ def knowledge_preserved(base: Path, seed: int, *, rank: int, samples: Callable[[
         corda_config=CordaConfig(corda_method="kpm"),
     )
     preprocess_corda(model, config, run_model=lambda: _read(model, rows))
-    return get_peft_model(model, config)
+    return with_adapter(model, config)
 
 
 on_mlps = partial(adapted, start=True, target_modules=MLP)

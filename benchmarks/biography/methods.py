@@ -78,14 +78,21 @@ def adapted(
     **options: Any,
 ) -> Any:
     """Load the base model with low-rank adapters, on every linear of attention and MLP where no others are named."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=target_modules, init_lora_weights=start, **options)
+    return with_adapter(whole(base, seed), config)
+
+
+def with_adapter(model: Any, config: Any) -> Any:
+    """The model with what a config of PEFT describes."""
+    from peft import get_peft_model
+
     with warnings.catch_warnings():
         # peft asks for a property that transformers has renamed
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        return get_peft_model(whole(base, seed), config)
+        return get_peft_model(model, config)
 
 
 def expanded(base: Path, seed: int, *, request: Request, routing: Router | None = None, **changes: Any) -> Any:
