@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from benchmarks.biography.methods import adapted, deepened, expanded, frozen, whole
 from benchmarks.language.base import Size
+from benchmarks.language.gates import gated
 from benchmarks.language.rehearsing import own_samples
 from benchmarks.protections import (
     between,
@@ -83,6 +84,7 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
         "adapt both double": (replace(ADAPT_BOTH, up_width=config.hidden_size), 3 * all_of_it // 2, 3e-3, ROUTERS),
     }
     samples = partial(own_samples, base, size)
+    double = partial(expanded, request=_matched(base, *scale["adapt both double"][:2]))
     rank_of_mlps = round(budget / (layers * _of_mlp_rank(config)))
     return (
         Method("full", whole, 1e-3, _on_the_way(whole)),
@@ -100,6 +102,7 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
             _expansion(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
             for name, (request, most, rate, routers) in scale.items()
         ),
+        Method("adapt both double gates", partial(gated, make=double), 3e-3),
     )
 
 

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
+from benchmarks.language.gates import shut
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
+from benchmarks.language.packages import ENGLISH
 from benchmarks.language.precision import mixed
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
 from benchmarks.records import append_line, read_lines
@@ -90,6 +92,7 @@ class Scores:
         ranking: Right answers among candidates; None where that was not asked.
         parallel: Accuracy of the next token in paragraphs that mean the same, in both languages; None with ranking.
         divergence: KL(base || model) on text of the second language, nats per token; None in older records.
+        shut: Share of the tokens of both languages at which all gates are exactly zero; None without gates.
     """
 
     old: Reading
@@ -97,6 +100,7 @@ class Scores:
     ranking: Ranking | None = None
     parallel: tuple[float, float] | None = None
     divergence: float | None = None
+    shut: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,12 @@ def examine(place: Place, model: Any) -> Scores:
 
 def read(place: Place, model: Any) -> Scores:
     """Score a model on the text that is held out for the end."""
-    return Scores(*place.examination.read(model.eval(), "test"), divergence=place.divergence(model))
+    old, new = place.examination.read(model.eval(), "test")
+    shares = None
+    if hasattr(model, "gates"):
+        languages = (ENGLISH, place.subject.second)
+        shares = tuple(shut(model, place.examination.rows[language, "test"]) for language in languages)
+    return Scores(old, new, divergence=place.divergence(model), shut=shares)
 
 
 def _learn(place: Place, model: Any, key: Key, shares: Sequence[float], taken: list[float]) -> Iterator[Point]:
@@ -215,9 +224,11 @@ def _learn(place: Place, model: Any, key: Key, shares: Sequence[float], taken: l
         started = time.process_time()
         with mixed(place.device.type):
             loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
+        gates = getattr(model, "gates", None)
+        (loss if gates is None else loss + gates.loss(is_new=True)).backward()
         if rehearsal is not None:
-            (key.weight * rehearsal.loss(model, step)).backward()
+            divergence = key.weight * rehearsal.loss(model, step)
+            (divergence if gates is None else divergence + gates.loss(is_new=False)).backward()
         take_step()
         taken.append(time.process_time() - started)
         if step + 1 in measured:
@@ -256,6 +267,7 @@ def _parse(record: dict[str, Any]) -> Run:
 
 def _parse_scores(scores: dict[str, Any]) -> Scores:
     old, new = (Reading(**scores[name]) for name in ("old", "new"))
+    later = {"divergence": scores.get("divergence"), "shut": scores.get("shut") and tuple(scores["shut"])}
     if scores["ranking"] is None:
-        return Scores(old, new, divergence=scores.get("divergence"))
-    return Scores(old, new, Ranking(**scores["ranking"]), tuple(scores["parallel"]), scores.get("divergence"))
+        return Scores(old, new, **later)
+    return Scores(old, new, Ranking(**scores["ranking"]), tuple(scores["parallel"]), **later)
