@@ -68,16 +68,31 @@ def frozen(base: Path, seed: int, *, layers: int) -> Any:
     return model
 
 
-def adapted(base: Path, seed: int, *, start: Literal["pissa", True], rank: int, **options: Any) -> Any:
-    """Load the base model with low-rank adapters on every linear of attention and MLP."""
-    from peft import LoraConfig, get_peft_model
+def adapted(
+    base: Path,
+    seed: int,
+    *,
+    start: Literal["pissa", True],
+    rank: int,
+    target_modules: str | list[str] = "all-linear",
+    **options: Any,
+) -> Any:
+    """Load the base model with low-rank adapters, on every linear of attention and MLP where no others are named."""
+    from peft import LoraConfig
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=start, **options)
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=target_modules, init_lora_weights=start, **options)
+    return with_adapter(whole(base, seed), config)
+
+
+def with_adapter(model: Any, config: Any) -> Any:
+    """The model with what a config of PEFT describes."""
+    from peft import get_peft_model
+
     with warnings.catch_warnings():
         # peft asks for a property that transformers has renamed
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        return get_peft_model(whole(base, seed), config)
+        return get_peft_model(model, config)
 
 
 def expanded(base: Path, seed: int, *, request: Request, routing: Router | None = None, **changes: Any) -> Any:

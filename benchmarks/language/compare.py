@@ -99,7 +99,7 @@ def once(place: Place, records: Path, method: Method, key: Key, *, is_examined: 
 
 def method_of(place: Place, name: str) -> Method:
     """A method by its name."""
-    (found,) = (method for method in methods_for(place.base) if method.name == name)
+    (found,) = (method for method in methods_for(place.base, place.size) if method.name == name)
     return found
 
 
@@ -140,7 +140,7 @@ def main(
     prepare(work, subject)
     if not any(done.key.subject == subject and done.key.method == "base" for done in read_runs(records)):
         append_run(records, run_base(place_of(work, subject)))
-    known = [own.name for own in methods_for(make_base(work, size, second))]
+    known = [own.name for own in methods_for(make_base(work, size, second), SIZES[size])]
     if foreign := sorted(set(names) - set(known)):
         raise click.UsageError(f"--method {', '.join(foreign)}: expected some of {', '.join(known)}.")
     chosen = [name for name in known if name in (names or known)]

@@ -29,8 +29,15 @@ from benchmarks.language.runs import Run, Scores, perplexity
 SKY = "#56B4E9"
 LOOKS = {
     "full": Look(BLACK),
+    "full L2 0.01": Look(BLACK, "1"),
+    "full L2 0.1": Look(BLACK, "2"),
+    "full L2 1": Look(BLACK, "3"),
+    "SSU": Look(GREY, "<"),
+    "OSF": Look(GREY, ">"),
     "freeze": Look(GREY, "s"),
     "LoRA": Look(ORANGE, "D"),
+    "LoRA MLP": Look(ORANGE, "d"),
+    "CorDA": Look(VERMILION, "d"),
     "PiSSA": Look(VERMILION, "D"),
     "depth": Look(SKY, "P"),
     "grow-freeze": Look(BROWN, "v"),
@@ -42,6 +49,7 @@ LOOKS = {
     "adapt both whole": Look(PURPLE, "p"),
     "adapt both wide": Look(PURPLE, "X"),
     "adapt both double": Look(PURPLE, "*"),
+    "adapt both double gates": Look(VERMILION, "*"),
 }
 # of the same colour as the smaller form
 LINES = {"whole": "--", "wide": "-.", "double": ":"}

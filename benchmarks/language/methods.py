@@ -17,6 +17,18 @@ from typing import Any
 from transformers import AutoConfig
 
 from benchmarks.biography.methods import adapted, deepened, expanded, frozen, whole
+from benchmarks.language.base import Size
+from benchmarks.language.gates import gated
+from benchmarks.language.rehearsing import own_samples
+from benchmarks.protections import (
+    between,
+    knowledge_preserved,
+    on_mlps,
+    pulled,
+    shielded,
+    subspaced,
+    without_intruders,
+)
 from scale_surgery import CosineRouter, PosteriorRouter, Request, plan
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.modeling.expanded_routers import Router
@@ -30,13 +42,13 @@ class Method:
         name: What it is called in records, tables and figures.
         make: Makes the model from a folder and a seed; what requires a gradient is what trains.
         rate: Learning rate in the middle of the sweep.
-        routers: With what it can be routed when it has learned, by name.
+        ends: What else is made of it when it has learned, by name: from the folder of the base, and the model.
     """
 
     name: str
     make: Callable[..., Any]
     rate: float
-    routers: Mapping[str, Router] = field(default_factory=dict)
+    ends: Mapping[str, Callable[[Path, Any], Any]] = field(default_factory=dict)
 
 
 # an expansion without W12 has no two paths to compare by their cosine
@@ -45,7 +57,12 @@ ROUTERS = POSTERIOR | {"cosine": CosineRouter()}
 ADAPT_BOTH = Request("all", variant="adapt", collaborate="both")
 
 
-def methods_for(base: Path) -> tuple[Method, ...]:
+# of the way from the base to the model
+SHARES_OF_THE_WAY = (0.25, 0.5, 0.75)
+PULLS = (0.01, 0.1, 1.0)
+
+
+def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
     """The methods for a base, of matched sizes."""
     config = AutoConfig.from_pretrained(base)
     layers, half = config.num_hidden_layers, config.num_hidden_layers // 2
@@ -66,18 +83,42 @@ def methods_for(base: Path) -> tuple[Method, ...]:
         "adapt both wide": (wide(ADAPT_BOTH), all_of_it, 3e-3, ROUTERS),
         "adapt both double": (replace(ADAPT_BOTH, up_width=config.hidden_size), 3 * all_of_it // 2, 3e-3, ROUTERS),
     }
+    samples = partial(own_samples, base, size)
+    double = partial(expanded, request=_matched(base, *scale["adapt both double"][:2]))
+    rank_of_mlps = round(budget / (layers * _of_mlp_rank(config)))
     return (
-        Method("full", whole, 1e-3),
+        Method("full", whole, 1e-3, _on_the_way(whole)),
+        *(Method(f"full L2 {weight:g}", partial(pulled, weight=weight), 1e-3) for weight in PULLS),
+        Method("SSU", partial(shielded, samples=samples), 1e-3),
+        Method("OSF", subspaced, 1e-3),
         Method("freeze", partial(frozen, layers=layers - half), 1e-3),
-        Method("LoRA", partial(adapted, start=True, rank=rank), 3e-3),
+        Method("LoRA", partial(adapted, start=True, rank=rank), 3e-3, {"intruders reduced": without_intruders}),
+        Method("LoRA MLP", partial(on_mlps, rank=rank_of_mlps), 3e-3, {"intruders reduced": without_intruders}),
+        Method("CorDA", partial(knowledge_preserved, rank=rank, samples=samples), 1e-3),
         Method("PiSSA", partial(adapted, start="pissa", rank=rank), 1e-3),
         Method("depth", partial(deepened, request=Request(upper, method="depth")), 1e-3),
         Method("grow-freeze", partial(expanded, request=Request(f"last:{grown}", method="grow")), 1e-3),
         *(
-            Method(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
+            _expansion(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
             for name, (request, most, rate, routers) in scale.items()
         ),
+        Method("adapt both double gates", partial(gated, make=double), 3e-3),
     )
+
+
+def _on_the_way(make: Callable[..., Any]) -> dict[str, Callable[[Path, Any], Any]]:
+    return {f"{share:g} of the way": partial(between, share, make) for share in SHARES_OF_THE_WAY}
+
+
+def _expansion(name: str, make: Callable[..., Any], rate: float, routers: Mapping[str, Router]) -> Method:
+    return Method(name, make, rate, {router: partial(_route, make, own) for router, own in routers.items()})
+
+
+def _route(make: Callable[..., Any], routing: Router, base: Path, model: Any) -> Any:
+    """The same model with a router."""
+    routed = make(base, 0, routing=routing).to(model.device)
+    routed.load_state_dict(model.state_dict())
+    return routed
 
 
 def _matched(base: Path, request: Request, budget: int) -> Request:

@@ -74,14 +74,18 @@ def rehearsal_of(
     if rehearse == "none":
         return None
     base = AutoModelForCausalLM.from_pretrained(folder).to(device).requires_grad_(False).eval()
-    count = max(1, round(SHARES[rehearse] * size.tokens / size.context))
     # rows of the base come in a random order already
-    rows = old()[:count] if rehearse == "old" else own_samples(base, folder, count, size.context)
+    rows = old()[: _count(size, rehearse)] if rehearse == "old" else own_samples(folder, size, base, rehearse)
     return Rehearsal(base, rows.to(device), size.rows // 2, seed)
 
 
-def own_samples(base: Any, folder: Path, samples: int, context: int) -> Tensor:
+def _count(size: Size, rehearse: str) -> int:
+    return max(1, round(SHARES[rehearse] * size.tokens / size.context))
+
+
+def own_samples(folder: Path, size: Size, base: Any, rehearse: str = "own") -> Tensor:
     """Let the base write text from its begin token at temperature 1, once; (samples, context)."""
+    samples, context = _count(size, rehearse), size.context
     file = folder.with_name(f"{folder.name}-{samples}-samples.safetensors")
     if not file.exists():
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ on the development split.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +20,7 @@ import click
 
 from benchmarks.language.compare import RECORDS
 from benchmarks.language.figures import LOOKS, draw_curves, draw_plane
+from benchmarks.language.methods import ROUTERS
 from benchmarks.language.runs import Run, Scores, Subject, perplexity, read_runs
 
 REHEARSED = {"none": "", "own": "own samples", "own x4": "four times as many", "old": "1 % old text"}
@@ -50,48 +51,59 @@ def ended(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def rows_of(groups: Sequence[list[Run]]) -> Iterator[tuple[str, str, list[Scores], list[Run]]]:
-    """A row for each method and for each router: name, what was rehearsed, scores, runs."""
+    """A row for each method and for each of its ends: name, what was rehearsed, scores, runs."""
     for group in groups:
         key = group[0].key
         yield key.method, key.rehearse, [run.scores for run in group if run.scores is not None], group
-        for router in group[0].routed:
-            yield f"{key.method}, {router}", key.rehearse, [run.routed[router] for run in group], group
+        for end in group[0].ends:
+            yield f"{key.method}, {end}", key.rehearse, [run.ends[end] for run in group], group
 
 
 def perplexities(groups: Sequence[list[Run]]) -> Iterator[str]:
-    """The table of perplexities without a router, in Markdown."""
+    """The table of perplexities without a router, in Markdown; KL is KL(base || model) on new text."""
     base = _base_of(groups)
     level = max(run.points[-1].new for group in groups for run in group if run.key.method != "base")
-    yield "| method | rehearsed | trained | rate | old | change | new | at equal learning | seeds |"
-    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
-    yield f"| base |  |  |  | {math.exp(base.old.nats):.1f} |  | {math.exp(base.new.nats):.1f} |  |  |"
+    yield "| method | rehearsed | trained | rate | old | change | new | at equal learning | KL | s a step | seeds |"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    yield f"| base |  |  |  | {math.exp(base.old.nats):.1f} |  | {math.exp(base.new.nats):.1f} |  |  |  |  |"
     for name, _, scores, group in rows_of(groups):
-        if name == group[0].key.method != "base":
+        end = name.removeprefix(f"{group[0].key.method}, ")
+        if group[0].key.method != "base" and end not in ROUTERS:
             old, new = perplexity(scores, "old"), perplexity(scores, "new")
-            lost = fmean(at_equal(run, level) - run.points[0].old for run in group)
             trained, rate = f"{group[0].parameters / 1e6:.2f}M", f"{group[0].key.rate:g}"
-            change, equal = f"{old / math.exp(base.old.nats) - 1:+.1%}", f"{math.exp(lost) - 1:+.1%}"
-            cells = (name, _rehearsed(group), trained, rate, f"{old:.1f}", change, f"{new:.1f}", equal)
+            change, equal = f"{old / math.exp(base.old.nats) - 1:+.1%}", ""
+            if end == name:
+                lost = fmean(at_equal(run, level) - run.points[0].old for run in group)
+                equal = f"{math.exp(lost) - 1:+.1%}"
+            far = _mean(own.divergence for own in scores)
+            seconds = _mean(run.step_seconds for run in group) if end == name else ""
+            cells = (name, _rehearsed(group), trained, rate, f"{old:.1f}", change, f"{new:.1f}", equal, far, seconds)
             yield f"| {' | '.join(cells)} | {len(group)} |"
+
+
+def _mean(values: Iterable[float | None]) -> str:
+    """Of what was measured; nothing where a record has it not."""
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):.2f}" if known else ""
 
 
 def routed(groups: Sequence[list[Run]]) -> Iterator[str]:
     """The table of perplexities with each router, in Markdown."""
     base = _base_of(groups)
-    routers = list(dict.fromkeys(router for group in groups for router in group[0].routed))
+    routers = list(dict.fromkeys(router for group in groups for router in group[0].ends if router in ROUTERS))
     yield f"| method | rehearsed | {' | '.join(f'{router}: old | new' for router in routers)} |"
     yield f"|---|---|{'--:|' * 2 * len(routers)}"
-    for group in (group for group in groups if group[0].routed):
+    for group in (group for group in groups if ROUTERS.keys() & group[0].ends.keys()):
         yield f"| {group[0].key.method} | {_rehearsed(group)} | {_routed_cells(group, routers, base)} |"
 
 
 def _routed_cells(group: list[Run], routers: Sequence[str], base: Scores) -> str:
     cells = []
     for router in routers:
-        if router not in group[0].routed:
+        if router not in group[0].ends:
             cells += ["", ""]
             continue
-        scores = [run.routed[router] for run in group]
+        scores = [run.ends[router] for run in group]
         old, new = perplexity(scores, "old"), perplexity(scores, "new")
         cells += [f"{old:.1f} ({old / math.exp(base.old.nats) - 1:+.1%})", f"{new:.1f}"]
     return " | ".join(cells)

@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
+from benchmarks.language.gates import shut
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
+from benchmarks.language.packages import ENGLISH
 from benchmarks.language.precision import mixed
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
 from benchmarks.records import append_line, read_lines
-from scale_surgery.modeling.expanded_routers import Router
+from scale_surgery.training.rehearsal import Divergence
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
 Rehearse = Literal["none", "own", "own x4", "old"]
@@ -89,12 +91,16 @@ class Scores:
         new: Text of the second.
         ranking: Right answers among candidates; None where that was not asked.
         parallel: Accuracy of the next token in paragraphs that mean the same, in both languages; None with ranking.
+        divergence: KL(base || model) on text of the second language, nats per token; None in older records.
+        shut: Share of the tokens of both languages at which all gates are exactly zero; None without gates.
     """
 
     old: Reading
     new: Reading
     ranking: Ranking | None = None
     parallel: tuple[float, float] | None = None
+    divergence: float | None = None
+    shut: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class Run:
         seconds: Of processor time, measuring included.
         points: On the way.
         scores: At the end; None for a run of the sweep.
-        routed: At the end with a router, by its name; text alone, because rankings take twice its time.
+        ends: Of what else was made of it at the end, by name; text alone, because rankings take twice its time.
+        step_seconds: Of processor time, steps alone, for each of them.
     """
 
     key: Key
@@ -115,7 +122,8 @@ class Run:
     seconds: float
     points: tuple[Point, ...]
     scores: Scores | None = None
-    routed: dict[str, Scores] = field(default_factory=dict)
+    ends: dict[str, Scores] = field(default_factory=dict)
+    step_seconds: float | None = None
 
 
 def perplexity(scores: Sequence[Scores], part: Literal["old", "new"]) -> float:
@@ -137,10 +145,23 @@ class Place:
         """Text of the second language that is new to the base; (rows, context)."""
         return new_rows(self.work, self.tokenizer, self.subject.second, self.size, tokens, seed)
 
+    def divergence(self, model: Any) -> float:
+        """KL(base || model) on held-out text of the second language, nats per token."""
+        base = AutoModelForCausalLM.from_pretrained(self.base).to(self.device).eval()
+        rows = self.examination.rows[self.subject.second, "dev"].to(self.device).split(self.size.rows)
+        with torch.inference_mode():
+            return fmean(_divergence(model, base, part) for part in rows)
+
     def rehearsal(self, rehearse: Rehearse, seed: int) -> Rehearsal | None:
         """What is rehearsed."""
         old = partial(base_rows, self.work, self.tokenizer, self.subject.second, self.size, 0)
         return rehearsal_of(self.base, rehearse, old, self.size, seed, self.device)
+
+
+def _divergence(model: Any, base: Any, rows: Tensor) -> float:
+    with mixed(rows.device.type):
+        logits, wanted = (own(input_ids=rows, use_cache=False).logits.flatten(0, 1) for own in (model, base))
+    return float(Divergence.apply(logits, wanted))  # type: ignore[no-untyped-call]
 
 
 def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> Run:
@@ -158,13 +179,15 @@ def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> 
     """
     started = time.process_time()
     model = method.make(place.base, key.seed).to(place.device)
-    points = tuple(_learn(place, model, key, MEASURED if is_examined else (0, 1)))
-    scores, routed = None, {}
+    taken: list[float] = []
+    points = tuple(_learn(place, model, key, MEASURED if is_examined else (0, 1), taken))
+    scores, ends = None, {}
     if is_examined:
-        scores = examine(place, model)
-        routed = {name: read(place, _route(place, method, model, routing)) for name, routing in method.routers.items()}
+        # rankings take as long as a third of the steps, and one seed of them says what they say
+        scores = examine(place, model) if key.seed == 0 else read(place, model)
+        ends = {name: read(place, make(place.base, model)) for name, make in method.ends.items()}
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Run(key, parameters, round(time.process_time() - started, 1), points, scores, routed)
+    return Run(key, parameters, round(time.process_time() - started, 1), points, scores, ends, round(fmean(taken), 3))
 
 
 def run_base(place: Place) -> Run:
@@ -182,10 +205,15 @@ def examine(place: Place, model: Any) -> Scores:
 
 def read(place: Place, model: Any) -> Scores:
     """Score a model on the text that is held out for the end."""
-    return Scores(*place.examination.read(model.eval(), "test"))
+    old, new = place.examination.read(model.eval(), "test")
+    shares = None
+    if hasattr(model, "gates"):
+        languages = (ENGLISH, place.subject.second)
+        shares = tuple(shut(model, place.examination.rows[language, "test"]) for language in languages)
+    return Scores(old, new, divergence=place.divergence(model), shut=shares)
 
 
-def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Iterator[Point]:
+def _learn(place: Place, model: Any, key: Key, shares: Sequence[float], taken: list[float]) -> Iterator[Point]:
     size = place.size
     batches = place.rows(key.tokens, key.seed).to(place.device).split(size.rows)
     take_step = stepping(model, key.rate, len(batches))
@@ -193,12 +221,16 @@ def _learn(place: Place, model: Any, key: Key, shares: Sequence[float]) -> Itera
     measured = {round(share * len(batches)) for share in shares}
     yield _point(place, model, 0)
     for step, batch in enumerate(batches):
+        started = time.process_time()
         with mixed(place.device.type):
             loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
+        gates = getattr(model, "gates", None)
+        (loss if gates is None else loss + gates.loss(is_new=True)).backward()
         if rehearsal is not None:
-            (key.weight * rehearsal.loss(model, step)).backward()
+            divergence = key.weight * rehearsal.loss(model, step)
+            (divergence if gates is None else divergence + gates.loss(is_new=False)).backward()
         take_step()
+        taken.append(time.process_time() - started)
         if step + 1 in measured:
             yield _point(place, model, (step + 1) * size.rows * size.context)
 
@@ -208,13 +240,6 @@ def _point(place: Place, model: Any, tokens: int) -> Point:
     old, new = place.examination.read(model, "dev")
     model.train()
     return Point(tokens, old.nats, new.nats)
-
-
-def _route(place: Place, method: Method, model: Any, routing: Router) -> Any:
-    """The same model with a router."""
-    routed = method.make(place.base, 0, routing=routing).to(place.device)
-    routed.load_state_dict(model.state_dict())
-    return routed
 
 
 def read_runs(file: Path) -> list[Run]:
@@ -235,12 +260,14 @@ def _parse(record: dict[str, Any]) -> Run:
         record["seconds"],
         tuple(Point(**point) for point in record["points"]),
         _parse_scores(record["scores"]) if record["scores"] else None,
-        {router: _parse_scores(scores) for router, scores in record["routed"].items()},
+        {name: _parse_scores(scores) for name, scores in record["ends"].items()},
+        record.get("step_seconds"),
     )
 
 
 def _parse_scores(scores: dict[str, Any]) -> Scores:
     old, new = (Reading(**scores[name]) for name in ("old", "new"))
+    later = {"divergence": scores.get("divergence"), "shut": scores.get("shut") and tuple(scores["shut"])}
     if scores["ranking"] is None:
-        return Scores(old, new)
-    return Scores(old, new, Ranking(**scores["ranking"]), tuple(scores["parallel"]))
+        return Scores(old, new, **later)
+    return Scores(old, new, Ranking(**scores["ranking"]), tuple(scores["parallel"]), **later)

@@ -16,9 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.biography.methods import BOTH_0, PRESERVE, RANK, adapted, whole
+from benchmarks.protections import (
+    between,
+    knowledge_preserved,
+    on_mlps,
+    pulled,
+    shielded,
+    with_subspaces,
+    without_intruders,
+)
+from benchmarks.streams.learning import make_rehearsal
 from scale_surgery import expand, extract, load_expansion
 from scale_surgery.biographies import SHIPPED_MODEL
 
@@ -43,6 +53,42 @@ class Continued:
     def answering(self) -> Iterator[tuple[str, Any]]:
         """What answers after a task."""
         yield "", self.model
+
+
+class HalfWay(Continued):
+    """One model that learns on and on; what answers has its weights half of the way from the base to them."""
+
+    def __init__(self, make: MakePupil, seed: int) -> None:
+        super().__init__(make, seed)
+        self.make = make
+
+    def answering(self) -> Iterator[tuple[str, Any]]:
+        """The weights between."""
+        yield "", between(0.5, self.make, SHIPPED_MODEL, self.model)
+
+
+class WithoutIntruders(Continued):
+    """One adapter that learns on and on; what answers has its intruder dimensions reduced."""
+
+    def answering(self) -> Iterator[tuple[str, Any]]:
+        """The model with the adapter reduced."""
+        yield "", without_intruders(SHIPPED_MODEL, self.model)
+
+
+class Renewed(Continued):
+    """One model whose directions are sorted anew, into those that stay and those that learn, before each task."""
+
+    def __init__(self, make: MakePupil, seed: int) -> None:
+        self.model, self.seed = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL), seed
+        self.make = make
+
+    def pupil(self, number: int) -> Any:
+        """The model, prepared for a task."""
+        return self.make(self.model, self.seed + number)
+
+    def take_up(self, number: int, pupil: Any) -> None:
+        """Go on with what it has become."""
+        self.model = pupil.merge_and_unload()
 
 
 class Composed:
@@ -141,7 +187,17 @@ def _method(name: str, way: type, make: MakePupil, rate: float, shown: dict[str,
     return Method(name, partial(way, make), rate, shown or {"": name})
 
 
+def own_rows(model: Any) -> Tensor:
+    """Text that the base writes, (rows, tokens)."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    return make_rehearsal(model, tokenizer, SAMPLES, seed=0).rows
+
+
 LORA = partial(adapted, start=True, rank=RANK)
+# trains as many parameters
+RANK_OF_MLPS = 64
+# that say what matters to the base
+SAMPLES = 200
 METHODS = (
     _method("composed preserve", Composed, PRESERVE.make, 1e-2),
     _method("composed adapt", Composed, BOTH_0.make, 3e-3),
@@ -149,5 +205,12 @@ METHODS = (
     _method("full", Continued, whole, 1e-3, {"": "full fine-tuning"}),
     _method("full, lower rate", Continued, whole, 3e-4, {"": "full fine-tuning, 3e-4"}),
     _method("LoRA", Continued, LORA, 3e-3),
+    _method("full, half way", HalfWay, whole, 3e-4, {"": "full fine-tuning, 3e-4, half of the way"}),
+    _method("full L2", Continued, partial(pulled, weight=0.01), 1e-3, {"": "full fine-tuning, L2 0.01"}),
+    _method("SSU", Continued, partial(shielded, samples=own_rows), 1e-3),
+    _method("OSF", Renewed, partial(with_subspaces), 1e-3),
+    _method("LoRA MLP", Continued, partial(on_mlps, rank=RANK_OF_MLPS), 3e-3, {"": "LoRA on MLPs"}),
+    _method("LoRA reduced", WithoutIntruders, LORA, 3e-3, {"": "LoRA, intruders reduced"}),
+    _method("CorDA", Continued, partial(knowledge_preserved, rank=RANK, samples=own_rows), 1e-3),
     _method("LoRA merged", Merged, LORA, 3e-3, {"averaged": "LoRA, averaged", "TIES": "LoRA, TIES"}),
 )
