@@ -87,7 +87,8 @@ def make_blocks(module: nn.Module, plan: dict, spec: dict, attention: dict, w12_
     blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
     has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in w12_groups
     rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
-    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12))
+    is_gated = plan.get("variant") == "gated"
+    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12, is_gated=is_gated))
     return blocks
 
 

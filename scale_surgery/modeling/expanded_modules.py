@@ -7,6 +7,8 @@ A stock module gets a second class, which takes its input apart into streams (se
 forward once on each base stream, lets each expansion compute its up stream from that, and puts all of it together.
 Because the stock forward sees the same values in the same shapes as in the base model, its results are the base
 model's, bit for bit. W12 y is added to a base stream that is the expansion's own, and to no other.
+
+With gates, what writes into the base stream or the logits reads g y_up in place of y_up: see `gate_scores`.
 """
 
 from __future__ import annotations
@@ -38,8 +40,38 @@ from .expanded_streams import (
 # below the largest logit, a logit of probability 0: for what a router adds to it in float32, and where there is none
 # even after a stock model that makes its logits smaller
 NEAR, FAR = 200, 30_000
+# a gate that nothing has trained is open: 1.2 sigmoid(3) - 0.1 is above 1
+BEGINS_OPEN, STRETCH, GATE_EPSILON = 3.0, 0.1, 1e-6
 # parameters of a forward that keeps a cache
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
+
+
+def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
+    """Scores of a gate, which reads a base stream and the up stream beside it, both scaled to a mean square of 1.
+
+        z = 3 + w x / rms(x) + w_up x_up / rms(x_up) + b      gate = [w, w_up, b], zero at first, so that it begins open
+
+    No gradient reaches the base stream through it.
+
+    Args:
+        gate: (d + u + 1).
+        base: (b, t, d).
+        up: (b, t, u).
+
+    Returns:
+        Scores (b, t, 1), float32.
+    """
+    *weights, bias = gate.float().split([base.shape[-1], up.shape[-1], 1])
+    scores = BEGINS_OPEN + bias
+    for stream, weight in zip((base.detach().float(), up.float()), weights, strict=True):
+        scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + GATE_EPSILON)
+        scores = scores + (stream @ weight)[..., None] * scale
+    return scores
+
+
+def opened(scores: Tensor) -> Tensor:
+    """How far gates are open: g = clamp(1.2 sigmoid(z) - 0.1, 0, 1), which reaches 0 and 1; it has no gradient."""
+    return (torch.sigmoid(scores.detach()) * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
 
 
 def twin(module: Any, **values: Any) -> Any:
@@ -59,8 +91,10 @@ class Blocks(nn.Module):
         replaces_base: Whether a copy of the base weight that trains takes the place of it where W12 exists.
     """
 
-    group_of: dict[str, str] = {}
+    group_of: dict[str, str] = {"gate": "gates"}
     replaces_base = False
+    # scores of the gate in the last forward with gradients (b, t, 1), for the loss that trains it
+    scores: Tensor | None = None
 
     def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
         super().__init__()
@@ -81,6 +115,17 @@ class Blocks(nn.Module):
             The output for the base stream, and the up stream or None.
         """
         raise NotImplementedError
+
+    def read(self, base: Tensor, up: Tensor) -> Tensor:
+        """What the blocks read of an up stream: all of it, or what their gate lets through."""
+        return up if self._parameters.get("gate") is None else up * self.opening(base, up).to(up.dtype)
+
+    def opening(self, base: Tensor, up: Tensor) -> Tensor:
+        """How far the gate is open at each token, from 0 to 1 (b, t, 1), float32."""
+        scores = gate_scores(self.gate, base, up)
+        if torch.is_grad_enabled():
+            vars(self)["scores"] = scores
+        return opened(scores)
 
     def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
         """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
@@ -108,7 +153,7 @@ class LinearBlocks(Blocks):
     In a preservation layer W12 is exactly zero by not existing.
     """
 
-    group_of = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
+    group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
@@ -238,7 +283,7 @@ class HeadBlocks(Blocks):
     `embedding` has the rows of new tokens where the base's head is tied to it.
     """
 
-    group_of = {"up_weight": "head", "new_rows": "new_tokens"}
+    group_of = Blocks.group_of | {"up_weight": "head", "new_rows": "new_tokens"}
 
     @property
     def rows(self) -> Tensor | None:
@@ -290,17 +335,22 @@ class DenseBlocks(Blocks):
     A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
     """
 
-    group_of = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
+    group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
         self.base_width, self.up_out = spec["base"], spec["up"]
+
+    def read(self, base: Tensor, up: Tensor) -> Tensor:
+        """All of it: what W12 reads here is h."""
+        return up
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.w21 is None:
             return y, y.new_zeros(*y.shape[:-1], self.up_out)
         h = product(base, self.w21, y)
         h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
+        h = h if self._parameters.get("gate") is None else h * self.opening(base, up).to(h.dtype)
         y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
         return add_new_product(y, h, self.w12) if has_w12 and self.w12 is not None else y, y_up
 
@@ -393,7 +443,7 @@ class ExpandedModule:
                 if added is None:
                     ups.append(None)
                 else:
-                    y, y_up = added(base, up, y, group.has_w12)
+                    y, y_up = added(base, added.read(base, up), y, group.has_w12)
                     ups.append(y_up)
             outputs.append([y, *ups])
         return self.join(outputs, layout)

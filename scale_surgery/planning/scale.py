@@ -33,7 +33,7 @@ class Scale(Method):
     """New heads, inner features and an up stream beside the base's, as block matrices [W W12; W21 W22]."""
 
     name = "scale"
-    variants = ("preserve", "adapt")
+    variants = ("preserve", "adapt", "gated")
     options = (
         "collaborative_layers",
         "collaborate",
