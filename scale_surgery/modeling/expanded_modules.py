@@ -93,8 +93,8 @@ class Blocks(nn.Module):
 
     group_of: dict[str, str] = {"gate": "gates"}
     replaces_base = False
-    # scores of the gate in the last forward with gradients (b, t, 1), for the loss that trains it
-    scores: Tensor | None = None
+    # whether scores of the gate in the last forward (b, t, 1) stay in `scores`, to be trained or counted
+    keeps_scores = False
 
     def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Blocks(nn.Module):
     def opening(self, base: Tensor, up: Tensor) -> Tensor:
         """How far the gate is open at each token, from 0 to 1 (b, t, 1), float32."""
         scores = gate_scores(self.gate, base, up)
-        if torch.is_grad_enabled():
+        if self.keeps_scores:
             vars(self)["scores"] = scores
         return opened(scores)
 

@@ -8,12 +8,13 @@ text: Neutral Residues (arXiv 2410.02744).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from scale_surgery.running.gates import take_scores
 
 NEW_WEIGHT = 0.3
 
@@ -22,12 +23,7 @@ def loss_of_gates(model: Any, mask: Tensor, *, is_new: bool) -> Tensor:
     """The loss of all gates in the last forward pass, a mean over gates and the tokens of the mask (b, t)."""
     sign, weight = (-1.0, NEW_WEIGHT) if is_new else (1.0, 1.0)
     share = mask.float() / mask.sum()
-    losses = [(functional.softplus(sign * scores[..., 0]) * share.to(scores.device)).sum() for scores in _scores(model)]
+    losses = [
+        (functional.softplus(sign * scores[..., 0]) * share.to(scores.device)).sum() for scores in take_scores(model)
+    ]
     return weight * torch.stack(losses).mean()
-
-
-def _scores(model: Any) -> Iterator[Tensor]:
-    for module in model.modules():
-        # what is read is dropped: it holds the graph of its forward pass
-        if (scores := vars(module).pop("scores", None)) is not None:
-            yield scores

@@ -23,6 +23,7 @@ from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.errors import TrainingError, counted, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
+from scale_surgery.running.gates import gated_blocks
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.sequences import Sequences
 from scale_surgery.training.gates import loss_of_gates
@@ -63,8 +64,10 @@ class ExpansionTrainer(Trainer):
         self.base_scores: dict[str, Measurement] = {}
         self.measured_at: int | None = None
         self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
-        parts = expansion_parts(self.accelerator.unwrap_model(self.model))
-        self.has_gates = any(part.group == "gates" and part.parameter.requires_grad for part in parts)
+        gates = [blocks for blocks in gated_blocks(self.model) if blocks.gate.requires_grad]
+        self.has_gates = bool(gates)
+        for blocks in gates:
+            blocks.keeps_scores = True
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The Trainer's step, then the backward of what rehearsal adds; one graph is held at a time."""
