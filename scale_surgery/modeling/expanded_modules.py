@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .expanded_paths import Paths, Running, memo
-from .expanded_stock import View, normalise
+from .expanded_stock import View, gate_scores, normalise, opened
 from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
@@ -40,38 +40,8 @@ from .expanded_streams import (
 # below the largest logit, a logit of probability 0: for what a router adds to it in float32, and where there is none
 # even after a stock model that makes its logits smaller
 NEAR, FAR = 200, 30_000
-# a gate that nothing has trained is open: 1.2 sigmoid(3) - 0.1 is above 1
-BEGINS_OPEN, STRETCH, GATE_EPSILON = 3.0, 0.1, 1e-6
 # parameters of a forward that keeps a cache
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
-
-
-def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
-    """Scores of a gate, which reads a base stream and the up stream beside it, both scaled to a mean square of 1.
-
-        z = 3 + w x / rms(x) + w_up x_up / rms(x_up) + b      gate = [w, w_up, b], zero at first, so that it begins open
-
-    No gradient reaches the base stream through it.
-
-    Args:
-        gate: (d + u + 1).
-        base: (b, t, d).
-        up: (b, t, u).
-
-    Returns:
-        Scores (b, t, 1), float32.
-    """
-    *weights, bias = gate.float().split([base.shape[-1], up.shape[-1], 1])
-    scores = BEGINS_OPEN + bias
-    for stream, weight in zip((base.detach().float(), up.float()), weights, strict=True):
-        scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + GATE_EPSILON)
-        scores = scores + (stream @ weight)[..., None] * scale
-    return scores
-
-
-def opened(scores: Tensor) -> Tensor:
-    """How far gates are open: g = clamp(1.2 sigmoid(z) - 0.1, 0, 1), which reaches 0 and 1; it has no gradient."""
-    return (torch.sigmoid(scores.detach()) * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
 
 
 def twin(module: Any, **values: Any) -> Any:
