@@ -148,7 +148,8 @@ def widen_layer(layer: nn.Module, specs: dict[str, Any], index: int, *, has_two_
     # of two paths each passes through every module
     for name in facts["modules"] | modules if has_two_paths else modules:
         spec = facts["modules"].get(name, {}) | modules.get(name, {})
-        is_gated = modules.get(name, {}).get("group") in gated_groups
+        is_unwritten = index == 0 and name in plan.get("unwritten", ())
+        is_gated = modules.get(name, {}).get("group") in gated_groups and not is_unwritten
         widen_module(layer, name, spec, paths, plan["widths"]["up_width"], is_gated=is_gated)
     heads = facts["attention"] | (specs_of(plan, index)["attention"] if is_expanded else {})
     for name, spec in heads.items() if is_expanded or has_two_paths else ():
