@@ -74,9 +74,8 @@ def _make_config(stock: Any, module: str) -> type:
             # what is wider has a head of its own
             for part in (inside, inside.get_text_config(decoder=True)):
                 part.tie_word_embeddings = self.tie_word_embeddings
-            # or transformers would rename the tensors of the model inside once more
-            inside.model_type = self.model_type
-            inside._attn_implementation = self._attn_implementation
+            # without its type transformers would rename the tensors of the model inside once more
+            inside.model_type, inside._attn_implementation = self.model_type, self._attn_implementation
             return inside
 
     def make_stock(values: dict[str, Any], specs: dict[str, Any] | None) -> Any:
@@ -99,13 +98,10 @@ MISSING = object()
 # what is set when all else is
 LATE = ("layer_types", "mlp_layer_types", "per_layer_config")
 # what a class says of its models; none says all of it
-SAID = (
-    *("attribute_map", "sub_configs", "keys_to_ignore_at_inference"),
-    *("base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "base_model_fsdp_plan"),
-)
-# keys that a stock configuration does not have
-OURS = ("scale_surgery", "auto_map", "architectures", "model_type", "transformers_version")
-# and what transformers sets on any configuration, and some stock ones give to it themselves
+SAID: tuple[str, ...] = ("attribute_map", "sub_configs", "keys_to_ignore_at_inference")
+SAID += tuple(f"base_model_{kind}_plan" for kind in ("tp", "pp", "ep", "fsdp"))
+# keys that a stock configuration does not have, or gives to transformers itself
+OURS: tuple[str, ...] = ("scale_surgery", "auto_map", "architectures", "model_type", "transformers_version")
 OURS += ("ignore_keys_at_rope_validation",)
 
 
