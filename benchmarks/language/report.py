@@ -23,7 +23,7 @@ from benchmarks.language.figures import LOOKS, draw_curves, draw_plane
 from benchmarks.language.methods import ROUTERS
 from benchmarks.language.runs import Run, Scores, Subject, perplexity, read_runs
 
-REHEARSED = {"none": "", "own": "own samples", "own x4": "four times as many", "old": "1 % old text"}
+REHEARSED = {"none": "", "own": "own samples", "own x4": "own samples x4", "old": "1 % old text"}
 # of the paper (SCALE, arXiv 2511.03270): averages of Table 1 in percent, of five English tasks and three Korean ones,
 # and perplexities of English and Korean at the end, read off figures 2 and 9
 PAPER = {

@@ -113,8 +113,8 @@ class Run:
         seconds: Of processor time, measuring included.
         points: On the way.
         scores: At the end; None for a run of the sweep.
+        step_seconds: Of processor time, steps alone, for each of them; None in older records.
         ends: Of what else was made of it at the end, by name; text alone, because rankings take twice its time.
-        step_seconds: Of processor time, steps alone, for each of them.
     """
 
     key: Key
@@ -122,8 +122,9 @@ class Run:
     seconds: float
     points: tuple[Point, ...]
     scores: Scores | None = None
-    ends: dict[str, Scores] = field(default_factory=dict)
     step_seconds: float | None = None
+    # last, because a record that is whole ends with an object
+    ends: dict[str, Scores] = field(default_factory=dict)
 
 
 def perplexity(scores: Sequence[Scores], part: Literal["old", "new"]) -> float:
@@ -187,7 +188,7 @@ def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> 
         scores = examine(place, model) if key.seed == 0 else read(place, model)
         ends = {name: read(place, make(place.base, model)) for name, make in method.ends.items()}
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Run(key, parameters, round(time.process_time() - started, 1), points, scores, ends, round(fmean(taken), 3))
+    return Run(key, parameters, round(time.process_time() - started, 1), points, scores, round(fmean(taken), 3), ends)
 
 
 def run_base(place: Place) -> Run:
@@ -260,8 +261,8 @@ def _parse(record: dict[str, Any]) -> Run:
         record["seconds"],
         tuple(Point(**point) for point in record["points"]),
         _parse_scores(record["scores"]) if record["scores"] else None,
-        {name: _parse_scores(scores) for name, scores in record["ends"].items()},
         record.get("step_seconds"),
+        {name: _parse_scores(scores) for name, scores in record["ends"].items()},
     )
 
 

@@ -205,7 +205,7 @@ METHODS = (
     _method("full", Continued, whole, 1e-3, {"": "full fine-tuning"}),
     _method("full, lower rate", Continued, whole, 3e-4, {"": "full fine-tuning, 3e-4"}),
     _method("LoRA", Continued, LORA, 3e-3),
-    _method("full, half way", HalfWay, whole, 3e-4, {"": "full fine-tuning, 3e-4, half of the way"}),
+    _method("full, half way", HalfWay, whole, 3e-4, {"": "full fine-tuning, half way"}),
     _method("full L2", Continued, partial(pulled, weight=0.01), 1e-3, {"": "full fine-tuning, L2 0.01"}),
     _method("SSU", Continued, partial(shielded, samples=own_rows), 1e-3),
     _method("OSF", Renewed, partial(with_subspaces), 1e-3),
