@@ -23,8 +23,8 @@ AN_EXTRACT = (
     "names. Put it on that base: scale-surgery apply EXTRACT --base BASE -o FOLDER writes a model that loads so; or "
     "scale_surgery.load_expansion(BASE, EXTRACT) makes one in memory."
 )
-# a gate that nothing has trained is open: 1.2 sigmoid(3) - 0.1 is above 1
-BEGINS_OPEN, STRETCH, GATE_EPSILON = 3.0, 0.1, 1e-6
+# a gate that nothing has trained is open: 2 sigmoid(3) - 0.5 is above 1
+BEGINS_OPEN, STRETCH, GATE_EPSILON = 3.0, 0.5, 1e-6
 # what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
 ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
@@ -193,7 +193,7 @@ def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
 
 
 def opened(scores: Tensor) -> Tensor:
-    """How far gates are open: g = clamp(1.2 sigmoid(z) - 0.1, 0, 1), which reaches 0 and 1; it has no gradient."""
+    """How far gates are open: g = clamp(2 sigmoid(z) - 0.5, 0, 1), which reaches 0 and 1; it has no gradient."""
     return (torch.sigmoid(scores.detach()) * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
 
 
