@@ -40,10 +40,12 @@ def shut_so_far(model: Any, mask: Tensor) -> Tensor | None:
         model: A model that kept the scores of its last forward pass.
         mask: Where tokens are (b, t).
     """
-    from scale_surgery.modeling.expanded_modules import opened
+    import torch
+
+    from scale_surgery.modeling.expanded_stock import opened
 
     scores = take_scores(model)
     if not scores:
         return None
-    is_open = sum(opened(own)[..., 0] != 0 for own in scores).bool().to(mask.device)
+    is_open = (opened(torch.cat(scores, -1)) != 0).any(-1).to(mask.device)
     return (is_open & mask.bool()).cumsum(-1) == 0

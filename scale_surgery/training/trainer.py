@@ -78,7 +78,7 @@ class ExpansionTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The Trainer's loss, and that of gates on the text to learn."""
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self.has_gates:
             return loss
         inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
