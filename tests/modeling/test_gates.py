@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_surgery import Request, expand
+from scale_surgery import Request, expand, merge
 from scale_surgery.modeling.expanded_modules import opened
-from tests.conftest import load, shake
+from tests.conftest import digests, load, shake
 from tests.each import DTYPES, FORM_OF, each_way, mostly
 from tests.routed import random_ids
 
@@ -91,6 +91,21 @@ def test_a_text_is_the_bases_up_to_the_first_token_that_opens_a_gate(gated_of: C
 
     assert torch.equal(here[:, :5], before[:, :5])
     assert not torch.equal(here[:, 5], before[:, 5])
+
+
+@each_way
+def test_a_fused_model_has_the_gates_and_gives_every_file_back(
+    family: str, gated_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, folder = gated_of(family, "float32", FORM_OF[family][1])
+    model = load(folder)
+    fused = merge(folder, tmp_path / "fused").path
+
+    torch.testing.assert_close(logits(load(fused)), logits(model), rtol=1e-4, atol=1e-4)
+    set_gates(model, SHUT)
+    # the control
+    assert not torch.allclose(logits(load(fused)), logits(model), rtol=1e-4, atol=1e-4)
+    assert digests(merge(fused, tmp_path / "blocks", to="blocks").path) == digests(folder)
 
 
 def _open_at(model: Any, place: int) -> None:
