@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_surgery import Request, expand, merge
+from scale_surgery import (
+    CosineRouter,
+    PosteriorRouter,
+    Promise,
+    Request,
+    apply,
+    expand,
+    extract,
+    merge,
+    route_export,
+    strip,
+    verify,
+)
 from scale_surgery.modeling.expanded_modules import opened
-from tests.conftest import digests, load, shake
+from tests.conftest import digests, edited, load, shake
 from tests.each import DTYPES, FORM_OF, each_way, mostly
 from tests.routed import random_ids
 
@@ -106,6 +119,68 @@ def test_a_fused_model_has_the_gates_and_gives_every_file_back(
     # the control
     assert not torch.allclose(logits(load(fused)), logits(model), rtol=1e-4, atol=1e-4)
     assert digests(merge(fused, tmp_path / "blocks", to="blocks").path) == digests(folder)
+
+
+def store_gates(folder: Path, bias: float) -> None:
+    """Give every gate on disk a bias alone."""
+    for file in folder.glob("expansion-*.safetensors"):
+        with edited(file) as tensors:
+            for name, tensor in tensors.items():
+                if name.endswith(".gate"):
+                    tensor.zero_()
+                    tensor[-1] = bias
+
+
+def promise_of(folder: Path, base: Path) -> Promise:
+    found = verify(folder, base, required=("shut_gates",))
+    return next(promise for promise in found.promises if promise.name == "shut_gates")
+
+
+def test_verify_counts_the_tokens_up_to_which_gates_are_shut(
+    base_of: Callable[..., Path], gated_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    base = base_of("llama")
+    _, folder = gated_of("llama")
+    store_gates(folder, OPEN)
+    opened_all = promise_of(folder, base)
+    store_gates(folder, SHUT)
+    shut_all = promise_of(folder, base)
+
+    assert (opened_all.claimed, opened_all.holds) == (shut_all.claimed, shut_all.holds) == (True, True)
+    tokens = re.search(r"all gates shut so far at (\d+) of (\d+) tokens, logits there bit-equal", shut_all.evidence)
+    assert tokens is not None and tokens[1] == tokens[2]
+    assert opened_all.evidence.startswith(f"all gates shut so far at 0 of {tokens[2]} tokens")
+    # the controls: a base that was changed, and an expansion without gates
+    (shard,) = folder.glob("model-*.safetensors")
+    copied = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(copied)
+    with edited(shard) as tensors:
+        tensors["model.norm.weight"] *= 2
+    broken = promise_of(folder, base)
+    assert broken.holds is False
+    assert any(line.startswith("logits where all gates were shut so far: drift ") for line in broken.problems)
+    other = promise_of(expand(base, Request("all", variant="adapt"), tmp_path / "adapt").path, base)
+    assert (other.claimed, other.problems) == (False, ("this model has no gates.",))
+
+
+def test_what_follows_an_expansion_follows_one_with_gates(gated_of: Callable[..., Any], tmp_path: Path) -> None:
+    base, folder = gated_of("llama")
+    model = load(folder)
+    extracted = extract(folder, tmp_path / "extract").path
+    bare = strip(folder, tmp_path / "base").path
+    applied = apply(extracted, tmp_path / "applied", base=bare).path
+
+    assert torch.equal(logits(load(bare)), logits(base))
+    assert digests(applied) == digests(folder)
+    for number, router in enumerate((PosteriorRouter(), CosineRouter(0.9), CosineRouter(0.9, strict=True))):
+        routed = route_export(folder, tmp_path / f"routed{number}", router).path
+        twin = load(routed)
+        with twin.routing_disabled():
+            assert torch.equal(logits(twin), logits(model))
+        assert verify(routed, tmp_path / "base").passed
+    fused = merge(tmp_path / "routed1", tmp_path / "fused").path
+    torch.testing.assert_close(logits(load(fused)), logits(load(tmp_path / "routed1")), rtol=1e-4, atol=1e-4)
 
 
 def _open_at(model: Any, place: int) -> None:
