@@ -49,6 +49,7 @@ REQUESTS = {
     "second": Request("1", init_w22="random", seed=1),
     # the other ways through a layer, by the names that they have there
     **{name: routed.REQUESTS[name] for name in ("deep", "without_up_stream", "without_heads", "without_inner")},
+    "gated": Request("all", variant="gated", collaborate="both", init_w22="random"),
     "precise": replace(routed.REQUESTS["adapt"], dtype="float32"),
 }
 # other makes: a latent of keys and values beside experts, positions that read a mask, classes of another type, ...

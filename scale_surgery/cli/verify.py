@@ -54,6 +54,8 @@ def verify_command(
                           tokens equal the base's bit for bit
     base_stream_always    after any training, the base's hidden state and logits
                           inside the model equal the base's bit for bit
+    shut_gates            up to the first token at which a gate opens, a text
+                          has the base's logits, bit for bit
     paths_as_alone        the path of each expansion in a routed model gives the
                           logits of that expansion alone, bit for bit
     bounded_forgetting    a routed model's loss exceeds the base's by at most

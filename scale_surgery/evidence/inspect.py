@@ -259,7 +259,7 @@ def _read_expansion(checkpoint: Checkpoint, specs: _Specs, stored: StoredManifes
 
 
 def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
-    counts = dict.fromkeys(("w12", "w21", "w22", "w11", "up_weight", "up_bias", "bias11", "new_rows"), 0)
+    counts = dict.fromkeys(("w12", "w21", "w22", "w11", "gate", "up_weight", "up_bias", "bias11", "new_rows"), 0)
     for info in checkpoint.tensors.values():
         block = info.name.rpartition(".")[2]
         if expansion_of(info.name) == expansion and block in counts:

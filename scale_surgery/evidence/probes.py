@@ -33,6 +33,7 @@ from scale_surgery.planning.architecture import Sizes
 from scale_surgery.progress import Track
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
+from scale_surgery.running.gates import keeping_scores, shut_so_far
 from scale_surgery.running.loading import RUNNING, loaded, translated
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
@@ -103,6 +104,21 @@ class MixtureLoss:
 
 
 @dataclass(frozen=True)
+class ShutGates:
+    """Tokens of the prompts up to which no gate has let anything through, and their logits against the base's.
+
+    Attributes:
+        tokens: How many of the tokens of the prompts.
+        is_bit_equal: Whether their logits are the base model's, bit for bit.
+        drift: Largest absolute difference of those.
+    """
+
+    tokens: int
+    is_bit_equal: bool
+    drift: float
+
+
+@dataclass(frozen=True)
 class Numbers(LogitDrift):
     """An expanded model and its paths against the base on the probe prompts.
 
@@ -119,6 +135,7 @@ class Numbers(LogitDrift):
         new_tokens: Tokens generated for each prompt.
         paths: The base's path, and that of each expansion; empty where the model has one path.
         mixture: Loss of its router's mixture; None without a router.
+        shut: Tokens up to which all gates are shut; None without gates, or with a router.
         load_problems: Tensors that were missing, unexpected or re-initialised on load.
         token_problems: Prompts whose token ids differ between the two tokenizers.
     """
@@ -134,6 +151,7 @@ class Numbers(LogitDrift):
     new_tokens: int
     paths: tuple[PathNumbers, ...]
     mixture: MixtureLoss | None
+    shut: ShutGates | None
     load_problems: tuple[str, ...]
     token_problems: tuple[str, ...]
 
@@ -149,11 +167,15 @@ class PathRun:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """A model on a batch as it was loaded: logits, those of its base stream, and that stream after each layer."""
+    """A model on a batch as it was loaded: logits, those of its base stream, and that stream after each layer.
+
+    `shut` says at which tokens its gates, if it has any, have let nothing through so far.
+    """
 
     logits: Tensor
     base_logits: Tensor
     hidden: tuple[Tensor, ...]
+    shut: Tensor | None
     cached: Tensor | None
     uncached: Tensor | None
     attention: str
@@ -215,9 +237,17 @@ def probe(
         new_tokens=probes.max_new_tokens,
         paths=tuple(paths),
         mixture=mixture,
+        shut=None if expanded.shut is None or names else _compare_shut(stock.logits, expanded, real),
         load_problems=tuple(problem for problem in problems if problem not in known),
         token_problems=tokens,
     )
+
+
+def _compare_shut(base: Tensor, expanded: ModelRun, real: Tensor) -> ShutGates:
+    kept = real if expanded.shut is None else real & expanded.shut.cpu()
+    before, after = base[kept], expanded.logits[kept]
+    drift = largest_difference(before, after) if len(before) else 0.0
+    return ShutGates(len(before), torch.equal(before, after), drift)
 
 
 @torch.no_grad()
@@ -228,13 +258,16 @@ def run_model(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: s
     """
     width, known = sizes.hidden, sizes.vocabulary
     with translated(*RUNNING):
-        output = model(**_inputs(batch, device), output_hidden_states=True, use_cache=False)
+        with keeping_scores(model):
+            output = model(**_inputs(batch, device), output_hidden_states=True, use_cache=False)
+            shut = shut_so_far(model, batch.mask)
         cached, uncached = _continue(model, batch, known, new_tokens, device)
     return ModelRun(
         logits=output.logits[..., :known].cpu(),
         base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width])[..., :known].cpu(),
         # of several paths the base's stream comes first: among features, and after the last norm along the batch
         hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
+        shut=shut,
         cached=cached,
         uncached=uncached,
         attention=str(model.config._attn_implementation),

@@ -23,6 +23,7 @@ PROMISES = (
     "near_output_at_init",
     "old_vocabulary",
     "base_stream_always",
+    "shut_gates",
     "paths_as_alone",
     "bounded_forgetting",
 )
@@ -57,6 +58,7 @@ def judge(
         _near_output_at_init(manifest, integrity, numbers, problems),
         _old_vocabulary(manifest, integrity, numbers, problems),
         _base_stream_always(checkpoint, manifest, integrity, numbers, problems),
+        _shut_gates(manifest, integrity, numbers, problems),
         _paths_as_alone(manifest, integrity, numbers, problems),
         _bounded_forgetting(manifest, numbers, problems),
     )
@@ -79,8 +81,13 @@ def promises_of(manifest: Manifest) -> tuple[str, ...]:
         else ["output_at_init", *([] if _is_exact(manifest) else ["near_output_at_init"])]
     )
     tokens = ["old_vocabulary"] if any(plan.widths.new_tokens for plan in manifest.plans.values()) else []
+    gates = ["shut_gates"] if _has_gates(manifest) else []
     paths = ["paths_as_alone"] if manifest.routing is not None else []
-    return ("recoverable", *starts, *tokens, "base_stream_always", *paths, "bounded_forgetting")
+    return ("recoverable", *starts, *tokens, "base_stream_always", *gates, *paths, "bounded_forgetting")
+
+
+def _has_gates(manifest: Manifest) -> bool:
+    return any(tensor.block == "gate" for plan in manifest.plans.values() for tensor in plan.tensors)
 
 
 def _is_exact(manifest: Manifest) -> bool:
@@ -206,6 +213,24 @@ def _base_stream_always(
         problems += [line for path in numbers.paths[:1] for line in path.problems]
     claimed = is_routed or plan.variant in plan.method.preserving
     return Promise("base_stream_always", claimed, _holds(problems, numbers), evidence, tuple(problems))
+
+
+def _shut_gates(manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
+    """Up to the first token at which a gate opens, a text has the base's logits, whatever was trained."""
+    name, is_routed = "shut_gates", manifest.routing is not None
+    if not _has_gates(manifest) or is_routed:
+        reason = "this model routes" if is_routed else "this model has no gates"
+        return Promise(name, False, False, reason, (f"{reason}.",))
+    problems = list(integrity.base)
+    if numbers is None or numbers.shut is None:
+        return Promise(name, True, _holds(problems, None), "no model was run", tuple(problems))
+    shut = numbers.shut
+    problems += general
+    if not shut.is_bit_equal:
+        problems.append(f"logits where all gates were shut so far: drift {shut.drift:.3g}, expected bit-equal.")
+    equality = "bit-equal" if shut.is_bit_equal else f"differ by {shut.drift:.3g}"
+    evidence = f"all gates shut so far at {shut.tokens:,} of {numbers.tokens:,} tokens, logits there {equality}"
+    return Promise(name, True, not problems, evidence, tuple(problems))
 
 
 def _paths_as_alone(

@@ -8,6 +8,8 @@
                         the base model's bit for bit: before training; where nothing else was added, after it too
     base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
                         the preserve path of a routed model, which has none
+    shut_gates          of an expansion with gates: up to the first token at which one opens, the logits of a text equal
+                        the base model's bit for bit, whatever was trained
     paths_as_alone      of several expansions: the path of each gives the logits of the model that it is alone, bit for
                         bit
     bounded_forgetting  a model routed by posterior without switching loses at most ln(K + 1) nats on a text that it

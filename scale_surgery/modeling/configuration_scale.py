@@ -72,7 +72,7 @@ def warn_of_old_release() -> None:
 
 
 @cache
-def _make_config(stock: type, module: str) -> type:
+def _make_config(stock: Any, module: str) -> type:
     warn_of_old_release()
     attributes = {"model_type": f"scale_{stock.model_type}", "__module__": module, "__doc__": config_of.__doc__}
     return type(f"Scale{stock.__name__}", (stock,), attributes)

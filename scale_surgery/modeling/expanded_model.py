@@ -87,7 +87,8 @@ def make_blocks(module: nn.Module, plan: dict, spec: dict, attention: dict, w12_
     blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
     has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in w12_groups
     rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
-    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12))
+    is_gated = plan.get("variant") == "gated"
+    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12, is_gated=is_gated))
     return blocks
 
 
@@ -195,7 +196,8 @@ class ExpandedPreTrainedModel(LoadedModel):
             w12_groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
             attention = specs["attention"] if is_expanded else {}
             for module_name, spec in specs["expanded" if is_expanded else "passing"].items():
-                self._add(layer, module_name, name, plan, spec, attention, w12_groups, index)
+                is_unwritten = index == 0 and module_name in plan.get("unwritten", ())
+                self._add(layer, module_name, name, plan, spec, attention, [] if is_unwritten else w12_groups, index)
             for module_name, spec in attention.items():
                 layer.get_submodule(module_name).new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan

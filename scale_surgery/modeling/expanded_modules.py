@@ -7,6 +7,8 @@ A stock module gets a second class, which takes its input apart into streams (se
 forward once on each base stream, lets each expansion compute its up stream from that, and puts all of it together.
 Because the stock forward sees the same values in the same shapes as in the base model, its results are the base
 model's, bit for bit. W12 y is added to a base stream that is the expansion's own, and to no other.
+
+With gates, what writes into the base stream or the logits reads g y_up in place of y_up: see `gate_scores`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .expanded_paths import Paths, Running, memo
-from .expanded_stock import View, normalise
+from .expanded_stock import View, gate_scores, normalise, opened
 from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
@@ -59,8 +61,10 @@ class Blocks(nn.Module):
         replaces_base: Whether a copy of the base weight that trains takes the place of it where W12 exists.
     """
 
-    group_of: dict[str, str] = {}
+    group_of: dict[str, str] = {"gate": "gates"}
     replaces_base = False
+    # whether scores of the gate in the last forward (b, t, 1) stay in `scores`, to be trained or counted
+    keeps_scores = False
 
     def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
         super().__init__()
@@ -81,6 +85,17 @@ class Blocks(nn.Module):
             The output for the base stream, and the up stream or None.
         """
         raise NotImplementedError
+
+    def read(self, base: Tensor, up: Tensor) -> Tensor:
+        """What the blocks read of an up stream: all of it, or what their gate lets through."""
+        return up if self._parameters.get("gate") is None else up * self.opening(base, up).to(up.dtype)
+
+    def opening(self, base: Tensor, up: Tensor) -> Tensor:
+        """How far the gate is open at each token, from 0 to 1 (b, t, 1), float32."""
+        scores = gate_scores(self.gate, base, up)
+        if self.keeps_scores:
+            vars(self)["scores"] = scores
+        return opened(scores)
 
     def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
         """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
@@ -108,7 +123,7 @@ class LinearBlocks(Blocks):
     In a preservation layer W12 is exactly zero by not existing.
     """
 
-    group_of = {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
+    group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
@@ -238,7 +253,7 @@ class HeadBlocks(Blocks):
     `embedding` has the rows of new tokens where the base's head is tied to it.
     """
 
-    group_of = {"up_weight": "head", "new_rows": "new_tokens"}
+    group_of = Blocks.group_of | {"up_weight": "head", "new_rows": "new_tokens"}
 
     @property
     def rows(self) -> Tensor | None:
@@ -290,17 +305,22 @@ class DenseBlocks(Blocks):
     A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
     """
 
-    group_of = {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
+    group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
 
     def __init__(self, stock, spec, up_in):
         super().__init__(stock, spec, up_in)
         self.base_width, self.up_out = spec["base"], spec["up"]
+
+    def read(self, base: Tensor, up: Tensor) -> Tensor:
+        """All of it: what W12 reads here is h."""
+        return up
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.w21 is None:
             return y, y.new_zeros(*y.shape[:-1], self.up_out)
         h = product(base, self.w21, y)
         h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
+        h = h if self._parameters.get("gate") is None else h * self.opening(base, up).to(h.dtype)
         y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
         return add_new_product(y, h, self.w12) if has_w12 and self.w12 is not None else y, y_up
 
@@ -393,7 +413,7 @@ class ExpandedModule:
                 if added is None:
                     ups.append(None)
                 else:
-                    y, y_up = added(base, up, y, group.has_w12)
+                    y, y_up = added(base, added.read(base, up), y, group.has_w12)
                     ups.append(y_up)
             outputs.append([y, *ups])
         return self.join(outputs, layout)

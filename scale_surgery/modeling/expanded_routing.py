@@ -24,7 +24,7 @@ class PathFeatures(NamedTuple):
     """The features of one path."""
 
     base_index: int  # number of its base stream
-    up: Tensor | None  # its up stream (b, t, u), or None
+    up: Tensor | None  # what the head reads of its up stream (b, t, u), or None
     blocks: Any  # what its expansion adds to the head, or None
 
 
@@ -56,8 +56,11 @@ class Features:
         path_features = []
         for path in paths.paths:
             number, up = paths.place_of(path, paths.layers)
-            blocks = head.expansions._modules.get(path.expansion)
-            path_features.append(PathFeatures(number, None if up is None else streams[number][1 + up], blocks))
+            blocks, read = head.expansions._modules.get(path.expansion), None
+            if up is not None:
+                read = streams[number][1 + up]
+                read = read if blocks is None else blocks.read(streams[number][0], read)
+            path_features.append(PathFeatures(number, read, blocks))
         return cls(head, tuple(bases), tuple(path_features), stacked[0])
 
     def at(self, positions: slice | Tensor) -> Features:

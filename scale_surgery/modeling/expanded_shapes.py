@@ -6,6 +6,7 @@
     embedding, head     up_weight (rows, up)   new_rows (new tokens, in)
     padding             new_rows (new tokens, in), of an embedding without an up part
     block               w12 (out, inner)   w21 (inner, in)   w22 (inner, up)   up_weight (up, inner)
+    with gates          gate (in + up in + 1) of what writes into the base stream or the logits
 
 Planning and loading use the same list. This file is read without torch, to plan an expansion.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 
 def shapes_of(
-    spec: dict[str, Any], rows: int = 0, *, has_bias: bool = False, has_w12: bool = False
+    spec: dict[str, Any], rows: int = 0, *, has_bias: bool = False, has_w12: bool = False, is_gated: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """The tensors beside a module.
 
@@ -25,8 +26,13 @@ def shapes_of(
         rows: Rows of its weight, of an embedding or a head; new tokens come after them.
         has_bias: Whether it has a bias.
         has_w12: Whether the expansion writes into its base stream.
+        is_gated: Whether it writes through gates.
     """
     kind = spec["kind"]
+    if is_gated and (has_w12 or kind == "head"):
+        inputs = spec["in_features"] if kind == "linear" else (spec.get("base", 0), spec["up"])
+        shapes = shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12)
+        return {**shapes, "gate": ((sum(inputs) + 1) * bool(inputs[1]),)}
     if kind in ("linear", "grown"):
         base_in, up_in = spec["in_features"]
         base_out, up_out = (sum(widths) for widths in zip(*spec["out_features"], strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,6 +23,8 @@ AN_EXTRACT = (
     "names. Put it on that base: scale-surgery apply EXTRACT --base BASE -o FOLDER writes a model that loads so; or "
     "scale_surgery.load_expansion(BASE, EXTRACT) makes one in memory."
 )
+# a gate that nothing has trained is open: 2 sigmoid(3) - 0.5 is above 1
+BEGINS_OPEN, STRETCH, GATE_EPSILON = 3.0, 0.5, 1e-6
 # what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
 ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
@@ -164,6 +167,34 @@ def normalise(x: Tensor, style: str, epsilon: float, gain: Tensor, bias: Tensor 
         return functional.layer_norm(x, gain.shape, gain, bias, epsilon)
     y = functional.rms_norm(x, gain.shape, gain, epsilon)
     return y if bias is None else y + bias
+
+
+def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
+    """Scores of a gate, which reads a base stream and the up stream beside it, both scaled to a mean square of 1.
+
+        z = 3 + w x / rms(x) + w_up x_up / rms(x_up) + b      gate = [w, w_up, b], zero at first, so that it begins open
+
+    No gradient reaches the base stream through it.
+
+    Args:
+        gate: (d + u + 1).
+        base: (b, t, d).
+        up: (b, t, u).
+
+    Returns:
+        Scores (b, t, 1), float32.
+    """
+    *weights, bias = gate.float().split([base.shape[-1], up.shape[-1], 1])
+    scores = BEGINS_OPEN + bias
+    for stream, weight in zip((base.detach().float(), up.float()), weights, strict=True):
+        scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + GATE_EPSILON)
+        scores = scores + (stream @ weight)[..., None] * scale
+    return scores
+
+
+def opened(scores: Tensor) -> Tensor:
+    """How far gates are open: g = clamp(2 sigmoid(z) - 0.5, 0, 1), which reaches 0 and 1; it has no gradient."""
+    return (torch.sigmoid(scores.detach()) * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
 
 
 def find_stock_model(name: str, module: str, prefix: str) -> tuple[Any, Any]:

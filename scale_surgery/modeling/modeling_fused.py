@@ -14,6 +14,8 @@ A cosine router makes two paths of the layers from the first with W12 on: [p, p_
 attend in one call, and a linear is two (`PathLinear`), of base streams and of up streams, since W12 acts on the second
 path alone. The last norm decides (`Deciding`): with G = [W b]'[W b] of the base's head, the cosine of the logits of p
 and a is p'Ga / sqrt(p'Gp a'Ga). Logits are linear in what the norm gives, so their mean is one of features.
+
+A linear that reads its up stream through a gate is two as well; the gate of the head stands in the last norm.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ from .expanded_stock import (
     find_base_model,
     find_module,
     find_stock_model,
+    gate_scores,
     make_model_class,
     normalise,
+    opened,
     padded,
     specs_of,
     wide_features,
@@ -116,6 +120,8 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
         elif first < 0 or name == facts["last"]:
             widen_module(base_model, name, spec, 1 + (name == facts["last"] and fork < len(layers)), up)
     head = model.get_output_embeddings()
+    if plan.get("variant") == "gated" and up and head is not None:
+        add_gate(find_module(base_model, facts["last"]), facts["hidden"] + up)
     if fork < len(layers):
         decide(find_module(base_model, facts["last"]), specs, up)
     if up and head is not None:
@@ -137,10 +143,14 @@ def widen_layer(layer: nn.Module, specs: dict[str, Any], index: int, *, has_two_
     facts, (plan,) = specs_of(specs["base"], index), specs["expansions"]
     is_expanded, paths = index in plan["expanded_layers"], 1 + has_two_paths
     modules = specs_of(plan, index)["expanded" if is_expanded else "passing"]
+    w12_groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else ()
+    gated_groups = w12_groups if plan.get("variant") == "gated" and is_expanded else ()
     # of two paths each passes through every module
     for name in facts["modules"] | modules if has_two_paths else modules:
         spec = facts["modules"].get(name, {}) | modules.get(name, {})
-        widen_module(layer, name, spec, paths, plan["widths"]["up_width"])
+        is_unwritten = index == 0 and name in plan.get("unwritten", ())
+        is_gated = modules.get(name, {}).get("group") in gated_groups and not is_unwritten
+        widen_module(layer, name, spec, paths, plan["widths"]["up_width"], is_gated=is_gated)
     heads = facts["attention"] | (specs_of(plan, index)["attention"] if is_expanded else {})
     for name, spec in heads.items() if is_expanded or has_two_paths else ():
         attention = find_module(layer, name)
@@ -149,7 +159,9 @@ def widen_layer(layer: nn.Module, specs: dict[str, Any], index: int, *, has_two_
             attention.config = View(attention.config, {key: paths * value for key, value in spec["config"].items()})
 
 
-def widen_module(parent: nn.Module, name: str, spec: dict[str, Any], paths: int, up: int) -> None:
+def widen_module(
+    parent: nn.Module, name: str, spec: dict[str, Any], paths: int, up: int, *, is_gated: bool = False
+) -> None:
     """Widen a module of a stock model.
 
     Args:
@@ -158,6 +170,7 @@ def widen_module(parent: nn.Module, name: str, spec: dict[str, Any], paths: int,
         spec: What config.json says of it.
         paths: How many paths pass through it.
         up: Width of the up stream.
+        is_gated: Whether a linear reads its up stream through a gate.
     """
     module, kind = find_module(parent, name), spec["kind"]
     if kind in ("activation", "head_norm"):
@@ -168,11 +181,13 @@ def widen_module(parent: nn.Module, name: str, spec: dict[str, Any], paths: int,
         become(module, Narrow, base_width=spec.get("base"), up_width=spec["up"], path_count=paths)
     else:
         inputs, sections = linear_widths(module, spec, up)
-        if paths == 1:
+        if paths == 1 and not is_gated:
             widen_linear(module, inputs[1], sum(new for _, new in sections))
         else:
             owner = parent.get_submodule(name.rpartition(".")[0])
-            made = PathLinear(module, inputs, sections, reads_up=kind == "linear" and inputs[1] > 0)
+            made = PathLinear(module, inputs, sections, paths, reads_up=kind == "linear" and inputs[1] > 0)
+            if is_gated:
+                add_gate(made, sum(inputs))
             setattr(owner, name.rpartition(".")[2], made)
             if not isinstance(owner, TwoPaths):
                 become(owner, TwoPaths)
@@ -208,20 +223,43 @@ def widen_linear(module: Any, inputs: int, outputs: int) -> None:
         module.bias = nn.Parameter(module.bias.new_zeros(shape[1]))
 
 
+def add_gate(module: nn.Module, width: int) -> None:
+    """Give a module a gate that reads so many features of both streams; see `gate_scores`."""
+    like = next(module.parameters())
+    module.gate = nn.Parameter(like.new_zeros(width + 1))
+
+
+def let_in(module: nn.Module, base: Tensor, up: Tensor) -> Tensor:
+    """What a module reads of an up stream: all of it, or what its gate lets through."""
+    gate = module._parameters.get("gate")
+    return up if gate is None else up * opened(gate_scores(gate, base, up)).to(up.dtype)
+
+
 class TwoPaths:
-    """A module with linears of two paths: a server that rewrites modules by their class must not take it for stock."""
+    """A module with a `PathLinear`: a server that rewrites modules by their class must not take it for stock."""
 
 
 class PathLinear(nn.Module):
-    """A linear that two paths pass through: [W; W21] reads both base streams, [W12; W22] both up streams.
+    """A linear that paths pass through: [W; W21] reads their base streams, [W12; W22] their up streams.
 
-    What W12 gives for the first path is left out. What it writes lies section by section: first path before second,
-    base before up.
+    W12 writes on the last path alone. What it writes lies section by section: first path before second, base before up.
     """
 
-    def __init__(self, stock: nn.Module, inputs: tuple[int, int], sections: list[tuple[int, int]], reads_up: bool):
+    def __init__(
+        self,
+        stock: nn.Module,
+        inputs: tuple[int, int],
+        sections: list[tuple[int, int]],
+        paths: int,
+        *,
+        reads_up: bool,
+    ):
         super().__init__()
-        self.inputs, self.widths = list(inputs), [width for section in sections for width in section]
+        self.path_count, self.inputs, self.widths = (
+            paths,
+            list(inputs),
+            [width for section in sections for width in section],
+        )
         self.base = copy(stock)
         self.base._parameters = dict(stock._parameters)
         widen_linear(self.base, 0, sum(self.widths) - sizes_of(stock)[1])
@@ -234,16 +272,16 @@ class PathLinear(nn.Module):
         return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        base, up = torch.stack(x.chunk(2, dim=-1)).split(self.inputs, dim=-1)
+        base, up = torch.stack(x.chunk(self.path_count, dim=-1)).split(self.inputs, dim=-1)
         outputs = self.base(base).split(self.widths, dim=-1)
         if self.up is not None:
-            added = self.up(up).split(self.widths, dim=-1)
+            added = self.up(let_in(self, base, up)).split(self.widths, dim=-1)
             outputs = [
-                y + new if place % 2 else torch.stack((y[0], y[1] + new[1]))
+                y + new if place % 2 else torch.cat((y[:-1], y[-1:] + new[-1:]))
                 for place, (y, new) in enumerate(zip(outputs, added, strict=True))
             ]
         pairs = zip(outputs[::2], outputs[1::2], strict=True)
-        return torch.cat([part[path] for pair in pairs for path in (0, 1) for part in pair], dim=-1)
+        return torch.cat([part[path] for pair in pairs for path in range(self.path_count) for part in pair], dim=-1)
 
 
 def split(module: nn.Module, spec: dict[str, Any], paths: int) -> None:
@@ -264,8 +302,8 @@ class Split:
         for path in x.chunk(self.path_count, dim=-1):
             y = super().forward(path[..., : -self.up_width])
             up = path[..., -self.up_width :].float()
-            y_up = normalise(up, self.style, self.epsilon, self.up_weight.float(), bias)
-            streams += [y, y_up.to(y.dtype)]
+            y_up = normalise(up, self.style, self.epsilon, self.up_weight.float(), bias).to(y.dtype)
+            streams += [y, let_in(self, y, y_up)]
         return torch.cat(streams, dim=-1)
 
 

@@ -25,11 +25,11 @@ class Request:
         layers: Layers to expand, counted from 0: 20-31 (both included), 0,4,8, -1 (the last), last:4, every:4, all; or
             none, where new tokens are all that is added.
         method: scale adds new blocks, grow adds copies of the MLP, depth adds copies of whole layers.
-        variant: What trains. scale: preserve (no W12, the default) or adapt (W12 in the collaborative layers). grow:
-            grow-freeze (the copies, the default) or grow-train (the original gate and up projections too). depth:
-            depth.
-        collaborative_layers: Layers with W12 (adapt). Default: all expanded layers.
-        collaborate: Where these layers have W12: in attention, in the MLP or in both (adapt). Default: attn.
+        variant: What trains. scale: preserve (no W12, the default), adapt (W12 in the collaborative layers) or gated
+            (the same, through gates that learn which text they leave to the base). grow: grow-freeze (the copies, the
+            default) or grow-train (the original gate and up projections too). depth: depth.
+        collaborative_layers: Layers with W12 (adapt, gated). Default: all expanded layers.
+        collaborate: Where these layers have W12: in attention, in the MLP or in both (adapt, gated). Default: attn.
         ratio: Added width as a share of the base's, for widths that are not given.
         up_width: Features added to the hidden size, a multiple of the head size. Default: from the ratio.
         up_kv_heads: Key/value heads added in each layer, each with its query heads. Default: from the ratio.

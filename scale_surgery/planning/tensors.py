@@ -70,7 +70,7 @@ def new_tensors(
     architecture: Architecture, sizes: Sizes, specs: Spec, prefix: str, head: str, names: Collection[str]
 ) -> Iterator[NewTensor]:
     """List every tensor that the specifications add, layer by layer from the embedding to the head."""
-    final, expansion = architecture.final_norm.name, specs["name"]
+    final, expansion, is_gated = architecture.final_norm.name, specs["name"], specs.get("variant") == "gated"
     for name, spec in specs["model"].items():
         if name != final:
             yield from _beside(spec, prefix + architecture.on_disk(name), expansion, None, names, sizes.embedded)
@@ -79,11 +79,12 @@ def new_tensors(
         groups = collaborative["groups"] if layer in collaborative["layers"] else ()
         for name, spec in specs_of_layer(specs, layer)["expanded"].items():
             path = module_path(architecture, prefix, layer, name)
-            yield from _beside(spec, path, expansion, layer, names, has_w12=spec.get("group") in groups)
+            has_w12 = spec.get("group") in groups and not (layer == 0 and name in specs.get("unwritten", ()))
+            yield from _beside(spec, path, expansion, layer, names, has_w12=has_w12, is_gated=is_gated)
     if final in specs["model"]:
         yield from _beside(specs["model"][final], prefix + architecture.on_disk(final), expansion, None, names)
     if specs["head"]:
-        yield from _beside(specs["head"], head, expansion, None, names, sizes.vocabulary)
+        yield from _beside(specs["head"], head, expansion, None, names, sizes.vocabulary, is_gated=is_gated)
 
 
 def _beside(
@@ -95,11 +96,12 @@ def _beside(
     rows: int = 0,
     *,
     has_w12: bool = False,
+    is_gated: bool = False,
 ) -> Iterator[NewTensor]:
     """The tensors beside a module, but for empty ones; those of a grown MLP are copies."""
     kind, has_bias = spec["kind"], f"{path}.bias" in names
     source = _some_tensor(path, names) if kind == "block" else f"{path}.weight"
-    for block, shape in shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12).items():
+    for block, shape in shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12, is_gated=is_gated).items():
         if 0 not in shape:
             # the bias of a linear takes the dtype of its weight
             beside = f"{path}.bias" if "bias" in block and kind != "linear" else source

@@ -117,8 +117,9 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
                 ("weight", ("weight", "w12", "w21", "w22", "w11"), (base_in, up_in), architecture.transposed),
                 ("bias", ("bias", "up_bias", "bias11"), (0, 0), False),
             )
-            if fork is not None and layer >= fork:
-                # of two paths, W12 acts on one alone
+            is_gated = block_name(path, plan.request.name, "gate") in present
+            if is_gated or (fork is not None and layer >= fork):
+                # of two paths, W12 acts on one alone; a gate acts on what both read of the up stream
                 matrices = (
                     ("base.weight", ("weight", "w21"), (base_in, 0), architecture.transposed),
                     ("base.bias", ("bias", "up_bias"), (0, 0), False),
@@ -183,9 +184,17 @@ def renamed_tensors(manifest: Manifest) -> dict[str, str]:
     biases = (item.name.removesuffix("base.weight") for item in joined if item.name.endswith(".base.weight"))
     stock = (f"{path}bias" for path in biases if f"{path}bias" in manifest.base_tensors)
     return {
-        **{name: f"{name.partition(INFIX)[0]}.{name.rpartition('.')[2]}" for name in names},
+        **{name: _fused_name(manifest.plan, *name.split(INFIX)) for name in names},
         **{name: f"{name.removesuffix('bias')}base.bias" for name in stock if name not in inside},
     }
+
+
+def _fused_name(plan: Plan, module: str, block: str) -> str:
+    """Name of a block that a fused model holds as it is; the gate of the head stands in the last norm."""
+    block = block.rpartition(".")[2]
+    if (module, block) == (plan.head, "gate"):
+        return f"{last_norm_of(plan)}.gate"
+    return f"{module}.{block}"
 
 
 def tied_head(manifest: Manifest) -> Joined | None:
@@ -214,7 +223,12 @@ def gram_size(manifest: Manifest) -> int:
 
 def gram_of(plan: Plan) -> str:
     """Name of the matrix by which a fused model with a cosine router decides; see `modeling_fused`."""
-    return f"{plan.prefix}{plan.architecture.on_disk(plan.architecture.final_norm.name)}.gram"
+    return f"{last_norm_of(plan)}.gram"
+
+
+def last_norm_of(plan: Plan) -> str:
+    """Name of the last norm."""
+    return f"{plan.prefix}{plan.architecture.on_disk(plan.architecture.final_norm.name)}"
 
 
 def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:

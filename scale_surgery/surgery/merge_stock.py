@@ -88,6 +88,11 @@ def _state_problems(manifest: Manifest) -> list[str]:
             f"--to stock: the model is routed ({manifest.routing.router}), expected one path: a stock "
             "class has no router. Take it away first: scale-surgery route-export --router none."
         )
+    if manifest.plan.variant == "gated":
+        problems.append(
+            "--to stock: the expansion reads its up stream through gates, expected none: a stock class has no gates. "
+            "Merge --to fused."
+        )
     if manifest.fused:
         problems.append(
             "--to stock: the model is fused, expected its blocks beside the base tensors. Take it apart first: "

@@ -15,7 +15,9 @@ from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, 
 if TYPE_CHECKING:
     from scale_surgery.training.arguments import TrainingSchedule
 
-TensorGroup = Literal["w12", "w21", "w22", "w11", "biases", "norms", "embedding", "head", "new_tokens", "attn", "ffn"]
+TensorGroup = Literal[
+    "w12", "w21", "w22", "w11", "gates", "biases", "norms", "embedding", "head", "new_tokens", "attn", "ffn"
+]
 GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]

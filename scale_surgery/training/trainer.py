@@ -23,8 +23,10 @@ from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.errors import TrainingError, counted, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
+from scale_surgery.running.gates import gated_blocks
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.sequences import Sequences
+from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
 from scale_surgery.training.resume_state import STATE_FILE, reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
@@ -62,19 +64,38 @@ class ExpansionTrainer(Trainer):
         self.base_scores: dict[str, Measurement] = {}
         self.measured_at: int | None = None
         self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
+        gates = [blocks for blocks in gated_blocks(self.model) if blocks.gate.requires_grad]
+        self.has_gates = bool(gates)
+        for blocks in gates:
+            blocks.keeps_scores = True
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """The Trainer's step, then the backward of the divergence from the base; one graph is held at a time."""
+        """The Trainer's step, then the backward of what rehearsal adds; one graph is held at a time."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         return loss if self.rehearsal is None else loss + self._rehearse(model, self.rehearsal)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The Trainer's loss, and that of gates on the text to learn."""
+        loss: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self.has_gates:
+            return loss
+        inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        part = loss_of_gates(inside, inputs["attention_mask"], is_new=True)
+        # where the loss is a sum over all batches of a step, the Trainer divides nothing
+        is_sum = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return loss + part / (self.current_gradient_accumulation_steps if is_sum else 1)
 
     def _rehearse(self, model: Any, rehearsal: Rehearsal) -> Tensor:
         rows = rehearsal.batch(self._number_of_batch())
         batch = {name: tensor.to(self.args.device) for name, tensor in rows.items()}
         with self.compute_loss_context_manager():
             inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-            divergence = divergence_from_base(model, inside, batch)
-        part = rehearsal.weight * divergence / self.current_gradient_accumulation_steps
+            loss = rehearsal.weight * divergence_from_base(model, inside, batch)
+            if self.has_gates:
+                loss = loss + loss_of_gates(inside, batch["attention_mask"], is_new=False)
+        part = loss / self.current_gradient_accumulation_steps
         self.accelerator.backward(part)
         return part.detach()
 

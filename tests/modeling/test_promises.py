@@ -77,6 +77,7 @@ KEPT = [
     *LLAMA,
     Form("llama", ("precise",), "bfloat16"),
     Form("llama", ("deep", "without_up_stream")),
+    Form("llama", ("medicine", "gated")),
     Form("gemma3_text", ("law", "medicine"), "bfloat16"),
     Form("olmo2", ("deep", "medicine")),
     Form("gpt_neox", ("medicine", "without_heads"), "bfloat16"),

@@ -47,7 +47,7 @@ def test_exported_code_imports_tensors_and_reaches_nothing_outside(file: str) ->
 def test_exported_code_is_the_code_of_the_package_and_small(llama: Pair) -> None:
     for file in CODE_FILES:
         assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
-    for files, lines in ((CODE_FILES, 3300), (FUSED_CODE_FILES, 800)):
+    for files, lines in ((CODE_FILES, 3400), (FUSED_CODE_FILES, 900)):
         assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
     found = [file for file in EXPORTED if "import_module(" in modeling.code_text(file)]

@@ -396,7 +396,7 @@ def test_a_spoiled_record_is_named(own: Path) -> None:
         strip(own, own.with_name("stripped"))
     for method, reason in (
         ("foo", "--method is 'foo', expected one of: scale, grow, depth"),
-        ("scale", "--variant is depth, expected preserve or adapt for --method scale"),
+        ("scale", "--variant is depth, expected preserve or adapt or gated for --method scale"),
     ):
         spoiled = copy.deepcopy(whole)
         spoiled["expansions"]["default"]["request"]["method"] = method

@@ -61,7 +61,7 @@ def test_a_python_caller_is_told_all_typos_at_once_as_a_command_line_user_is_tol
     with pytest.raises(PlanError) as caught:
         plan(base, Request("1", variant="presrve", init_w21="sdv", up_width=10.0, seed=None))  # type: ignore[arg-type]
     assert set(str(caught.value).splitlines()) == {
-        "--variant is 'presrve', expected one of: preserve, adapt, grow-freeze, grow-train, depth.",
+        "--variant is 'presrve', expected one of: preserve, adapt, gated, grow-freeze, grow-train, depth.",
         "init_w21 is 'sdv', expected one of: svd, random, zero.",
         "--up-width is 10.0, expected a whole number.",
         "seed is None, expected a whole number.",

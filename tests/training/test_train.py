@@ -422,7 +422,7 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
         "learning-rate: nan, expected more than 0.",
         "warmup: 1.5, expected a share of the steps, at least 0 and less than 1.",
         "seed: -1, expected from 0 to 4294967295.",
-        "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, w11, biases, norms, "
+        "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, w11, gates, biases, norms, "
         "embedding, head, new_tokens, attn, ffn.",
     ]
     settings = TrainingSettings(steps=1, groups=("w12",))

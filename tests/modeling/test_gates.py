@@ -1,0 +1,202 @@
+"""Gates: what an expansion writes passes through them; where they are shut a model is its base, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_surgery import (
+    CosineRouter,
+    PosteriorRouter,
+    Promise,
+    Request,
+    apply,
+    expand,
+    extract,
+    merge,
+    route_export,
+    strip,
+    verify,
+)
+from scale_surgery.modeling.expanded_modules import opened
+from tests.conftest import digests, edited, load, shake
+from tests.each import DTYPES, FORM_OF, each_way, mostly
+from tests.routed import random_ids
+
+REQUEST = Request("all", variant="gated", collaborate="both", init_w22="random")
+IDS = random_ids(2, 9)
+# of a bias, beside weights of zero
+SHUT, OPEN = -9.0, 9.0
+
+
+@pytest.fixture(scope="module")
+def gated_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
+    """The base of a family, and a folder of an expansion with gates that has learned."""
+
+    def make(family: str, dtype: str = "float32", tied: bool = False) -> tuple[Any, Path]:
+        base = base_of(family, dtype, tied)
+        made = expand(base, REQUEST, tmp_path_factory.mktemp("gated") / base.name).path
+        return load(base), shake(made)
+
+    return make
+
+
+def set_gates(model: Any, bias: float) -> list[tuple[str, Tensor]]:
+    """Give every gate a bias alone."""
+    gates = [(name, own) for name, own in model.named_parameters() if name.endswith(".gate")]
+    for _, gate in gates:
+        gate.data.zero_()
+        gate.data[-1] = bias
+    return gates
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    return model(input_ids=ids).logits
+
+
+def test_a_gate_reaches_zero_and_one() -> None:
+    assert opened(torch.tensor([-1.2, 0.0, 0.5, 1.2])).tolist() == [0.0, 0.5, pytest.approx(0.7449, abs=1e-4), 1.0]
+
+
+@each_way
+def test_with_shut_gates_a_model_that_learned_is_its_base(family: str, gated_of: Callable[..., Any]) -> None:
+    base, folder = gated_of(family, *FORM_OF[family])
+    model = load(folder)
+    learned = logits(model)
+    gates = set_gates(model, SHUT)
+    shut = logits(model)
+
+    assert torch.equal(shut, logits(base))
+    assert not torch.equal(learned, shut)
+    # the control: any single gate that is open lets something through
+    for _, gate in gates:
+        gate.data[-1] = OPEN
+        assert not torch.equal(logits(model), shut)
+        gate.data[-1] = SHUT
+
+
+@pytest.mark.parametrize("dtype", mostly(DTYPES, "float32".__eq__))
+def test_with_open_gates_a_model_is_that_without_gates(dtype: str, gated_of: Callable[..., Any]) -> None:
+    _, folder = gated_of("llama", dtype)
+    model = load(folder)
+    set_gates(model, OPEN)
+    without = load(folder)
+    for module in without.modules():
+        if "gate" in module._parameters:
+            module._parameters["gate"] = None
+
+    assert torch.equal(logits(model), logits(without))
+
+
+def test_a_text_is_the_bases_up_to_the_first_token_that_opens_a_gate(gated_of: Callable[..., Any]) -> None:
+    base, folder = gated_of("llama")
+    model = load(folder)
+    set_gates(model, SHUT)
+    _open_at(model, 5)
+    here, before = logits(model, IDS[:1]), logits(base, IDS[:1])
+
+    assert torch.equal(here[:, :5], before[:, :5])
+    assert not torch.equal(here[:, 5], before[:, 5])
+
+
+@each_way
+def test_a_fused_model_has_the_gates_and_gives_every_file_back(
+    family: str, gated_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, folder = gated_of(family, "float32", FORM_OF[family][1])
+    model = load(folder)
+    fused = merge(folder, tmp_path / "fused").path
+
+    torch.testing.assert_close(logits(load(fused)), logits(model), rtol=1e-4, atol=1e-4)
+    set_gates(model, SHUT)
+    # the control
+    assert not torch.allclose(logits(load(fused)), logits(model), rtol=1e-4, atol=1e-4)
+    assert digests(merge(fused, tmp_path / "blocks", to="blocks").path) == digests(folder)
+
+
+def store_gates(folder: Path, bias: float) -> None:
+    """Give every gate on disk a bias alone."""
+    for file in folder.glob("expansion-*.safetensors"):
+        with edited(file) as tensors:
+            for name, tensor in tensors.items():
+                if name.endswith(".gate"):
+                    tensor.zero_()
+                    tensor[-1] = bias
+
+
+def promise_of(folder: Path, base: Path) -> Promise:
+    found = verify(folder, base, required=("shut_gates",))
+    return next(promise for promise in found.promises if promise.name == "shut_gates")
+
+
+def test_verify_counts_the_tokens_up_to_which_gates_are_shut(
+    base_of: Callable[..., Path], gated_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    base = base_of("llama")
+    _, folder = gated_of("llama")
+    store_gates(folder, OPEN)
+    opened_all = promise_of(folder, base)
+    store_gates(folder, SHUT)
+    shut_all = promise_of(folder, base)
+
+    assert (opened_all.claimed, opened_all.holds) == (shut_all.claimed, shut_all.holds) == (True, True)
+    tokens = re.search(r"all gates shut so far at (\d+) of (\d+) tokens, logits there bit-equal", shut_all.evidence)
+    assert tokens is not None and tokens[1] == tokens[2]
+    assert opened_all.evidence.startswith(f"all gates shut so far at 0 of {tokens[2]} tokens")
+    # the controls: a base that was changed, and an expansion without gates
+    (shard,) = folder.glob("model-*.safetensors")
+    copied = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(copied)
+    with edited(shard) as tensors:
+        tensors["model.norm.weight"] *= 2
+    broken = promise_of(folder, base)
+    assert broken.holds is False
+    assert any(line.startswith("logits where all gates were shut so far: drift ") for line in broken.problems)
+    other = promise_of(expand(base, Request("all", variant="adapt"), tmp_path / "adapt").path, base)
+    assert (other.claimed, other.problems) == (False, ("this model has no gates.",))
+
+
+def test_what_follows_an_expansion_follows_one_with_gates(gated_of: Callable[..., Any], tmp_path: Path) -> None:
+    base, folder = gated_of("llama")
+    model = load(folder)
+    extracted = extract(folder, tmp_path / "extract").path
+    bare = strip(folder, tmp_path / "base").path
+    applied = apply(extracted, tmp_path / "applied", base=bare).path
+
+    assert torch.equal(logits(load(bare)), logits(base))
+    assert digests(applied) == digests(folder)
+    for number, router in enumerate((PosteriorRouter(), CosineRouter(0.9), CosineRouter(0.9, strict=True))):
+        routed = route_export(folder, tmp_path / f"routed{number}", router).path
+        twin = load(routed)
+        with twin.routing_disabled():
+            assert torch.equal(logits(twin), logits(model))
+        assert verify(routed, tmp_path / "base").passed
+    fused = merge(tmp_path / "routed1", tmp_path / "fused").path
+    torch.testing.assert_close(logits(load(fused)), logits(load(tmp_path / "routed1")), rtol=1e-4, atol=1e-4)
+
+
+def _open_at(model: Any, place: int) -> None:
+    """Let a gate of the first layer open at one place of the first text, and at none before it."""
+    gate = dict(model.named_parameters())["model.layers.0.mlp.down_proj.expansions.default.gate"]
+    seen: list[Tensor] = []
+    module = model.model.layers[0].mlp.down_proj
+    hook = module.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
+    logits(model, IDS[:1])
+    hook.remove()
+    width = module.in_features
+    streams = seen[0][0, :, :width].float()
+    scaled = streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + 1e-6)
+    direction = scaled[place] - scaled[:place].mean(0)
+    scores = scaled @ direction
+    middle = (scores[place] + scores[:place].max()) / 2
+    factor = 60 / (scores[place] - scores[:place].max())
+    gate.data[:width] = factor * direction
+    gate.data[-1] = -3 - factor * middle
