@@ -18,7 +18,6 @@ from transformers import AutoConfig
 
 from benchmarks.biography.methods import adapted, deepened, expanded, frozen, whole
 from benchmarks.language.base import Size
-from benchmarks.language.gates import gated
 from benchmarks.language.rehearsing import own_samples
 from benchmarks.protections import (
     between,
@@ -73,7 +72,8 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
     # an MLP is three quarters of a layer, so that more of them are copied
     grown = round(budget / _of_mlp(config))
     wide = partial(_wide, base, most=all_of_it, step=_group(config))
-    scale = {
+    double = replace(ADAPT_BOTH, up_width=config.hidden_size)
+    scale: dict[str, tuple[Request, int, float, Mapping[str, Router]]] = {
         "preserve": (Request("all"), budget, 5e-3, POSTERIOR),
         "adapt attn": (Request("all", variant="adapt"), budget, 5e-3, ROUTERS),
         "adapt both": (ADAPT_BOTH, budget, 3e-3, ROUTERS),
@@ -81,10 +81,10 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
         "adapt both whole": (ADAPT_BOTH, all_of_it, 3e-3, ROUTERS),
         "preserve wide": (wide(Request("all")), all_of_it, 5e-3, POSTERIOR),
         "adapt both wide": (wide(ADAPT_BOTH), all_of_it, 3e-3, ROUTERS),
-        "adapt both double": (replace(ADAPT_BOTH, up_width=config.hidden_size), 3 * all_of_it // 2, 3e-3, ROUTERS),
+        "adapt both double": (double, 3 * all_of_it // 2, 3e-3, ROUTERS),
+        "gated double": (replace(double, variant="gated"), 3 * all_of_it // 2, 5e-3, {}),
     }
     samples = partial(own_samples, base, size)
-    double = partial(expanded, request=_matched(base, *scale["adapt both double"][:2]))
     rank_of_mlps = round(budget / (layers * _of_mlp_rank(config)))
     return (
         Method("full", whole, 1e-3, _on_the_way(whole)),
@@ -102,7 +102,6 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
             _expansion(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
             for name, (request, most, rate, routers) in scale.items()
         ),
-        Method("adapt both double gates", partial(gated, make=double), 3e-3),
     )
 
 

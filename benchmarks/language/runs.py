@@ -17,16 +17,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
-from benchmarks.language.gates import shut
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
 from benchmarks.language.packages import ENGLISH
 from benchmarks.language.precision import mixed
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
 from benchmarks.records import append_line, read_lines
+from scale_surgery.modeling.expanded_stock import opened
+from scale_surgery.running.gates import gated_blocks, keeping_scores, take_scores
+from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.rehearsal import Divergence
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
+SHUT_ROWS = 16  # that are read together
 Rehearse = Literal["none", "own", "own x4", "old"]
 
 
@@ -208,28 +211,40 @@ def read(place: Place, model: Any) -> Scores:
     """Score a model on the text that is held out for the end."""
     old, new = place.examination.read(model.eval(), "test")
     shares = None
-    if hasattr(model, "gates"):
+    if gated_blocks(model):
         languages = (ENGLISH, place.subject.second)
-        shares = tuple(shut(model, place.examination.rows[language, "test"]) for language in languages)
+        shares = tuple(_shut(model, place.examination.rows[language, "test"]) for language in languages)
     return Scores(old, new, divergence=place.divergence(model), shut=shares)
+
+
+def _shut(model: Any, rows: Tensor) -> float:
+    """Share of the tokens at which every gate is exactly zero."""
+    shares = []
+    for part in rows.split(SHUT_ROWS):
+        with torch.inference_mode(), mixed(model.device.type), keeping_scores(model):
+            model(input_ids=part.to(model.device), use_cache=False)
+            shares.append((opened(torch.cat(take_scores(model), -1)) == 0).all(-1))
+    return float(torch.cat(shares).double().mean())
 
 
 def _learn(place: Place, model: Any, key: Key, shares: Sequence[float], taken: list[float]) -> Iterator[Point]:
     size = place.size
     batches = place.rows(key.tokens, key.seed).to(place.device).split(size.rows)
     take_step = stepping(model, key.rate, len(batches))
-    rehearsal = place.rehearsal(key.rehearse, key.seed)
+    rehearsal, gates = place.rehearsal(key.rehearse, key.seed), gated_blocks(model)
+    for blocks in gates:
+        blocks.keeps_scores = True
     measured = {round(share * len(batches)) for share in shares}
     yield _point(place, model, 0)
     for step, batch in enumerate(batches):
         started = time.process_time()
         with mixed(place.device.type):
             loss = model(input_ids=batch, labels=batch).loss
-        gates = getattr(model, "gates", None)
-        (loss if gates is None else loss + gates.loss(is_new=True)).backward()
+        (loss + loss_of_gates(model, torch.ones_like(batch), is_new=True) if gates else loss).backward()
         if rehearsal is not None:
-            divergence = key.weight * rehearsal.loss(model, step)
-            (divergence if gates is None else divergence + gates.loss(is_new=False)).backward()
+            loss = key.weight * rehearsal.loss(model, step)
+            mask = torch.ones_like(batch[: rehearsal.together])
+            (loss + loss_of_gates(model, mask, is_new=False) if gates else loss).backward()
         take_step()
         taken.append(time.process_time() - started)
         if step + 1 in measured:
