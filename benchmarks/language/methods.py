@@ -99,7 +99,7 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
         Method("depth", partial(deepened, request=Request(upper, method="depth")), 1e-3),
         Method("grow-freeze", partial(expanded, request=Request(f"last:{grown}", method="grow")), 1e-3),
         *(
-            _expansion(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
+            expansion(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
             for name, (request, most, rate, routers) in scale.items()
         ),
     )
@@ -109,7 +109,8 @@ def _on_the_way(make: Callable[..., Any]) -> dict[str, Callable[[Path, Any], Any
     return {f"{share:g} of the way": partial(between, share, make) for share in SHARES_OF_THE_WAY}
 
 
-def _expansion(name: str, make: Callable[..., Any], rate: float, routers: Mapping[str, Router]) -> Method:
+def expansion(name: str, make: Callable[..., Any], rate: float, routers: Mapping[str, Router]) -> Method:
+    """Describe an expansion that can be routed when it has learned."""
     return Method(name, make, rate, {router: partial(_route, make, own) for router, own in routers.items()})
 
 

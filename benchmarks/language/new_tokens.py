@@ -35,7 +35,7 @@ from benchmarks.biography.methods import expanded, whole
 from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, first, make_base, pack, shuffled, unread
 from benchmarks.language.measures import ROWS, score
-from benchmarks.language.methods import POSTERIOR, Method, methods_for
+from benchmarks.language.methods import POSTERIOR, ROUTERS, Method, expansion, methods_for
 from benchmarks.language.packages import ENGLISH, REGIONS, fetch
 from benchmarks.language.precision import mixed
 from benchmarks.language.runs import Subject
@@ -135,8 +135,8 @@ class Place:
     @cached_property
     def methods(self) -> dict[str, Method]:
         """What can learn, by name."""
-        alone = Method(ROWS_ALONE, partial(expanded, request=Request("none")), 1e-2, POSTERIOR)
-        return {method.name: method for method in (alone, *methods_for(self.base))}
+        alone = expansion(ROWS_ALONE, partial(expanded, request=Request("none")), 1e-2, POSTERIOR)
+        return {method.name: method for method in (alone, *methods_for(self.base, self.size))}
 
     def new_tokens(self, count: int) -> NewTokens:
         """The tokens that save most on what the base has not read."""
@@ -179,7 +179,7 @@ def run(place: Place, key: Key) -> Run:
     seconds = _learn(model, rows.split(TOGETHER), key.rate)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     end, routed = _read(model, examined), None
-    if method.routers:
+    if ROUTERS.keys() & method.ends.keys():
         _, other = _make(place, method, key, routing=PosteriorRouter())
         other.load_state_dict(model.state_dict())
         routed = _read(other, examined)
