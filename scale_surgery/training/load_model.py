@@ -45,12 +45,6 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
             "would train: the copies would get equal gradients, stay equal and learn no more than one. Add w12 to "
             "--train-only."
         )
-    trained = {part.group for part in expansion_parts(model) if part.parameter.requires_grad}
-    if "gates" in trained and not settings.rehearse:
-        raise TrainingError(
-            f"{checkpoint.path}: its gates learn from rehearsal which text they leave to the base, and nothing is "
-            "rehearsed. Give --rehearse self, or leave gates out of --train-only."
-        )
     if ROUTER_KEY in checkpoint.config[CONFIG_KEY]:
         model.enable_routing(settings.routed)
     if settings.routed and _is_base_everywhere(model):
@@ -59,7 +53,7 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
             "before any training they agree everywhere, so nothing would be learned. Train without --routed first, or "
             "export without --strict."
         )
-    if not trained:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         chosen = ", ".join(settings.groups) or "none"
         raise TrainingError(
             f"{checkpoint.path}: nothing would train; it has no tensor of the chosen groups ({chosen}). "
