@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .expanded_paths import Paths, Running, memo
-from .expanded_stock import View, gate_scores, normalise, opened
+from .expanded_stock import View, normalise, through_gate
 from .expanded_streams import (
     CACHE_LINE,
     add_new_product,
@@ -63,8 +63,6 @@ class Blocks(nn.Module):
 
     group_of: dict[str, str] = {"gate": "gates"}
     replaces_base = False
-    # whether scores of the gate in the last forward (b, t, 1) stay in `scores`, to be trained or counted
-    keeps_scores = False
 
     def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
         super().__init__()
@@ -88,14 +86,7 @@ class Blocks(nn.Module):
 
     def read(self, base: Tensor, up: Tensor) -> Tensor:
         """What the blocks read of an up stream: all of it, or what their gate lets through."""
-        return up if self._parameters.get("gate") is None else up * self.opening(base, up).to(up.dtype)
-
-    def opening(self, base: Tensor, up: Tensor) -> Tensor:
-        """How far the gate is open at each token, from 0 to 1 (b, t, 1), float32."""
-        scores = gate_scores(self.gate, base, up)
-        if self.keeps_scores:
-            vars(self)["scores"] = scores
-        return opened(scores)
+        return through_gate(self, base, up, up)
 
     def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
         """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
@@ -320,7 +311,7 @@ class DenseBlocks(Blocks):
             return y, y.new_zeros(*y.shape[:-1], self.up_out)
         h = product(base, self.w21, y)
         h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
-        h = h if self._parameters.get("gate") is None else h * self.opening(base, up).to(h.dtype)
+        h = through_gate(self, base, up, h)
         y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
         return add_new_product(y, h, self.w12) if has_w12 and self.w12 is not None else y, y_up
 

@@ -197,6 +197,24 @@ def opened(scores: Tensor) -> Tensor:
     return (torch.sigmoid(scores.detach()) * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
 
 
+def through_gate(module: Any, base: Tensor, up: Tensor, values: Tensor) -> Tensor:
+    """What the gate of a module lets through of values: all of them where it has none.
+
+    Args:
+        module: Has `gate`, or none; one that `keeps_scores` has those of its last forward in `scores` (b, t, 1).
+        base: Base stream that the module reads.
+        up: Up stream that it reads.
+        values: What passes.
+    """
+    gate = module._parameters.get("gate")
+    if gate is None:
+        return values
+    scores = gate_scores(gate, base, up)
+    if getattr(module, "keeps_scores", False):
+        vars(module)["scores"] = scores
+    return values * opened(scores).to(values.dtype)
+
+
 def find_stock_model(name: str, module: str, prefix: str) -> tuple[Any, Any]:
     """The stock model class that a class of ours is made of, by its name, and the configuration class of its base."""
     class_name, _, config = name.partition("_of_")

@@ -15,7 +15,8 @@ attend in one call, and a linear is two (`PathLinear`), of base streams and of u
 path alone. The last norm decides (`Deciding`): with G = [W b]'[W b] of the base's head, the cosine of the logits of p
 and a is p'Ga / sqrt(p'Gp a'Ga). Logits are linear in what the norm gives, so their mean is one of features.
 
-A linear that reads its up stream through a gate is two as well; the gate of the head stands in the last norm.
+A linear that reads its up stream through a gate is two as well, and so are those beside it, since servers take modules
+of one class for alike; the gate of the head stands in the last norm.
 """
 
 from __future__ import annotations
@@ -42,12 +43,11 @@ from .expanded_stock import (
     find_base_model,
     find_module,
     find_stock_model,
-    gate_scores,
     make_model_class,
     normalise,
-    opened,
     padded,
     specs_of,
+    through_gate,
     wide_features,
 )
 
@@ -120,7 +120,8 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
         elif first < 0 or name == facts["last"]:
             widen_module(base_model, name, spec, 1 + (name == facts["last"] and fork < len(layers)), up)
     head = model.get_output_embeddings()
-    if plan.get("variant") == "gated" and up and head is not None:
+    # a server has a head of its own, and reads what the last norm gives
+    if plan.get("variant") == "gated" and up and plan["head"]:
         add_gate(find_module(base_model, facts["last"]), facts["hidden"] + up)
     if fork < len(layers):
         decide(find_module(base_model, facts["last"]), specs, up)
@@ -148,9 +149,11 @@ def widen_layer(layer: nn.Module, specs: dict[str, Any], index: int, *, has_two_
     # of two paths each passes through every module
     for name in facts["modules"] | modules if has_two_paths else modules:
         spec = facts["modules"].get(name, {}) | modules.get(name, {})
-        is_unwritten = index == 0 and name in plan.get("unwritten", ())
-        is_gated = modules.get(name, {}).get("group") in gated_groups and not is_unwritten
+        is_gated = modules.get(name, {}).get("group") in gated_groups
         widen_module(layer, name, spec, paths, plan["widths"]["up_width"], is_gated=is_gated)
+        has_w12 = index > 0 or name not in plan.get("unwritten", ())
+        if is_gated and has_w12 and spec["kind"] == "linear" and spec["in_features"][1]:
+            add_gate(find_module(layer, name), sum(spec["in_features"]))
     heads = facts["attention"] | (specs_of(plan, index)["attention"] if is_expanded else {})
     for name, spec in heads.items() if is_expanded or has_two_paths else ():
         attention = find_module(layer, name)
@@ -170,7 +173,7 @@ def widen_module(
         spec: What config.json says of it.
         paths: How many paths pass through it.
         up: Width of the up stream.
-        is_gated: Whether a linear reads its up stream through a gate.
+        is_gated: Whether a linear reads its up stream through a gate, or stands beside one that does.
     """
     module, kind = find_module(parent, name), spec["kind"]
     if kind in ("activation", "head_norm"):
@@ -186,8 +189,6 @@ def widen_module(
         else:
             owner = parent.get_submodule(name.rpartition(".")[0])
             made = PathLinear(module, inputs, sections, paths, reads_up=kind == "linear" and inputs[1] > 0)
-            if is_gated:
-                add_gate(made, sum(inputs))
             setattr(owner, name.rpartition(".")[2], made)
             if not isinstance(owner, TwoPaths):
                 become(owner, TwoPaths)
@@ -227,12 +228,6 @@ def add_gate(module: nn.Module, width: int) -> None:
     """Give a module a gate that reads so many features of both streams; see `gate_scores`."""
     like = next(module.parameters())
     module.gate = nn.Parameter(like.new_zeros(width + 1))
-
-
-def let_in(module: nn.Module, base: Tensor, up: Tensor) -> Tensor:
-    """What a module reads of an up stream: all of it, or what its gate lets through."""
-    gate = module._parameters.get("gate")
-    return up if gate is None else up * opened(gate_scores(gate, base, up)).to(up.dtype)
 
 
 class TwoPaths:
@@ -275,7 +270,7 @@ class PathLinear(nn.Module):
         base, up = torch.stack(x.chunk(self.path_count, dim=-1)).split(self.inputs, dim=-1)
         outputs = self.base(base).split(self.widths, dim=-1)
         if self.up is not None:
-            added = self.up(let_in(self, base, up)).split(self.widths, dim=-1)
+            added = self.up(through_gate(self, base, up, up)).split(self.widths, dim=-1)
             outputs = [
                 y + new if place % 2 else torch.cat((y[:-1], y[-1:] + new[-1:]))
                 for place, (y, new) in enumerate(zip(outputs, added, strict=True))
@@ -303,7 +298,7 @@ class Split:
             y = super().forward(path[..., : -self.up_width])
             up = path[..., -self.up_width :].float()
             y_up = normalise(up, self.style, self.epsilon, self.up_weight.float(), bias).to(y.dtype)
-            streams += [y, let_in(self, y, y_up)]
+            streams += [y, through_gate(self, y, y_up, y_up)]
         return torch.cat(streams, dim=-1)
 
 

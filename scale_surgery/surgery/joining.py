@@ -105,6 +105,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
         yield Joined(embedding, pieces, (sizes.hidden, columns), ((sizes.embedded, new),), False)
     for layer in range(max(first, 0), sizes.layers):
         is_expanded = layer in plan.layers
+        gated = plan.collaboration.groups if plan.variant == "gated" and layer in plan.collaboration.layers else ()
         specs = plan.expanded_linears(layer) if is_expanded else _passing_linears(plan, layer)
         if fork is not None and layer >= fork:
             specs = _stock_linears(plan, layer) | specs
@@ -117,8 +118,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
                 ("weight", ("weight", "w12", "w21", "w22", "w11"), (base_in, up_in), architecture.transposed),
                 ("bias", ("bias", "up_bias", "bias11"), (0, 0), False),
             )
-            is_gated = block_name(path, plan.request.name, "gate") in present
-            if is_gated or (fork is not None and layer >= fork):
+            if spec.get("group") in gated or (fork is not None and layer >= fork):
                 # of two paths, W12 acts on one alone; a gate acts on what both read of the up stream
                 matrices = (
                     ("base.weight", ("weight", "w21"), (base_in, 0), architecture.transposed),

@@ -25,6 +25,7 @@ CLEAR = 1e-3
 ALL = Request("all", variant="adapt", init_w22="random")
 # layers that differ in heads and widths, below and above the one that is expanded
 MIDDLE = Request("1", variant="adapt", init_w22="random")
+GATED = Request("all", variant="gated", collaborate="both", init_w22="random")
 GROWN = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
 
 
@@ -78,11 +79,12 @@ def main(folder: Path) -> None:
         heads = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 32}
         base = save_tiny(own / "stock", family, **SIZES, **heads)
         wide, middle = (shake(expand(base, kind, own / f"{kind.layers}-blocks").path) for kind in (ALL, MIDDLE))
-        merge(wide, own / "fused")
-        merge(middle, own / "fused-middle")
+        gated = shake(expand(base, GATED, own / "gated-blocks").path)
+        for made, name in ((wide, "fused"), (middle, "fused-middle"), (gated, "gated")):
+            merge(made, own / name)
         merge(shake(expand(base, GROWN, own / "grown-blocks").path), own / "stock-grown", "stock")
         route(middle, own)
-        for name in ("stock", "stock-grown", "fused", "fused-middle", "routed", "other-threshold"):
+        for name in ("stock", "stock-grown", "fused", "fused-middle", "gated", "routed", "other-threshold"):
             compute(own / name, prompts(97))
     export_text(folder / "text")
     export_new_tokens(folder / "new-tokens")
