@@ -33,7 +33,7 @@ PROMISES = (
 class Promise:
     """One named promise: whether the model claims it in its present state, whether it holds, and why.
 
-    `holds` is None where files alone cannot show it and no model was run.
+    `holds` is None where files alone cannot show it, and no model was run or nothing in the prompts shows it.
     """
 
     name: str
@@ -229,8 +229,9 @@ def _shut_gates(manifest: Manifest, integrity: Integrity, numbers: Numbers | Non
     if not shut.is_bit_equal:
         problems.append(f"logits where all gates were shut so far: drift {shut.drift:.3g}, expected bit-equal.")
     equality = "bit-equal" if shut.is_bit_equal else f"differ by {shut.drift:.3g}"
-    evidence = f"all gates shut so far at {shut.tokens:,} of {numbers.tokens:,} tokens, logits there {equality}"
-    return Promise(name, True, not problems, evidence, tuple(problems))
+    evidence = f"all gates shut so far at {shut.tokens:,} of {numbers.tokens:,} tokens"
+    evidence += f", logits there {equality}" if shut.tokens else "; give --prompts with text that the base knows"
+    return Promise(name, True, _holds(problems, shut.tokens or None), evidence, tuple(problems))
 
 
 def _paths_as_alone(

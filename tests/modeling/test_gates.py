@@ -16,6 +16,7 @@ from scale_surgery import (
     PosteriorRouter,
     Promise,
     Request,
+    RunOptions,
     apply,
     expand,
     extract,
@@ -24,7 +25,7 @@ from scale_surgery import (
     strip,
     verify,
 )
-from scale_surgery.modeling.expanded_modules import opened
+from scale_surgery.modeling.expanded_stock import opened
 from tests.conftest import digests, edited, load, shake
 from tests.each import DTYPES, FORM_OF, each_way, mostly
 from tests.routed import random_ids
@@ -131,8 +132,8 @@ def store_gates(folder: Path, bias: float) -> None:
                     tensor[-1] = bias
 
 
-def promise_of(folder: Path, base: Path) -> Promise:
-    found = verify(folder, base, required=("shut_gates",))
+def promise_of(folder: Path, base: Path, **run: Any) -> Promise:
+    found = verify(folder, base, required=("shut_gates",), **run)
     return next(promise for promise in found.promises if promise.name == "shut_gates")
 
 
@@ -146,11 +147,21 @@ def test_verify_counts_the_tokens_up_to_which_gates_are_shut(
     store_gates(folder, SHUT)
     shut_all = promise_of(folder, base)
 
-    assert (opened_all.claimed, opened_all.holds) == (shut_all.claimed, shut_all.holds) == (True, True)
+    assert (opened_all.claimed, opened_all.holds) == (True, None)
+    assert (shut_all.claimed, shut_all.holds) == (True, True)
     tokens = re.search(r"all gates shut so far at (\d+) of (\d+) tokens, logits there bit-equal", shut_all.evidence)
     assert tokens is not None and tokens[1] == tokens[2]
-    assert opened_all.evidence.startswith(f"all gates shut so far at 0 of {tokens[2]} tokens")
-    # the controls: a base that was changed, and an expansion without gates
+    assert opened_all.evidence == (
+        f"all gates shut so far at 0 of {tokens[2]} tokens; give --prompts with text that the base knows"
+    )
+    # the controls: code that lets a thousandth through a shut gate, a base that was changed, and one without gates
+    stock = folder / "expanded_stock.py"
+    kept = stock.read_text()
+    stock.write_text(kept.replace("- STRETCH).clamp(0, 1)", "- STRETCH).clamp(1e-3, 1)"))
+    leaking = promise_of(folder, base, run=RunOptions(trust_remote_code=True))
+    stock.write_text(kept)
+    tokens = re.search(r"shut so far at (\d+) of (\d+) tokens, logits there differ by", leaking.evidence)
+    assert leaking.holds is False and tokens is not None and tokens[1] == tokens[2]
     (shard,) = folder.glob("model-*.safetensors")
     copied = shard.read_bytes()
     shard.unlink()
