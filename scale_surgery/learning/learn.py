@@ -48,6 +48,7 @@ from scale_surgery.running.processes import count_launched
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
+from scale_surgery.training.settings import check_gates
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # files before learn.json: the lock, and learn.json half written
@@ -135,6 +136,7 @@ def prepare(
     if record.file.is_file() and not overwrite:
         record = take_up(record, recipe)
     checkpoint, made = _first_plan(recipe, record.kept, track)
+    check_gates(recipe.model, made, recipe.training)
     problems = _route_problems(made) if recipe.route else []
     others = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
     work = Work(recipe, folder, recipe.route and not problems, is_one_of_several=bool(others))
@@ -170,7 +172,7 @@ def learn(
         DataError: If texts cannot be read, or there is too little.
         CheckpointError: If the model cannot be read, the folder belongs to something else or to another recipe, what an
             earlier run made is gone, or the disk has no room.
-        TrainingError: If the job was interrupted, or training had to stop.
+        TrainingError: If gates would train with nothing to rehearse, the job was interrupted, or training had to stop.
     """
     return run(prepare(recipe, output, overwrite=overwrite, track=track), events=events, track=track)
 

@@ -1,9 +1,10 @@
 """Presets: named settings that go together; a recipe and options override them.
 
-default  W12 in attention and MLP, and a router; the learning rate is the best of three that were tried on the shipped
-         model; texts that are short are read up to twelve times, in batches that leave a hundred steps
-paper    SCALE-Route as published for English to Korean (arXiv 2511.03270, section 5): all layers, W12 above the lowest
-         three sixteenths, batches of 512 sequences of 8192 tokens, one pass, the cosine router
+default   W12 in attention and MLP, and a router; the learning rate is the best of three that were tried on the shipped
+          model; texts that are short are read up to twelve times, in batches that leave a hundred steps
+one-path  gates and rehearsal in place of a router: a model that can be fused and served
+paper     SCALE-Route as published for English to Korean (arXiv 2511.03270, section 5): all layers, W12 above the lowest
+          three sixteenths, batches of 512 sequences of 8192 tokens, one pass, the cosine router
 """
 
 from __future__ import annotations
@@ -51,6 +52,17 @@ def _default(facts: JobFacts) -> PresetValues:
     }
 
 
+def _one_path(facts: JobFacts) -> PresetValues:
+    return _default(facts) | {
+        "route": False,
+        "expansion.layers": "all",
+        "expansion.variant": "gated",
+        "training.rehearse": ("self",),
+        "training.rehearsal_weight": 3.0,
+        "training.rehearsal_samples": 2000,
+    }
+
+
 def _paper(facts: JobFacts) -> PresetValues:
     return {
         "expansion.layers": "all",
@@ -68,7 +80,11 @@ def _paper(facts: JobFacts) -> PresetValues:
     }
 
 
-PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {"default": _default, "paper": _paper}
+PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {
+    "default": _default,
+    "one-path": _one_path,
+    "paper": _paper,
+}
 
 
 def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:

@@ -25,7 +25,7 @@ from scale_surgery.training.settings import TrainingSettings
 
 # layers that a pilot chooses
 AUTO = "auto"
-PresetName = Literal["default", "paper"]
+PresetName = Literal["default", "one-path", "paper"]
 RecipeValues = Mapping[str, Any]
 
 

@@ -13,6 +13,7 @@ from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, problems_of
 
 if TYPE_CHECKING:
+    from scale_surgery.planning.plan import Plan
     from scale_surgery.training.arguments import TrainingSchedule
 
 TensorGroup = Literal[
@@ -159,3 +160,13 @@ def check_settings(settings: TrainingSettings) -> None:
         problems.append(f"rehearse: {', '.join(settings.rehearse)}, expected self alone, or texts. Choose one of both.")
     if problems:
         raise TrainingError.from_problems(problems)
+
+
+def check_gates(path: str | Path, plan: Plan, settings: TrainingSettings) -> None:
+    """Refuse to train gates with nothing to rehearse."""
+    has_gates = any(tensor.block == "gate" for tensor in plan.tensors)
+    if has_gates and "gates" in settings.groups and not settings.rehearse:
+        raise TrainingError(
+            f"{path}: its gates learn from rehearsal which text they leave to the base, and nothing is rehearsed. Give "
+            "--rehearse self, or leave gates out of --train-only."
+        )

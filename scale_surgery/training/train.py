@@ -63,6 +63,7 @@ from scale_surgery.training.settings import (
     EvalData,
     TrainingSettings,
     TrainingStart,
+    check_gates,
     check_settings,
 )
 
@@ -143,12 +144,7 @@ def train(
             f"{path}: has no router between the base and {manifest.name} alone, expected one for --routed. Write it "
             "first, for a folder of that expansion alone: scale-surgery route-export."
         )
-    has_gates = any(tensor.block == "gate" for tensor in manifest.plan.tensors)
-    if has_gates and "gates" in settings.groups and not settings.rehearse:
-        raise TrainingError(
-            f"{path}: its gates learn from rehearsal which text they leave to the base, and nothing is rehearsed. Give "
-            "--rehearse self, or leave gates out of --train-only."
-        )
+    check_gates(path, manifest.plan, settings)
     if start.resume:
         check_resumable(target, asdict(settings))
     else:

@@ -359,6 +359,13 @@ def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, mon
     assert not (tmp_path / "job").exists()
 
 
+def test_gates_without_rehearsal_are_refused_before_anything_is_written(said, tmp_path):
+    gated = resolve_recipe(said | {"expansion.variant": "gated", "expansion.collaborate": "both"})
+    with pytest.raises(TrainingError, match="its gates learn from rehearsal which text they leave to the base"):
+        learn(gated, tmp_path / "job")
+    assert not (tmp_path / "job").exists()
+
+
 def test_help_names_no_default_that_a_preset_changes():
     text = " ".join(CliRunner().invoke(main, ["learn", "--help"]).output.split())
     assert text.count("[default: that of the preset") == 3 and "default: 0.001" not in text

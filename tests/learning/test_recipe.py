@@ -117,7 +117,7 @@ def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
     grown = resolve_recipe(said | {"expansion.method": "grow", "training.steps": 3})
     assert (grown.expansion.variant, grown.expansion.collaborate) == (None, None)
     assert (grown.training.epochs, grown.training.batch_size) == (1.0, 8)
-    with pytest.raises(PlanError, match="preset is 'best', expected one of: default, paper"):
+    with pytest.raises(PlanError, match="preset is 'best', expected one of: default, one-path, paper"):
         resolve_recipe(said | {"preset": "best"})
 
 
@@ -133,6 +133,13 @@ def test_the_paper_is_as_published_and_the_default_fits_any_text(data):
     for tokens in (1, 9_000, 10**6, 10**12):
         training = make_recipe(with_preset("default", SAID, JobFacts(32, 4096, tokens))).training
         assert 1 <= training.epochs <= 12 and 1 <= training.batch_size <= 8
+
+
+def test_one_path_has_gates_and_rehearsal_in_place_of_a_router(data):
+    recipe = resolve_recipe({"model": str(SHIPPED_MODEL), "data": str(data), "preset": "one-path"})
+    expansion, training = recipe.expansion, recipe.training
+    assert (recipe.route, expansion.layers, expansion.variant, expansion.collaborate) == (False, "all", "gated", "both")
+    assert (training.rehearse, training.rehearsal_weight, training.rehearsal_samples) == (("self",), 3.0, 2000)
 
 
 def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
