@@ -40,7 +40,7 @@ NAMES = (
     (r"text_config: ", ""),
     (r"per_layer_config is .*}", "per_layer_config"),
 )
-COLUMNS = ("route preserve", "route adapt", "fuse", "stock", "grow", "depth")
+COLUMNS = ("route preserve", "route adapt", "gate", "fuse", "stock", "grow", "depth")
 
 
 def render(rows: Sequence[Row]) -> str:

@@ -21,6 +21,7 @@ from tests.sweep.reader import Reader, ids_of
 
 STEPS = 3
 BROKEN = "broken: "
+SHUT = -9.0  # a bias of a gate that lets nothing through
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -232,6 +233,26 @@ def fuse(folder: Path, reader: Reader) -> None:
     merge(folder / "adapt-float32", folder / "fused", "fused")
 
 
+def gate(folder: Path, reader: Reader) -> None:
+    """With gates a model begins as the base, and is it again where they are shut, whatever else was learned."""
+    from transformers import AutoModelForCausalLM
+
+    base = folder / "base-float32"
+    made = expand(base, Request("last:2", variant="gated", collaborate="both"), folder / "gated").path
+    check_same(reader.read(base), reader.read(made), "gated")
+    ids, model = ids_of(), AutoModelForCausalLM.from_pretrained(made, dtype="auto").eval()
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(base, dtype="auto").eval()(ids).logits
+        for parameter in (own for own in model.parameters() if own.requires_grad):
+            parameter.add_(torch.randn_like(parameter))
+        learned = model(ids).logits
+        for name, shut in model.named_parameters():
+            if name.endswith(".gate"):
+                shut.zero_()[-1] = SHUT
+        if torch.equal(learned, wanted) or not torch.equal(model(ids).logits, wanted):
+            raise BrokenError("gated: shut gates do not make the base of a model that learned")
+
+
 def stock(folder: Path, reader: Reader) -> None:
     """A plain checkpoint with more heads and wider MLPs."""
     made = expand(folder / "base-float32", Request("last:2", variant="adapt", up_width=0), folder / "narrow")
@@ -257,6 +278,7 @@ def depth(folder: Path, reader: Reader) -> None:
 BESIDE: dict[str, Callable[[Path, Reader], None]] = {
     "route preserve": route_preserve,
     "route adapt": route_adapt,
+    "gate": gate,
     "fuse": fuse,
     "stock": stock,
     "grow": grow,
