@@ -29,6 +29,7 @@ NEW, OLD, STYLES, FIRST_NEW = 20, 100, 4, 400
 WAYS = {
     "adapt, both": (Request("all", variant="adapt", collaborate="both"), 3e-3),
     "adapt, attn": (Request("all", variant="adapt"), 5.5e-3),
+    "gated": (Request("all", variant="gated", collaborate="both"), 3e-3),
     "preserve": (Request("all"), 1e-2),
     "grow-freeze": (Request("all", method="grow"), 1e-3),
     "depth": (Request("all", method="depth"), 1e-3),
@@ -79,7 +80,8 @@ def runs(folder: Path, settings: TrainingSettings) -> Iterator[dict[str, Any]]:
     """Train in each way, without rehearsal and with it, and ask."""
     for way, (request, rate) in WAYS.items():
         wide = expand(SHIPPED_MODEL, request, folder / way.replace(" ", "")).path
-        for rehearse in ((), ("self",)):
+        # gates learn from rehearsal
+        for rehearse in ((), ("self",))[request.variant == "gated" :]:
             own = replace(settings, learning_rate=rate, rehearse=rehearse)
             yield {"way": way, "rehearsal": bool(rehearse), **learn_and_ask(wide, folder, own)}
 
