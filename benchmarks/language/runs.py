@@ -243,7 +243,7 @@ def _learn(place: Place, model: Any, key: Key, shares: Sequence[float], taken: l
         (loss + loss_of_gates(model, torch.ones_like(batch), is_new=True) if gates else loss).backward()
         if rehearsal is not None:
             loss = key.weight * rehearsal.loss(model, step)
-            mask = torch.ones_like(batch[: rehearsal.together])
+            mask = batch.new_ones(rehearsal.together, size.context)
             (loss + loss_of_gates(model, mask, is_new=False) if gates else loss).backward()
         take_step()
         taken.append(time.process_time() - started)
