@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModel
 
 from scale_surgery import (
     CosineRouter,
@@ -119,6 +121,43 @@ def test_a_fused_model_has_the_gates_and_gives_every_file_back(
     set_gates(model, SHUT)
     # the control
     assert not torch.allclose(logits(load(fused)), logits(model), rtol=1e-4, atol=1e-4)
+    assert digests(merge(fused, tmp_path / "blocks", to="blocks").path) == digests(folder)
+
+
+def test_a_server_that_has_a_head_of_its_own_finds_the_gate_of_the_head(
+    gated_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, folder = gated_of("llama")
+    fused = merge(folder, tmp_path / "fused").path
+    model, body = load(fused), AutoModel.from_pretrained(fused, trust_remote_code=True).eval()
+    with torch.no_grad():
+        served = model.get_output_embeddings()(body(input_ids=IDS).last_hidden_state)
+        body.norm.gate.data[-1] = SHUT
+        other = model.get_output_embeddings()(body(input_ids=IDS).last_hidden_state)
+
+    assert torch.equal(served, logits(model))
+    # the control
+    assert not torch.equal(other, served)
+
+
+def test_modules_of_one_class_are_split_alike(gated_of: Callable[..., Any], tmp_path: Path) -> None:
+    # a server looks at one of a class and rewrites all; in the lowest layer q, k and v have no gate
+    _, folder = gated_of("llama")
+    kinds: dict[str, set[tuple[str, ...]]] = {}
+    model = load(merge(folder, tmp_path / "fused").path)
+    for module in model.modules():
+        kinds.setdefault(type(module).__name__, set()).add(tuple(type(own).__name__ for own in module.children()))
+
+    attention = type(model.model.layers[0].self_attn).__name__
+    assert kinds[attention] == {("PathLinear",) * 4}
+    assert not hasattr(model.model.layers[0].self_attn.q_proj, "gate")
+
+
+def test_without_an_up_stream_what_reads_none_has_no_gate(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shake(expand(base_of("llama"), replace(REQUEST, up_width=0), tmp_path / "wide").path)
+    fused = merge(folder, tmp_path / "fused").path
+
+    torch.testing.assert_close(logits(load(fused)), logits(load(folder)), rtol=1e-4, atol=1e-4)
     assert digests(merge(fused, tmp_path / "blocks", to="blocks").path) == digests(folder)
 
 
