@@ -278,8 +278,10 @@ def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
 
 
 def _promised(promise: Mapping[str, Any]) -> str:
-    if promise["holds"] is None or not promise["claimed"]:
+    if not promise["claimed"]:
         return "not claimed"
+    if promise["holds"] is None:
+        return f"not checked: {promise['evidence']}"
     return f"{'holds' if promise['holds'] else 'BROKEN'}: {promise['evidence']}"
 
 

@@ -33,7 +33,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
-from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, prepare, run
+from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.new_tokens import choose_new_tokens
@@ -364,6 +364,17 @@ def test_gates_without_rehearsal_are_refused_before_anything_is_written(said, tm
     with pytest.raises(TrainingError, match="its gates learn from rehearsal which text they leave to the base"):
         learn(gated, tmp_path / "job")
     assert not (tmp_path / "job").exists()
+
+
+def test_the_page_says_of_each_promise_what_came_out():
+    for claimed, holds, said in (
+        (True, True, "holds: 3 tokens"),
+        (True, False, "BROKEN: 3 tokens"),
+        (True, None, "not checked: 3 tokens"),
+        (False, None, "not claimed"),
+        (False, False, "not claimed"),
+    ):
+        assert _promised({"claimed": claimed, "holds": holds, "evidence": "3 tokens"}) == said
 
 
 def test_help_names_no_default_that_a_preset_changes():
