@@ -80,8 +80,9 @@ def runs(folder: Path, settings: TrainingSettings) -> Iterator[dict[str, Any]]:
     """Train in each way, without rehearsal and with it, and ask."""
     for way, (request, rate) in WAYS.items():
         wide = expand(SHIPPED_MODEL, request, folder / way.replace(" ", "")).path
-        # gates learn from rehearsal
-        for rehearse in ((), ("self",))[request.variant == "gated" :]:
+        for rehearse in ((), ("self",)):
+            if request.variant == "gated" and not rehearse:
+                continue  # gates learn from rehearsal
             own = replace(settings, learning_rate=rate, rehearse=rehearse)
             yield {"way": way, "rehearsal": bool(rehearse), **learn_and_ask(wide, folder, own)}
 
