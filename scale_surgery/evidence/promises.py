@@ -81,13 +81,9 @@ def promises_of(manifest: Manifest) -> tuple[str, ...]:
         else ["output_at_init", *([] if _is_exact(manifest) else ["near_output_at_init"])]
     )
     tokens = ["old_vocabulary"] if any(plan.widths.new_tokens for plan in manifest.plans.values()) else []
-    gates = ["shut_gates"] if _has_gates(manifest) else []
+    gates = ["shut_gates"] if any(plan.has_gates for plan in manifest.plans.values()) else []
     paths = ["paths_as_alone"] if manifest.routing is not None else []
     return ("recoverable", *starts, *tokens, "base_stream_always", *gates, *paths, "bounded_forgetting")
-
-
-def _has_gates(manifest: Manifest) -> bool:
-    return any(tensor.block == "gate" for plan in manifest.plans.values() for tensor in plan.tensors)
 
 
 def _is_exact(manifest: Manifest) -> bool:
@@ -218,7 +214,7 @@ def _base_stream_always(
 def _shut_gates(manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
     """Up to the first token at which a gate opens, a text has the base's logits, whatever was trained."""
     name, is_routed = "shut_gates", manifest.routing is not None
-    if not _has_gates(manifest) or is_routed:
+    if not any(plan.has_gates for plan in manifest.plans.values()) or is_routed:
         reason = "this model routes" if is_routed else "this model has no gates"
         return Promise(name, False, False, reason, (f"{reason}.",))
     problems = list(integrity.base)

@@ -113,6 +113,11 @@ class Plan:
         return Origin(self.base_name, self.base_revision, self.request)
 
     @property
+    def has_gates(self) -> bool:
+        """Whether up streams are read through gates."""
+        return any(tensor.block == "gate" for tensor in self.tensors)
+
+    @property
     def code_files(self) -> tuple[str, ...]:
         """Names of the Python files that the expanded checkpoint carries."""
         return () if self.method.adds_layers else self.architecture.code_files

@@ -164,9 +164,8 @@ def check_settings(settings: TrainingSettings) -> None:
 
 def check_gates(path: str | Path, plan: Plan, settings: TrainingSettings) -> None:
     """Refuse to train gates with nothing to rehearse."""
-    has_gates = any(tensor.block == "gate" for tensor in plan.tensors)
-    if has_gates and "gates" in settings.groups and not settings.rehearse:
+    if plan.has_gates and "gates" in settings.groups and not settings.rehearse:
         raise TrainingError(
-            f"{path}: its gates learn from rehearsal which text they leave to the base, and nothing is rehearsed. Give "
-            "--rehearse self, or leave gates out of --train-only."
+            f"{path}: its gates learn from rehearsal which text they leave to the base, and nothing is rehearsed. "
+            "Rehearse what the base writes (--rehearse self), or leave gates out of the groups that train."
         )

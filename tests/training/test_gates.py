@@ -54,8 +54,8 @@ def test_gates_want_rehearsal(wide: Path, text: str, tmp_path: Path) -> None:
         train(wide, [text], tmp_path / "learned", TrainingSettings(steps=1))
 
     assert str(caught.value) == (
-        f"{wide}: its gates learn from rehearsal which text they leave to the base, and nothing is rehearsed. Give "
-        "--rehearse self, or leave gates out of --train-only."
+        f"{wide}: its gates learn from rehearsal which text they leave to the base, and nothing is rehearsed. "
+        "Rehearse what the base writes (--rehearse self), or leave gates out of the groups that train."
     )
 
 
