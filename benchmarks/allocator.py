@@ -69,13 +69,13 @@ def measure(settings: Settings, pairs: int) -> list[tuple[Steps, Steps]]:
         folder = Path(name)
         make_checkpoint.make_checkpoint(folder / "base", SHAPES[settings.shape], dtype=torch.float32)
         expand(folder / "base", Request("all", init_w21="random"), folder / "preserve")
-        found = []
+        step_pairs = []
         for turn in range(pairs):
             order = (False, True) if turn % 2 == 0 else (True, False)
             with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
                 two = [pool.submit(train_steps, folder, settings, is_kept=is_kept).result() for is_kept in order]
-            found.append((two[order.index(False)], two[order.index(True)]))
-    return found
+            step_pairs.append((two[order.index(False)], two[order.index(True)]))
+    return step_pairs
 
 
 def ratios(pairs: Sequence[tuple[Steps, Steps]]) -> list[float]:
@@ -94,17 +94,19 @@ def ratios(pairs: Sequence[tuple[Steps, Steps]]) -> list[float]:
 def main(pairs: int, output: Path | None, **options: object) -> None:
     """Measure what a training step takes with and without the memory that the last one freed."""
     settings = Settings(**options, device="cpu", dtype="float32")  # type: ignore[arg-type]
-    found = measure(settings, pairs)
+    step_pairs = measure(settings, pairs)
     table = Table("malloc", "cpu seconds", "faults", "peak")
     for name, side in (("as it is", 0), ("kept", 1)):
-        own = [pair[side] for pair in found]
-        seconds, faults = median(run.processor_seconds for run in own), median(run.faults for run in own)
-        table.add_row(name, f"{seconds:.3f}", f"{faults:,.0f}", f"{max(run.peak_bytes for run in own) / 2**20:.0f} MiB")
-    console, own_ratios = Console(width=120), ratios(found)
+        steps = [pair[side] for pair in step_pairs]
+        seconds, faults = median(run.processor_seconds for run in steps), median(run.faults for run in steps)
+        table.add_row(
+            name, f"{seconds:.3f}", f"{faults:,.0f}", f"{max(run.peak_bytes for run in steps) / 2**20:.0f} MiB"
+        )
+    console, own_ratios = Console(width=120), ratios(step_pairs)
     console.print(table)
     console.print(f"ratio {median(own_ratios):.2f}, {min(own_ratios):.2f} to {max(own_ratios):.2f}")
     if output is not None:
-        runs = [[asdict(run) for run in pair] for pair in found]
+        runs = [[asdict(run) for run in pair] for pair in step_pairs]
         output.write_text(json.dumps({"settings": asdict(settings), "ratios": own_ratios, "pairs": runs}, indent=2))
 
 

@@ -38,7 +38,7 @@ class Blocks:
 
     w21: Tensor
     w22: Tensor
-    own: list[tuple[Tensor, Tensor]]
+    apart: list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Compared:
 
 def single(blocks: Blocks, x: Tensor, ups: list[Tensor], _: Tensor) -> list[Tensor]:
     """Each by itself."""
-    pairs = zip(blocks.own, ups, strict=True)
+    pairs = zip(blocks.apart, ups, strict=True)
     return [add_product(functional.linear(x, w21), up, w22) for (w21, w22), up in pairs]
 
 
@@ -78,7 +78,7 @@ def make_blocks(shape: tuple[int, int, int], count: int, dtype: torch.dtype) -> 
     """Random blocks."""
     inputs, up_in, up_out = shape
     w21, w22 = (torch.randn(count, up_out, width).mul_(width**-0.5).to(dtype) for width in (inputs, up_in))
-    return Blocks(w21, w22, [(one.clone(), other.clone()) for one, other in zip(w21, w22, strict=True)])
+    return Blocks(w21, w22, [(first.clone(), second.clone()) for first, second in zip(w21, w22, strict=True)])
 
 
 def compare(shape: tuple[int, int, int], tokens: int, count: int, dtype: torch.dtype, rounds: int) -> list[Compared]:
@@ -91,28 +91,33 @@ def compare(shape: tuple[int, int, int], tokens: int, count: int, dtype: torch.d
     calls: dict[str, Callable[[], None]] = {}
     equal: dict[str, int] = {}
     for way in WAYS:
-        found, turn = way(layers[0], x, ups, stacked), cycle(layers)
-        equal[way.__name__] = sum(torch.equal(one.view_as(own), own) for one, own in zip(found, expected, strict=True))
+        outputs, turn = way(layers[0], x, ups, stacked), cycle(layers)
+        equal[way.__name__] = sum(
+            torch.equal(output.view_as(reference), reference)
+            for output, reference in zip(outputs, expected, strict=True)
+        )
         # many times one after the other: a product of one token takes less than a clock tells
         calls[way.__name__] = lambda way=way, turn=turn: [
             way(next(turn), x, ups, stacked) for _ in range(max(1, 512 // tokens))
         ]
     place = Place("cpu", "float32", 1)
     taken = {name: [timed(call, place)[1] for call in [call] * (rounds + 1)][1:] for name, call in calls.items()}
-    faster = {name: median(taken["single"]) / median(own) for name, own in taken.items()}
+    faster = {name: median(taken["single"]) / median(seconds) for name, seconds in taken.items()}
     return [Compared(str(dtype)[6:], shape, tokens, name, equal[name], faster[name]) for name in calls]
 
 
-def render(found: list[Compared], count: int) -> Table:
+def render(comparisons: list[Compared], count: int) -> Table:
     """Lay out all cases as a table."""
     table = Table(title=f"{count} expansions")
     for column in ("dtype", "in, up in, up out", "tokens", "way", "bit-equal", "x single"):
         table.add_column(column)
-    for own in found:
-        if own.way != "single":
-            shape = ", ".join(map(str, own.shape))
-            equal = f"{own.bit_equal} of {count}"
-            table.add_row(own.dtype, shape, str(own.tokens), own.way, equal, f"{own.times_faster:.2f}")
+    for comparison in comparisons:
+        if comparison.way != "single":
+            shape = ", ".join(map(str, comparison.shape))
+            equal = f"{comparison.bit_equal} of {count}"
+            table.add_row(
+                comparison.dtype, shape, str(comparison.tokens), comparison.way, equal, f"{comparison.times_faster:.2f}"
+            )
     return table
 
 
@@ -126,14 +131,19 @@ def main(count: int, rounds: int, output: Path | None, markdown: Path | None) ->
     """Measure, and print a table."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = [
-        one
+    comparisons = [
+        comparison
         for dtype in (torch.float32, torch.bfloat16)
         for shape in SHAPES
         for tokens in (1, 4, 128, 1024)
-        for one in compare(shape, tokens, count, dtype, rounds)
+        for comparison in compare(shape, tokens, count, dtype, rounds)
     ]
-    publish([render(found, count)], {"count": count, "compared": [asdict(one) for one in found]}, output, markdown)
+    publish(
+        [render(comparisons, count)],
+        {"count": count, "compared": [asdict(comparison) for comparison in comparisons]},
+        output,
+        markdown,
+    )
 
 
 if __name__ == "__main__":

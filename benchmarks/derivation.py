@@ -104,9 +104,9 @@ def measure(name: str) -> dict[str, Any]:
     model_type, values = SHAPES[name]
     config = AutoConfig.for_model(model_type, **values).to_dict()
     started = time.process_time()
-    found = derive_config(config, name, MANY_TENSORS)
+    facts = derive_config(config, name, MANY_TENSORS)
     seconds = time.process_time() - started
-    kinds = [", ".join(f"{block.name} {block.treatment}" for block in kind.blocks) for kind in found.architecture.kinds]
+    kinds = [", ".join(f"{block.name} {block.treatment}" for block in kind.blocks) for kind in facts.architecture.kinds]
     return {"name": name, "seconds": round(seconds, 2), "kinds": kinds}
 
 

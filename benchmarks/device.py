@@ -93,19 +93,19 @@ def watched() -> Iterator[list[int]]:
 @contextmanager
 def peak_of(place: Place) -> Iterator[Peak]:
     """Take the most memory that a `with` block needs above what is there before it."""
-    found = Peak()
+    peak = Peak()
     if not place.is_cuda:
         # pages that are free and not handed back would be used, and not be seen
         hand_back()
         with watched() as answers:
-            yield found
-        found.bytes = max(answers) - answers[0]
+            yield peak
+        peak.bytes = max(answers) - answers[0]
         return
     place.wait()
     torch.cuda.reset_peak_memory_stats(place.device)
     before = torch.cuda.memory_allocated(place.device)
-    yield found
-    found.bytes = torch.cuda.max_memory_allocated(place.device) - before
+    yield peak
+    peak.bytes = torch.cuda.max_memory_allocated(place.device) - before
 
 
 def warm_up(call: Callable[[], object], place: Place) -> int | None:

@@ -86,29 +86,29 @@ def run_rounds(commands: Mapping[str, Sequence[str]], folder: Path, rounds: int)
     done: dict[str, list[Measurement]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, arguments in commands.items():
-            found = measure(arguments, name)
-            if found.exit_code:
-                raise RuntimeError(f"{name}: exit code {found.exit_code}, expected 0.")
-            done[name].append(found)
+            measurement = measure(arguments, name)
+            if measurement.exit_code:
+                raise RuntimeError(f"{name}: exit code {measurement.exit_code}, expected 0.")
+            done[name].append(measurement)
             shutil.rmtree(folder / name)
     return done
 
 
 def ratio_of(done: Mapping[str, Sequence[Measurement]]) -> Ratio:
     """Compare the two programs within each round."""
-    seconds = ([one.processor_seconds for one in done[name]] for name in ("expand", "PiSSA"))
-    found = list(map(truediv, *seconds))
-    return Ratio(median(found), min(found), max(found))
+    seconds = ([measurement.processor_seconds for measurement in done[name]] for name in ("expand", "PiSSA"))
+    ratios = list(map(truediv, *seconds))
+    return Ratio(median(ratios), min(ratios), max(ratios))
 
 
 def render(done: Mapping[str, Sequence[Measurement]]) -> Table:
     """Lay medians out as a table."""
     table = Table("program", "seconds", "processor", "least", "most", "peak anonymous", "peak RSS")
     for name, runs in done.items():
-        processor = [one.processor_seconds for one in runs]
-        seconds = (median(one.seconds for one in runs), median(processor), min(processor), max(processor))
-        memory = (max(one.peak_anonymous_bytes for one in runs), max(one.peak_rss_bytes for one in runs))
-        table.add_row(name, *(f"{one:.1f}" for one in seconds), *(f"{one / 2**30:.2f} GiB" for one in memory))
+        processor = [run.processor_seconds for run in runs]
+        seconds = (median(run.seconds for run in runs), median(processor), min(processor), max(processor))
+        memory = (max(run.peak_anonymous_bytes for run in runs), max(run.peak_rss_bytes for run in runs))
+        table.add_row(name, *(f"{value:.1f}" for value in seconds), *(f"{size / 2**30:.2f} GiB" for size in memory))
     return table
 
 
@@ -141,7 +141,7 @@ def main(
     console.print(f"{trained} (rank {rank})")
     console.print(f"ratio of processor seconds: {ratio.median:.3f} ({ratio.least:.3f} to {ratio.most:.3f})")
     if output is not None:
-        measurements = {name: [vars(one) for one in runs] for name, runs in done.items()}
+        measurements = {name: [vars(run) for run in runs] for name, runs in done.items()}
         report = {"shape": shape, "depth": depth, "layers": layers, "threads": threads, "rank": rank}
         output.write_text(json.dumps({**report, "ratio": asdict(ratio), "measurements": measurements}, indent=2) + "\n")
 

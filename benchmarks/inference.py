@@ -138,8 +138,10 @@ def cases(settings: Settings) -> list[Case]:
     """Say what is asked: forwards, and generation; a call of a longer one is timed less often."""
     short, long, new = (4, 8, 2) if settings.is_quick else (128, 1024, 32)
     forwards = {(1, 1): 1, (8, 1): 1, (1, short): 2, (8, short): 4, (1, long): 4, (8, long): 16}
-    found = [Case(f"{batch}x{length}", batch, length, every=every) for (batch, length), every in forwards.items()]
-    return [*found, Case("gen", 1, short, new, every=4)]
+    forward_cases = [
+        Case(f"{batch}x{length}", batch, length, every=every) for (batch, length), every in forwards.items()
+    ]
+    return [*forward_cases, Case("gen", 1, short, new, every=4)]
 
 
 def make_call(model: Any, case: Case) -> Callable[[], None]:
@@ -234,17 +236,17 @@ def render_ratios(measured: Measured, title: str, show: Callable[[Ratio], str]) 
     """Lay out one number of each model in each case."""
     names = list(dict.fromkeys(cost.case for cost in measured.costs))
     table = empty_table(f"layers {measured.layers}: {title}", names)
-    found = {(ratio.variant, ratio.case): show(ratio) for ratio in measured.ratios}
+    cells = {(ratio.variant, ratio.case): show(ratio) for ratio in measured.ratios}
     for variant in measured.variants:
-        table.add_row(variant.name, *(found[variant.name, name] for name in names))
+        table.add_row(variant.name, *(cells[variant.name, name] for name in names))
     return table
 
 
 def render_verdict(measured: Measured, form: str, clock: str) -> str:
     """Say how many of a form reach their target by a clock, and which do not."""
-    found = [ratio for ratio in measured.ratios if ratio.form == form]
-    missed = [ratio for ratio in found if ratio.is_missed(clock)]
-    lines = [f"{form} {MEASURES[clock]} at most {TARGETS[form]}: {len(found) - len(missed)} of {len(found)}"]
+    ratios = [ratio for ratio in measured.ratios if ratio.form == form]
+    missed = [ratio for ratio in ratios if ratio.is_missed(clock)]
+    lines = [f"{form} {MEASURES[clock]} at most {TARGETS[form]}: {len(ratios) - len(missed)} of {len(ratios)}"]
     for name in dict.fromkeys(ratio.variant for ratio in missed):
         too_long = (f"{ratio.case} {ratio.by_dense[clock]:.3f}" for ratio in missed if ratio.variant == name)
         lines.append(f"  NOT reached: {name}: {', '.join(too_long)}")
@@ -271,13 +273,17 @@ def lay_out(settings: Settings, measured: Measured) -> Iterator[Table | str]:
             yield render_verdict(measured, form, clock)
 
 
-def as_report(settings: Settings, found: Sequence[Measured]) -> dict[str, Any]:
+def as_report(settings: Settings, measurements: Sequence[Measured]) -> dict[str, Any]:
     """Put what was measured into plain values."""
     expansions = [
         asdict(measured)
         | {"ratios": [asdict(ratio) for ratio in measured.ratios]}
-        | {"missed": {clock: [asdict(one) for one in measured.ratios if one.is_missed(clock)] for clock in CLOCKS}}
-        for measured in found
+        | {
+            "missed": {
+                clock: [asdict(ratio) for ratio in measured.ratios if ratio.is_missed(clock)] for clock in CLOCKS
+            }
+        }
+        for measured in measurements
     ]
     return {"settings": asdict(settings), "targets": TARGETS, "expansions": expansions}
 
@@ -290,9 +296,9 @@ def main(output: Path | None, markdown: Path | None, **options: Any) -> None:
     """Measure what a forward and cached generation cost."""
     quick = {"shape": "tiny", "rounds": 1} if options["is_quick"] else {}
     settings = Settings(**options | quick)
-    found = list(measure(settings))
-    parts = [part for measured in found for part in lay_out(settings, measured)]
-    publish(parts, as_report(settings, found), output, markdown)
+    measurements = list(measure(settings))
+    parts = [part for measured in measurements for part in lay_out(settings, measured)]
+    publish(parts, as_report(settings, measurements), output, markdown)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def wider(shape: Shape) -> Iterator[Shape]:
 def dense_shape(shape: Shape, parameters: int) -> Shape:
     """Shape of the dense model of so many parameters: see above."""
     candidates = [with_inner(candidate, parameters) for candidate in wider(shape)]
-    return min(candidates, key=lambda found: abs(found.inner / found.hidden - shape.inner / shape.hidden))
+    return min(candidates, key=lambda candidate: abs(candidate.inner / candidate.hidden - shape.inner / shape.hidden))
 
 
 def shake(folder: Path) -> None:
@@ -98,14 +98,14 @@ def make_models(folder: Path, shape: Shape, place: Place, layers: str) -> list[V
     """
     how = {"dtype": getattr(torch, place.dtype), "device": place.device}
     make_checkpoint(folder / "base", shape, **how)
-    found = [Variant("base", "base", "dense (adapt)")]
+    variants = [Variant("base", "base", "dense (adapt)")]
     for name, request in REQUESTS.items():
         made = expand(folder / "base", replace(request, layers=layers), folder / name, base_weights="link")
         shake(made.path)
         merged = merge(made.path, folder / f"{name} fused", "fused", run=RunOptions(device=place.device))
         make_checkpoint(folder / f"dense ({name})", dense_shape(shape, merged.parameters_before), **how)
-        found += [Variant(name, "blocks", f"dense ({name})"), Variant(f"{name} fused", "fused", "dense (adapt)")]
-    return found + [Variant(f"dense ({name})", "dense", f"dense ({name})") for name in REQUESTS]
+        variants += [Variant(name, "blocks", f"dense ({name})"), Variant(f"{name} fused", "fused", "dense (adapt)")]
+    return variants + [Variant(f"dense ({name})", "dense", f"dense ({name})") for name in REQUESTS]
 
 
 def load(folder: Path, variant: Variant, device: str) -> Any:

@@ -112,7 +112,7 @@ def make_model(folder: Path, shape: str, most: int) -> Any:
 
 def choices_of(numbers: list[int]) -> dict[str, Any]:
     """What the model is asked to be, by the name in the table."""
-    many = {f"{number} preserve": [f"preserve_{one + 1}" for one in range(number)] for number in numbers}
+    many = {f"{number} preserve": [f"preserve_{index + 1}" for index in range(number)] for number in numbers}
     return {"base": None, "alone": "preserve_1", **many, **{shown: [name] for shown, name in ADAPTS.items()}}
 
 
@@ -155,7 +155,7 @@ def weights_of(model: Any, choices: dict[str, Any]) -> dict[str, float]:
         held = {
             each.data_ptr(): each.nbytes
             for name, each in model.named_parameters()
-            if ".expansions." not in name or any(f".expansions.{own}." in name for own in names)
+            if ".expansions." not in name or any(f".expansions.{expansion}." in name for expansion in names)
         }
         return sum(held.values())
 
@@ -163,15 +163,15 @@ def weights_of(model: Any, choices: dict[str, Any]) -> dict[str, float]:
     return {name: bytes_of(names) / bytes_of([]) for name, names in lists.items()}
 
 
-def render(case: str, found: list[Measured], weights: dict[str, float]) -> Table:
+def render(case: str, measurements: list[Measured], weights: dict[str, float]) -> Table:
     """Lay out one case as a table."""
     table = Table(title=case)
     for column in ("", "ms", "x base", "target", "counted", "weights"):
         table.add_column(column, justify="right" if column else "left")
-    for own in found:
-        target = "" if own.target is None else f"{own.target:.2f}"
-        cells = (f"{own.milliseconds:.0f}", f"{own.by_base:.2f}", target, f"{own.counted:.2f}")
-        table.add_row(own.choice, *cells, f"{weights[own.choice]:.2f}")
+    for measurement in measurements:
+        target = "" if measurement.target is None else f"{measurement.target:.2f}"
+        cells = (f"{measurement.milliseconds:.0f}", f"{measurement.by_base:.2f}", target, f"{measurement.counted:.2f}")
+        table.add_row(measurement.choice, *cells, f"{weights[measurement.choice]:.2f}")
     return table
 
 
@@ -198,7 +198,7 @@ def main(
 ) -> None:
     """Measure, and print a table for each case."""
     torch.set_num_threads(threads)
-    numbers = [int(own) for own in paths.split(",")]
+    numbers = [int(number) for number in paths.split(",")]
     cases = [
         Case(f"forward, 1 x {length}", 1, length),
         Case(f"prompt of {length} into the KV cache", 1, length, logits_to_keep=1),
@@ -208,10 +208,14 @@ def main(
     choices, place = choices_of(numbers), Place("cpu", "float32", threads)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), shape, max(numbers))
-        found = [measure_case(model, case, choices, place, rounds) for case in cases]
+        groups = [measure_case(model, case, choices, place, rounds) for case in cases]
         weights = weights_of(model, choices)
-    tables = [render(case.name, own, weights) for case, own in zip(cases, found, strict=True)]
-    report = {"shape": shape, "weights": weights, "measured": [asdict(one) for own in found for one in own]}
+    tables = [render(case.name, group, weights) for case, group in zip(cases, groups, strict=True)]
+    report = {
+        "shape": shape,
+        "weights": weights,
+        "measured": [asdict(measurement) for group in groups for measurement in group],
+    }
     publish(tables, report, output, markdown)
 
 

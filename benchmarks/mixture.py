@@ -66,9 +66,9 @@ def layer_shapes(layer: int) -> Shapes:
         f"{path}mlp.gate.weight": (EXPERTS, HIDDEN),
     }
     for expert in range(EXPERTS):
-        own = f"{path}mlp.experts.{expert}."
-        shapes |= {f"{own}{name}.weight": (INNER, HIDDEN) for name in ("gate_proj", "up_proj")}
-        shapes[f"{own}down_proj.weight"] = (HIDDEN, INNER)
+        expert_path = f"{path}mlp.experts.{expert}."
+        shapes |= {f"{expert_path}{name}.weight": (INNER, HIDDEN) for name in ("gate_proj", "up_proj")}
+        shapes[f"{expert_path}down_proj.weight"] = (HIDDEN, INNER)
     return shapes
 
 
@@ -134,7 +134,7 @@ def main(layers: int, chosen: str, work: Path) -> None:
             table.add_row(
                 done.command,
                 *seconds,
-                *(f"{one / 2**30:.2f} GiB" for one in (done.peak_anonymous_bytes, done.peak_rss_bytes)),
+                *(f"{peak / 2**30:.2f} GiB" for peak in (done.peak_anonymous_bytes, done.peak_rss_bytes)),
             )
     finally:
         shutil.rmtree(work)

@@ -68,12 +68,16 @@ def run(name: str, folder: Path, given: Sequence[str]) -> bool:
 
 def machine(device: str) -> dict[str, Any]:
     """What the numbers were measured on."""
-    found: dict[str, Any] = {name: version(name) for name in PACKAGES}
-    found |= {"python": platform.python_version(), "processor": platform.machine(), "cuda": torch.version.cuda}
+    description: dict[str, Any] = {name: version(name) for name in PACKAGES}
+    description |= {"python": platform.python_version(), "processor": platform.machine(), "cuda": torch.version.cuda}
     if device.startswith("cuda"):
-        own = torch.cuda.get_device_properties(device)
-        found |= {"gpu": own.name, "memory_bytes": own.total_memory, "capability": f"{own.major}.{own.minor}"}
-    return found
+        properties = torch.cuda.get_device_properties(device)
+        description |= {
+            "gpu": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+    return description
 
 
 @click.command()

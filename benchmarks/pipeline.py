@@ -127,14 +127,14 @@ def new_bytes(folder: Path, base: Path) -> int:
     return sum(size for inode, size in sizes.items() if inode not in known)
 
 
-def is_same_folder(one: Path, other: Path) -> bool:
+def is_same_folder(first: Path, second: Path) -> bool:
     """Whether two folders hold the same files: the same inode, or else the same sha256."""
-    names = [sorted(file.relative_to(folder) for file in folder.rglob("*")) for folder in (one, other)]
-    return names[0] == names[1] and all(_is_same_file(one / name, other / name) for name in names[0])
+    names = [sorted(file.relative_to(folder) for file in folder.rglob("*")) for folder in (first, second)]
+    return names[0] == names[1] and all(_is_same_file(first / name, second / name) for name in names[0])
 
 
-def _is_same_file(one: Path, other: Path) -> bool:
-    return one.is_dir() or one.samefile(other) or _digest(one) == _digest(other)
+def _is_same_file(first: Path, second: Path) -> bool:
+    return first.is_dir() or first.samefile(second) or _digest(first) == _digest(second)
 
 
 def _digest(file: Path) -> str:
@@ -167,8 +167,8 @@ def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[li
     """List the commands to measure, in order: name to arguments and the folder that it makes."""
     expanded, stripped, fused, blocks = (folder / name for name in ("expanded", "stripped", "fused", "blocks"))
     extract, applied = folder / "extract", folder / "applied"
-    own = ["--set", f"svd={settings.svd}"] if settings.method == "scale" else []
-    request = [str(base), "--layers", settings.layers, "--method", settings.method, *own]
+    method_options = ["--set", f"svd={settings.svd}"] if settings.method == "scale" else []
+    request = [str(base), "--layers", settings.layers, "--method", settings.method, *method_options]
     weights = ["--base-weights", settings.base_weights]
     check = ["verify", str(expanded), "--base", str(base)]
     probe = ["--memory", settings.memory, "--max-new-tokens", str(settings.new_tokens)]
@@ -212,10 +212,10 @@ def run_steps(
         if is_cold:
             forget_pages(base)
             forget_pages(folder)
-        found = measure([sys.executable, "-m", "scale_surgery", *arguments, "--json", "--quiet"], name)
+        measurement = measure([sys.executable, "-m", "scale_surgery", *arguments, "--json", "--quiet"], name)
         added = new_bytes(made, base) if made is not None and made.exists() else 0
-        done.append(replace(found, new_bytes=added))
-        if found.exit_code:
+        done.append(replace(measurement, new_bytes=added))
+        if measurement.exit_code:
             break
     return done
 
@@ -229,19 +229,26 @@ def make_base(folder: Path, shape: str, options: Sequence[str]) -> Path:
 def render(measurements: Sequence[Measurement]) -> Table:
     """Lay the measurements out as a table."""
     table = Table("command", "exit", "seconds", "cpu seconds", "peak RSS", "peak anon", "written", "new on disk")
-    for found in measurements:
-        sizes = (found.peak_rss_bytes, found.peak_anonymous_bytes, found.written_bytes, found.new_bytes)
-        times = (f"{found.seconds:.1f}", f"{found.processor_seconds:.1f}")
-        table.add_row(found.command, str(found.exit_code), *times, *(f"{size / 2**30:.3f} GiB" for size in sizes))
+    for measurement in measurements:
+        sizes = (
+            measurement.peak_rss_bytes,
+            measurement.peak_anonymous_bytes,
+            measurement.written_bytes,
+            measurement.new_bytes,
+        )
+        times = (f"{measurement.seconds:.1f}", f"{measurement.processor_seconds:.1f}")
+        table.add_row(
+            measurement.command, str(measurement.exit_code), *times, *(f"{size / 2**30:.3f} GiB" for size in sizes)
+        )
     return table
 
 
 def show_estimate(console: Console, measurements: Sequence[Measurement]) -> None:
     """Print what the plan had expected of expand beside what it took."""
-    found = {measurement.command: measurement for measurement in measurements}
-    costs = found["plan"].result.get("costs")
-    if costs and "expand" in found:
-        expand = found["expand"]
+    by_command = {measurement.command: measurement for measurement in measurements}
+    costs = by_command["plan"].result.get("costs")
+    if costs and "expand" in by_command:
+        expand = by_command["expand"]
         console.print(f"estimated for expand: {costs['peak_memory_bytes'] / 2**30:.2f} GiB")
         console.print(f"measured:             {expand.peak_rss_bytes / 2**30:.2f} GiB, in {expand.seconds:.0f} s")
 

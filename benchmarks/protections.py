@@ -56,12 +56,12 @@ def _input_norms(model: Any, rows: Tensor) -> dict[nn.Linear, Tensor]:
     def add(module: nn.Linear, given: tuple[Tensor], _: Tensor) -> None:
         squares[module] = squares.get(module, 0) + given[0].detach().float().square().sum((0, 1))
 
-    linears = [own for name, own in model.model.named_modules() if isinstance(own, nn.Linear)]
-    hooks = [own.register_forward_hook(add) for own in linears]
+    linears = [module for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
+    hooks = [linear.register_forward_hook(add) for linear in linears]
     _read(model, rows)
     for hook in hooks:
         hook.remove()
-    return {module: own.sqrt() for module, own in squares.items()}
+    return {module: total.sqrt() for module, total in squares.items()}
 
 
 def _read(model: Any, rows: Tensor) -> None:

@@ -173,10 +173,10 @@ def ratios(costs: Sequence[Cost]) -> list[dict[str, float]]:
     ]
 
 
-def render(costs: Sequence[Cost], found: Sequence[Mapping[str, float]]) -> Table:
+def render(costs: Sequence[Cost], cost_ratios: Sequence[Mapping[str, float]]) -> Table:
     """Lay the costs out as a table."""
     table = Table("base", "method", "trains", "base MiB", "seconds", "cpu seconds", "x LoRA", "x stored", "peak MiB")
-    for cost, ratio in zip(costs, found, strict=True):
+    for cost, ratio in zip(costs, cost_ratios, strict=True):
         memory = [f"{size / 2**20:.0f}" for size in (cost.base_bytes, cost.peak_bytes)]
         clocks = (median(cost.seconds), median(cost.processor_seconds))
         times = [f"{value:.2f}" for value in (*clocks, *ratio.values())]
@@ -194,9 +194,9 @@ def main(output: Path | None, markdown: Path | None, **options: Any) -> None:
     """Measure what training on a quantised base costs, in seconds and memory."""
     settings = Settings(**options | (QUICK if options["is_quick"] else {}))
     costs = measure(settings)
-    found = ratios(costs)
-    report = {"settings": asdict(settings), "ratios": found, "costs": [asdict(cost) for cost in costs]}
-    publish([render(costs, found)], report, output, markdown, width=120)
+    cost_ratios = ratios(costs)
+    report = {"settings": asdict(settings), "ratios": cost_ratios, "costs": [asdict(cost) for cost in costs]}
+    publish([render(costs, cost_ratios)], report, output, markdown, width=120)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,15 @@ def write_texts(folder: Path) -> None:
     """Write what is learned, and what is asked."""
     new = people(NEW, start=FIRST_NEW)
     asked = {
-        name: [{"question": own.prompt, "answer": own.answer} for person in some for own in questions(person)]
+        name: [
+            {"question": question.prompt, "answer": question.answer}
+            for person in some
+            for question in questions(person)
+        ]
         for name, some in (("asked_new", new), ("asked_old", people(OLD)))
     }
-    told = [{"text": biography(person, style)} for person in new for style in range(STYLES)]
-    for name, rows in (asked | {"learn": asked["asked_new"] + told}).items():
+    biographies = [{"text": biography(person, style)} for person in new for style in range(STYLES)]
+    for name, rows in (asked | {"learn": asked["asked_new"] + biographies}).items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -64,13 +68,13 @@ def learn_and_ask(wide: Path, folder: Path, settings: TrainingSettings) -> dict[
     path = train(wide, [folder / "learn.jsonl"], folder / "learned", settings, start=start).path
     clock.append(time.process_time())
     scores = evaluate([path], [folder / "asked_old.jsonl"], [folder / "asked_new.jsonl"]).scores
-    (found,) = [score for score in scores if score.kind in ("expanded", "other")]
-    assert found.old is not None and found.new is not None and settings.steps is not None
+    (score,) = [score for score in scores if score.kind in ("expanded", "other")]
+    assert score.old is not None and score.new is not None and settings.steps is not None
     return {
-        "old": found.old.accuracy,
-        "new": found.new.accuracy,
-        "forgetting": found.forgetting,
-        "learning": found.learning,
+        "old": score.old.accuracy,
+        "new": score.new.accuracy,
+        "forgetting": score.forgetting,
+        "learning": score.learning,
         "before": round(clock[1] - clock[0], 2),
         "step": round((clock[2] - clock[1]) / settings.steps, 4),
     }
@@ -83,8 +87,8 @@ def runs(folder: Path, settings: TrainingSettings) -> Iterator[dict[str, Any]]:
         for rehearse in ((), ("self",)):
             if request.variant == "gated" and not rehearse:
                 continue  # gates learn from rehearsal
-            own = replace(settings, learning_rate=rate, rehearse=rehearse)
-            yield {"way": way, "rehearsal": bool(rehearse), **learn_and_ask(wide, folder, own)}
+            run_settings = replace(settings, learning_rate=rate, rehearse=rehearse)
+            yield {"way": way, "rehearsal": bool(rehearse), **learn_and_ask(wide, folder, run_settings)}
 
 
 @click.command()
@@ -122,9 +126,9 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         write_texts(Path(folder))
         for run in runs(Path(folder), settings):
-            said = "from the base's own samples" if run["rehearsal"] else "none"
+            rehearsal = "from the base's own samples" if run["rehearsal"] else "none"
             numbers = f"{run['old']:.1%} | {run['new']:.1%} | {run['forgetting']:+.3f} | {run['learning']:+.3f}"
-            click.echo(f"| {run['way']} | {said} | {numbers} | {run['step']:.3f} |")
+            click.echo(f"| {run['way']} | {rehearsal} | {numbers} | {run['step']:.3f} |")
             if output is not None:
                 given = {"samples": samples, "share": share, "weight": weight, "steps": steps, "seed": seed}
                 with output.open("a") as stream:

@@ -121,7 +121,9 @@ def write_rehearsed(folder: Path) -> None:
     """Write text that the base knows, of people that nobody asks about, and text that it does not know."""
     known = people(300, start=100)
     old = [{"text": biography(person, 0)} for person in known]
-    old += [{"question": own.prompt, "answer": own.answer} for person in known for own in questions(person)]
+    old += [
+        {"question": question.prompt, "answer": question.answer} for person in known for question in questions(person)
+    ]
     random.Random(0).shuffle(old)
     texts = "\n\n".join((LICENCES / name).read_text() for name in ("Apache-2.0", "GPL-3", "LGPL-2.1"))
     unrelated = [{"text": paragraph} for paragraph in texts[:CHARACTERS].split("\n\n") if paragraph.strip()]
@@ -133,25 +135,25 @@ def run_all(folder: Path, ways: tuple[str, ...], done: list[dict[str, Any]]) -> 
     """Change one thing after the other, in each way; what is done already is not done again."""
     known = {(run["way"], run["change"]) for run in done}
     wide = {way: expand(SHIPPED_MODEL, WAYS[way][0], folder / way.replace(" ", "")).path for way in ways}
-    for change, own in CHANGES.items():
+    for change, overrides in CHANGES.items():
         for way in ways[:1] if change in ONE_WAY else ways:
             if (way, change) in known:
                 continue
-            settings = replace(SELF, **({"learning_rate": WAYS[way][1]} | own))
+            settings = replace(SELF, **({"learning_rate": WAYS[way][1]} | overrides))
             given = tuple(text if text == "self" else str(folder / text) for text in settings.rehearse)
             patched: AbstractContextManager[Any] = patch(**PATCHES[change]) if change in PATCHES else nullcontext()
             with patched:
-                found = learn_and_ask(wide[way], folder, replace(settings, rehearse=given))
-            yield {"way": way, "change": change, **found}
+                measurements = learn_and_ask(wide[way], folder, replace(settings, rehearse=given))
+            yield {"way": way, "change": change, **measurements}
 
 
 def show(done: list[dict[str, Any]]) -> None:
     """Print a table for each way."""
     for way in dict.fromkeys(run["way"] for run in done):
-        own = [run for run in done if run["way"] == way]
-        plain = next((run["step"] for run in own if run["change"] == "none"), None)
+        way_runs = [run for run in done if run["way"] == way]
+        plain = next((run["step"] for run in way_runs if run["change"] == "none"), None)
         click.echo(f"\n| {way} | old | new | forgetting | learning | before | step |\n|---|--:|--:|--:|--:|--:|--:|")
-        for run in sorted(own, key=lambda run: list(CHANGES).index(run["change"])):
+        for run in sorted(way_runs, key=lambda run: list(CHANGES).index(run["change"])):
             numbers = f"{run['old']:.1%} | {run['new']:.1%} | {run['forgetting']:+.3f} | {run['learning']:+.3f}"
             times = "" if plain is None else f" ({run['step'] / plain:.1f}x)"
             click.echo(f"| {run['change']} | {numbers} | {run['before']:.1f} | {run['step']:.3f}{times} |")

@@ -41,14 +41,14 @@ def main(rounds: int) -> None:
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds + 1):
-        for once, own in seconds.items():
+        for once, durations in seconds.items():
             with patch("scale_surgery.training.rehearsal.carries_base_logits", lambda _, once=once: once):
                 started = time.process_time()
                 divergence_from_base(model, model, batch).backward()
-                own.append(time.process_time() - started)
+                durations.append(time.process_time() - started)
             model.zero_grad()
-    first, second = (own[1:] for own in seconds.values())
-    ratio = median(one / other for one, other in zip(first, second, strict=True))
+    first, second = (durations[1:] for durations in seconds.values())
+    ratio = median(left / right for left, right in zip(first, second, strict=True))
     click.echo(f"base stream {median(first):.2f} s, forward of its own {median(second):.2f} s, ratio {ratio:.2f}")
 
 

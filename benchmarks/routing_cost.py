@@ -124,10 +124,10 @@ def make_call(model: Any, case: Case) -> Callable[[], None]:
     return call
 
 
-def product_flop(_: Sequence[int], one: Sequence[int], other: Sequence[int], **__: Any) -> int:
+def product_flop(_: Sequence[int], left: Sequence[int], right: Sequence[int], **__: Any) -> int:
     """Operations of a matrix product that is added to what is there."""
-    rows, inner = one
-    return 2 * rows * inner * other[-1]
+    rows, inner = left
+    return 2 * rows * inner * right[-1]
 
 
 def row_flop(block: Sequence[int], *_: Any, **__: Any) -> int:
@@ -285,8 +285,8 @@ def as_report(settings: Settings, measured: Measured) -> dict[str, Any]:
     """Put what was measured into plain values, with what is measured divided by what is predicted."""
     ratios = [asdict(ratio) | {"by_formula": ratio.by_formula} for ratio in measured.ratios]
     too_dear = [{"case": ratio.case, "variant": ratio.variant} for ratio in missed(measured.ratios)]
-    found = {"ratios": ratios, "missed": too_dear, "most_extra_logits": measured.most_extra}
-    return {"settings": asdict(settings)} | found | asdict(measured)
+    comparison = {"ratios": ratios, "missed": too_dear, "most_extra_logits": measured.most_extra}
+    return {"settings": asdict(settings)} | comparison | asdict(measured)
 
 
 @click.command()

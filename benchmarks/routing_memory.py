@@ -71,9 +71,9 @@ def measure_cache(model: Any, variant: Variant) -> Cache:
     """Fill a KV cache and count it."""
     tokens = random_tokens(model, 1, PROMPT)
     layers = model(tokens, use_cache=True, logits_to_keep=1).past_key_values.layers
-    own = layers[: model.config.num_hidden_layers]
-    beside = layers[len(own) :]
-    return Cache(variant.name, sum(map(cached_bytes, own)), sum(map(cached_bytes, beside)), variant.formula)
+    model_layers = layers[: model.config.num_hidden_layers]
+    beside = layers[len(model_layers) :]
+    return Cache(variant.name, sum(map(cached_bytes, model_layers)), sum(map(cached_bytes, beside)), variant.formula)
 
 
 def make_call(model: Any, mode: str, tokens: torch.Tensor) -> Callable[[], None]:
@@ -112,7 +112,7 @@ def measure_peaks(settings: Settings) -> tuple[list[Variant], list[Peak]]:
     ):
         variants = make_models(Path(name), THIN, settings, [1])
         asked = [(Path(name), variant, mode, settings) for variant in variants for mode in MODES]
-        waiting = [pool.submit(measure_peak, *one) for one in asked]
+        waiting = [pool.submit(measure_peak, *arguments) for arguments in asked]
         return variants, [future.result() for future in waiting]
 
 

@@ -64,22 +64,22 @@ def make_models(folder: Path, shape: Shape, place: Place, depths: Iterable[int])
     dtype = getattr(torch, place.dtype)
     make_checkpoint.make_checkpoint(folder / "base", shape, dtype=dtype, device=place.device)
     preserve = Request("all", init_w21="random")
-    found = [Variant("base", "base")]
+    variants = [Variant("base", "base")]
     for depth in depths:
         collaborative = f"{depth}-{shape.layers - 1}"
         adapt = replace(preserve, variant="adapt", collaborative_layers=collaborative, collaborate="attn")
-        found += make_routed(folder, f"L_fp {depth}", adapt, ROUTINGS, formula(shape.layers, depth))
-    return found + make_routed(folder, "preserve", preserve, ["posterior"], 1.0)
+        variants += make_routed(folder, f"L_fp {depth}", adapt, ROUTINGS, formula(shape.layers, depth))
+    return variants + make_routed(folder, "preserve", preserve, ["posterior"], 1.0)
 
 
 def make_routed(folder: Path, name: str, request: Request, routers: Iterable[str], cost: float) -> list[Variant]:
     """Write one expansion and its routed forms; links, so that all models share the pages of the base's files."""
     expand(folder / "base", request, folder / name, base_weights="link")
-    found = [Variant(name, name)]
+    variants = [Variant(name, name)]
     for router in routers:
-        found.append(Variant(f"{name} {router}", name, router, cost))
-        route_export(folder / name, folder / found[-1].name, ROUTINGS[router], base_weights="link")
-    return found
+        variants.append(Variant(f"{name} {router}", name, router, cost))
+        route_export(folder / name, folder / variants[-1].name, ROUTINGS[router], base_weights="link")
+    return variants
 
 
 def load(folder: Path, variant: Variant, device: str) -> Any:

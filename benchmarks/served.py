@@ -73,7 +73,7 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 1):
         # no prompt comes twice: vLLM keeps what it has read
         first = 3 + number * PROMPTS
-        prompts = [{"prompt_token_ids": [first + own, *range(3, 2 + PROMPT_TOKENS)]} for own in range(PROMPTS)]
+        prompts = [{"prompt_token_ids": [first + offset, *range(3, 2 + PROMPT_TOKENS)]} for offset in range(PROMPTS)]
         for name, model in models.items():
             start = time.perf_counter()
             model.generate(prompts, wanted, use_tqdm=False)
@@ -86,12 +86,12 @@ def show(seconds: dict[str, list[float]]) -> None:
     """Print medians and ratios."""
     tokens = PROMPTS * NEW_TOKENS
     print(f"{'model':8} {'new tokens a second':>20}")
-    for name, own in seconds.items():
-        print(f"{name:8} {tokens / median(own):20.1f}")
-    for name, other in PAIRS:
-        ratios = [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
+    for name, durations in seconds.items():
+        print(f"{name:8} {tokens / median(durations):20.1f}")
+    for name, reference in PAIRS:
+        ratios = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
         low, middle, high = quantiles(ratios, n=4)
-        print(f"{name} / {other}: {middle:.2f} ({low:.2f} to {high:.2f}) times as long, {len(ratios)} rounds")
+        print(f"{name} / {reference}: {middle:.2f} ({low:.2f} to {high:.2f}) times as long, {len(ratios)} rounds")
 
 
 def main() -> None:

@@ -38,12 +38,14 @@ RATE, GATE_STEPS, GATE_RATE = 3e-3, 400, 0.02
 
 def rows(tokenizer: Any, some: Any) -> list[Row]:
     """Token ids of each question with its answer, and where the answer begins."""
-    found = []
+    token_rows = []
     for person in some:
-        for own in questions(person):
-            prompt = tokenizer(own.prompt).input_ids
-            found.append((prompt + tokenizer(f" {own.answer}", add_special_tokens=False).input_ids, len(prompt)))
-    return found
+        for question in questions(person):
+            prompt = tokenizer(question.prompt).input_ids
+            token_rows.append(
+                (prompt + tokenizer(f" {question.answer}", add_special_tokens=False).input_ids, len(prompt))
+            )
+    return token_rows
 
 
 class Scorer:
@@ -126,9 +128,9 @@ class Scorer:
         """Nats per token of answers, and the share of right first tokens."""
         losses, right = [], []
         for ids, start in some:
-            found = self.log_probs(way, torch.tensor([ids]))[:, start - 1 :]
-            losses.append(-found[0])
-            right.append(found[1, 0])
+            scores = self.log_probs(way, torch.tensor([ids]))[:, start - 1 :]
+            losses.append(-scores[0])
+            right.append(scores[1, 0])
         return {"nats": float(torch.cat(losses).mean()), "right": float(torch.stack(right).mean())}
 
 

@@ -140,7 +140,7 @@ def shake(path: Path) -> Path:
     """Give every expansion tensor random values, as large as a trained one's."""
     torch.manual_seed(1)
     for file in path.glob("expansion-*.safetensors"):
-        tensors = {name: own + torch.randn_like(own) * SPREAD for name, own in load_file(file).items()}
+        tensors = {name: tensor + torch.randn_like(tensor) * SPREAD for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
     return path
 
@@ -202,15 +202,15 @@ def read_in_llama_cpp(file: Path, prompts: list[list[int]]) -> list[Reading]:
 
 def drift(before: list[Reading], after: list[Reading]) -> float:
     """Largest difference of logits as a share of the largest logit."""
-    largest = max(float(np.abs(one.logits).max()) for one in before)
+    largest = max(float(np.abs(reading.logits).max()) for reading in before)
     pairs = zip(before, after, strict=True)
-    return max(float(np.abs(one.logits - other.logits).max()) for one, other in pairs) / largest
+    return max(float(np.abs(first.logits - second.logits).max()) for first, second in pairs) / largest
 
 
 def agreement(before: list[Reading], after: list[Reading]) -> float:
     """Share of greedily generated tokens that are equal."""
     pairs = zip(before, after, strict=True)
-    return float(np.mean([one == other for a, b in pairs for one, other in zip(a.new, b.new, strict=True)]))
+    return float(np.mean([first == second for a, b in pairs for first, second in zip(a.new, b.new, strict=True)]))
 
 
 def measure(name: str, added: str, converter: Converter, folder: Path) -> Result:
@@ -231,15 +231,15 @@ def measure(name: str, added: str, converter: Converter, folder: Path) -> Result
         stock = merge(expanded, folder / "stock", "stock").path
         expected = read_in_transformers(expanded)
         prompts = [reading.ids for reading in expected]
-        found = read_in_llama_cpp(convert(converter, stock, folder / "stock.gguf"), prompts)
+        readings = read_in_llama_cpp(convert(converter, stock, folder / "stock.gguf"), prompts)
         unexpanded = read_in_llama_cpp(convert(converter, base, folder / "base.gguf"), prompts)
     except SurgeryError as error:
         return Result(name, added, problem=str(error))
     return Result(
         name,
         added,
-        drift=drift(expected, found),
-        greedy=agreement(expected, found),
+        drift=drift(expected, readings),
+        greedy=agreement(expected, readings),
         base=drift(read_in_transformers(base), unexpanded),
         control=drift(expected, unexpanded),
     )
@@ -248,13 +248,18 @@ def measure(name: str, added: str, converter: Converter, folder: Path) -> Result
 def render(results: list[Result]) -> Table:
     """Lay results out as a table."""
     table = Table("model", "added", "drift", "greedy", "base", "control", "problem", box=None)
-    for one in results:
-        if one.problem is None:
+    for result in results:
+        if result.problem is None:
             table.add_row(
-                one.model, one.added, f"{one.drift:.1e}", f"{one.greedy:.0%}", f"{one.base:.1e}", f"{one.control:.2g}"
+                result.model,
+                result.added,
+                f"{result.drift:.1e}",
+                f"{result.greedy:.0%}",
+                f"{result.base:.1e}",
+                f"{result.control:.2g}",
             )
         else:
-            table.add_row(one.model, one.added, "", "", "", "", one.problem)
+            table.add_row(result.model, result.added, "", "", "", "", result.problem)
     return table
 
 
@@ -277,7 +282,7 @@ def main(converter: Path, python: Path, names: tuple[str, ...], requests: tuple[
         print(json.dumps(asdict(results[-1])), file=sys.stderr)
     Console(width=120).print(render(results))
     if output is not None:
-        output.write_text(json.dumps([asdict(one) for one in results], indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -115,10 +115,10 @@ def agree(weight: Tensor, reference: Tensor, rows: Tensor) -> Agreement:
         Overlap, angle and energy.
     """
     best = torch.linalg.qr(reference.double().T).Q
-    found = torch.linalg.qr(rows.double().T).Q
-    beyond = found - best @ (best.T @ found)
+    basis = torch.linalg.qr(rows.double().T).Q
+    beyond = basis - best @ (best.T @ basis)
     sines = torch.linalg.eigvalsh(beyond.T @ beyond).clamp(0, 1).sqrt()
-    energy = (weight.float() @ found.float()).double().square().sum()
+    energy = (weight.float() @ basis.float()).double().square().sum()
     most = (weight.float() @ best.float()).double().square().sum()
     return Agreement(
         overlap=float(1 - sines.square().mean()),
@@ -145,21 +145,23 @@ def compare(matrix: str, spectrum: str, sizes: tuple[int, int, int], seed: int =
     comparison = Comparison(matrix, spectrum, rows, columns, count, {"svd": seconds}, {})
     for method in METHODS:
         generator = blocks.seeded_generator(seed, matrix)
-        found, seconds = timed(lambda: blocks.principal_rows(weight, count, method, generator))  # noqa: B023
+        directions, seconds = timed(lambda: blocks.principal_rows(weight, count, method, generator))  # noqa: B023
         comparison.seconds[method] = seconds
-        comparison.agreement[method] = agree(weight, reference, found)
+        comparison.agreement[method] = agree(weight, reference, directions)
     return comparison
 
 
 def render(comparisons: list[Comparison]) -> Table:
     """Lay comparisons out as a table."""
     table = Table("matrix", "r", "spectrum", "svd s", "exact s", "fast s", "method", "overlap", "angle", "energy")
-    for one in comparisons:
-        size = f"{one.matrix} {one.rows}x{one.columns}"
-        times = [f"{one.seconds[name]:.1f}" for name in ("svd", *METHODS)]
-        for method, found in one.agreement.items():
-            lead = [size, str(one.count), one.spectrum, *times] if method == METHODS[0] else [""] * 6
-            table.add_row(*lead, method, f"{found.overlap:.6f}", f"{found.angle:.4f}", f"{found.energy:.6f}")
+    for comparison in comparisons:
+        size = f"{comparison.matrix} {comparison.rows}x{comparison.columns}"
+        times = [f"{comparison.seconds[name]:.1f}" for name in ("svd", *METHODS)]
+        for method, agreement in comparison.agreement.items():
+            lead = [size, str(comparison.count), comparison.spectrum, *times] if method == METHODS[0] else [""] * 6
+            table.add_row(
+                *lead, method, f"{agreement.overlap:.6f}", f"{agreement.angle:.4f}", f"{agreement.energy:.6f}"
+            )
     return table
 
 
@@ -176,7 +178,9 @@ def main(names: tuple[str, ...], spectra: tuple[str, ...], seed: int, output: Pa
         done.append(compare(name, spectrum, MATRICES[name], seed))
         console.print(render(done[-1:]))
         if output is not None:
-            output.write_text(json.dumps([asdict(one) for one in done], indent=2) + "\n", encoding="utf-8")
+            output.write_text(
+                json.dumps([asdict(comparison) for comparison in done], indent=2) + "\n", encoding="utf-8"
+            )
     console.print(render(done))
 
 

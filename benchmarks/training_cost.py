@@ -195,11 +195,11 @@ def measure(settings: Settings) -> list[Cost]:
     ]
 
 
-def times_as_long(one: Cost, other: Cost) -> dict[str, float]:
+def times_as_long(cost: Cost, reference: Cost) -> dict[str, float]:
     """How many times as long a step takes: by both clocks within each round, and by the fastest step of all."""
-    pairs = {clock: (getattr(one, clock), getattr(other, clock)) for clock in CLOCKS}
+    pairs = {clock: (getattr(cost, clock), getattr(reference, clock)) for clock in CLOCKS}
     in_rounds = {clock: median(map(truediv, *pair)) for clock, pair in pairs.items()}
-    return in_rounds | {"fastest": min(one.seconds) / min(other.seconds)}
+    return in_rounds | {"fastest": min(cost.seconds) / min(reference.seconds)}
 
 
 def ratios(costs: Sequence[Cost]) -> dict[str, dict[str, float]]:
@@ -210,18 +210,18 @@ def ratios(costs: Sequence[Cost]) -> dict[str, dict[str, float]]:
 
 def verdicts(costs: Sequence[Cost]) -> dict[str, bool]:
     """Which targets are reached: time as TARGETS says, by every measure, and less memory than either."""
-    found = ratios(costs)
+    factors = ratios(costs)
     peaks = {cost.variant: cost.peak_bytes for cost in costs}
-    faster = {f"{name}: {least} times as long": min(found[name].values()) >= least for name, least in TARGETS.items()}
+    faster = {f"{name}: {least} times as long": min(factors[name].values()) >= least for name, least in TARGETS.items()}
     return faster | {f"{name}: more memory": peaks[name] > peaks["preserve"] for name in TARGETS}
 
 
-def render(costs: Sequence[Cost], found: Mapping[str, Mapping[str, float]]) -> Table:
+def render(costs: Sequence[Cost], factors: Mapping[str, Mapping[str, float]]) -> Table:
     """Lay the costs out as a table."""
     table = Table("variant", "trains", "seconds", "cpu seconds", "x preserve", "x by cpu", "fastest", "peak")
     for cost in costs:
         seconds = (f"{median(cost.seconds):.4f}", f"{median(cost.processor_seconds):.4f}")
-        times = (f"{value:.2f}" for value in found[cost.variant].values())
+        times = (f"{value:.2f}" for value in factors[cost.variant].values())
         peak = f"{cost.peak_bytes / 2**30:.2f} GiB"
         table.add_row(cost.variant, f"{cost.trained_parameters:,}", *seconds, *times, peak)
     return table
@@ -237,10 +237,10 @@ def main(output: Path | None, markdown: Path | None, **options: Any) -> None:
     """Measure what a training step costs, in seconds and memory."""
     settings = Settings(**options | (QUICK if options["is_quick"] else {}))
     costs = measure(settings)
-    found, reached = ratios(costs), verdicts(costs)
-    report = {"settings": asdict(settings), "ratios": found, "targets": reached, "costs": [vars(c) for c in costs]}
+    factors, reached = ratios(costs), verdicts(costs)
+    report = {"settings": asdict(settings), "ratios": factors, "targets": reached, "costs": [vars(c) for c in costs]}
     lines = (f"{target}: {'reached' if is_reached else 'NOT reached'}" for target, is_reached in reached.items())
-    publish([render(costs, found), *lines], report, output, markdown, width=120)
+    publish([render(costs, factors), *lines], report, output, markdown, width=120)
 
 
 if __name__ == "__main__":

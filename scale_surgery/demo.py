@@ -183,14 +183,14 @@ def has_every_base(tensors: int, kept: Mapping[str, int]) -> bool:
 
 
 def _count_equal(base: Path, model: Path) -> int:
-    wanted, found = open_checkpoint(base), open_checkpoint(model)
-    shared = [name for name, info in wanted.tensors.items() if _is_alike(info, found.tensors.get(name))]
-    expected, actual = hash_tensors(wanted, shared), hash_tensors(found, shared)
+    wanted, checkpoint = open_checkpoint(base), open_checkpoint(model)
+    shared = [name for name, info in wanted.tensors.items() if _is_alike(info, checkpoint.tensors.get(name))]
+    expected, actual = hash_tensors(wanted, shared), hash_tensors(checkpoint, shared)
     return sum(expected[name] == actual[name] for name in shared)
 
 
-def _is_alike(one: TensorInfo, other: TensorInfo | None) -> bool:
-    return other is not None and (one.dtype, one.shape) == (other.dtype, other.shape)
+def _is_alike(first: TensorInfo, second: TensorInfo | None) -> bool:
+    return second is not None and (first.dtype, first.shape) == (second.dtype, second.shape)
 
 
 class Teller:
@@ -224,9 +224,9 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
     models = [folder / name for name in ("trained", "job/routed", OVERWRITTEN)]
     old, new = folder / "old_questions.jsonl", folder / "new_questions.jsonl"
     tell(f"evaluate {' '.join(map(str, models))} --old {old} --new {new}", "Ask for old and new people")
-    found = evaluate(models, [old], [new], run=RunOptions(batch_size=64), track=out.track)
-    out.say(tables.render_evaluation(found))
-    return found
+    evaluation = evaluate(models, [old], [new], run=RunOptions(batch_size=64), track=out.track)
+    out.say(tables.render_evaluation(evaluation))
+    return evaluation
 
 
 def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
@@ -241,7 +241,7 @@ def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
         f"learn {base} --data {data} --old {old} {options} -o {folder / 'job'} --quiet",
         f"The whole job in one command: teach it {NEW_PEOPLE} new people",
     )
-    said = {
+    settings = {
         "model": str(base),
         "data": str(data),
         "old": str(old),
@@ -250,7 +250,7 @@ def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
         "training.sequence_length": SEQUENCE_LENGTH,
         "training.learning_rate": rate,
     }
-    out.say(render_learned(learn(resolve_recipe(said), folder / "job", track=out.track)))
+    out.say(render_learned(learn(resolve_recipe(settings), folder / "job", track=out.track)))
 
 
 def _write_people(folder: Path) -> None:
@@ -314,8 +314,8 @@ def _prepare(folder: Path) -> None:
     shutil.copytree(SHIPPED_MODEL, folder / SHIPPED_MODEL.name)
 
 
-def _is_identical(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
+def _is_identical(first: Path, second: Path) -> bool:
+    return first.is_file() and second.is_file() and first.read_bytes() == second.read_bytes()
 
 
 def _reload(base: Path, expanded: Path) -> Reloaded:
@@ -326,16 +326,16 @@ def _reload(base: Path, expanded: Path) -> Reloaded:
         [sys.executable, "-P", "-c", RELOAD, *arguments], capture_output=True, text=True, cwd=base.resolve()
     )
     if run.returncode:
-        found = run.stderr.strip().splitlines()
-        raise CheckpointError.from_problems([f"{expanded}: does not load in a fresh process:", *found])
-    found = json.loads(run.stdout.splitlines()[-1])
+        lines = run.stderr.strip().splitlines()
+        raise CheckpointError.from_problems([f"{expanded}: does not load in a fresh process:", *lines])
+    reply = json.loads(run.stdout.splitlines()[-1])
     return Reloaded(
-        model_class=found["class"],
-        logits_bit_equal=found["logits_bit_equal"],
+        model_class=reply["class"],
+        logits_bit_equal=reply["logits_bit_equal"],
         question=question.prompt,
-        answer=found["answer"],
+        answer=reply["answer"],
         expected=question.answer,
-        trainable=found["trainable"],
-        frozen=found["frozen"],
-        imported_scale_surgery=found["imported_scale_surgery"],
+        trainable=reply["trainable"],
+        frozen=reply["frozen"],
+        imported_scale_surgery=reply["imported_scale_surgery"],
     )

@@ -155,7 +155,7 @@ class Field:
             if self.part is float:
                 return None if all(map(_is_number, parts)) else "numbers"
             # which texts they may be is said where they are used
-            return None if all(isinstance(own, str) for own in parts) else f"some of: {', '.join(self.choices)}"
+            return None if all(isinstance(part, str) for part in parts) else f"some of: {', '.join(self.choices)}"
         if self.kind not in KIND_NAMES:
             return None
         if self.choices:
@@ -195,20 +195,20 @@ def problems_of(filled: Any, form: str = "{typed} is {value!r}", *, with_ranges:
     Returns:
         A message for each such field, in their order.
     """
-    found = ((field, getattr(filled, field.name)) for field in fields_of(type(filled)).values())
+    pairs = ((field, getattr(filled, field.name)) for field in fields_of(type(filled)).values())
     return [
         f"{form.format(typed=field.typed, option=field.option, value=value)}, expected {expected}."
-        for field, value in found
+        for field, value in pairs
         if (expected := field.expects(value, with_range=with_ranges)) is not None
     ]
 
 
 def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
     is_optional = NoneType in get_args(hint)
-    (own,) = set(get_args(hint)) - {NoneType} if is_optional else (hint,)
-    own, allowed = get_args(own) if get_origin(own) is Annotated else (own, None)
-    kind = get_origin(own) or own
-    listed = own if kind is Literal else get_args(own)[0] if kind is tuple else None
+    (annotation,) = set(get_args(hint)) - {NoneType} if is_optional else (hint,)
+    annotation, allowed = get_args(annotation) if get_origin(annotation) is Annotated else (annotation, None)
+    kind = get_origin(annotation) or annotation
+    listed = annotation if kind is Literal else get_args(annotation)[0] if kind is tuple else None
     return Field(
         name=field.name,
         option=field.metadata.get("option", field.name.replace("_", "-")),

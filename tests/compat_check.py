@@ -89,11 +89,11 @@ def check_composed(model: Any, path: Path, ids: torch.Tensor) -> list[str]:
     alone = {None: "base", "law": "for_posterior", "medicine": "for_head", "chess": "for_grown"}
     problems = []
     for name, folder in alone.items():
-        own = AutoModelForCausalLM.from_pretrained(
+        path_model = AutoModelForCausalLM.from_pretrained(
             path.with_name(folder), trust_remote_code=name is not None, attn_implementation="eager"
         ).eval()
         with model.use_expansion(name):
-            if not torch.equal(model(ids).logits, own(ids).logits):
+            if not torch.equal(model(ids).logits, path_model(ids).logits):
                 problems.append(f"the path {name or 'base'} is not its model alone")
     return problems
 
@@ -103,8 +103,8 @@ def check_expanded(model: Any, base: Any, ids: torch.Tensor) -> list[str]:
     """Problems of what only an expanded model has."""
     problems = []
     # without a cache, as path_logits runs: with one, keys lie otherwise in memory, and the base may differ from itself
-    own = model.path_logits(ids)[0] if model.is_routing_enabled else model(ids, use_cache=False).logits
-    same_as_base = torch.equal(base(ids, use_cache=False).logits, own)
+    logits = model.path_logits(ids)[0] if model.is_routing_enabled else model(ids, use_cache=False).logits
+    same_as_base = torch.equal(base(ids, use_cache=False).logits, logits)
     if not same_as_base:
         problems.append("logits are not bit-equal to the base model's in this release")
     if any(p.requires_grad != (".expansions." in n) for n, p in model.named_parameters()):
@@ -117,7 +117,7 @@ def check_expanded(model: Any, base: Any, ids: torch.Tensor) -> list[str]:
 def check_whole_head(model: Any, ids: torch.Tensor) -> list[str]:
     """Problems where a forward in place of the model's own multiplies by the head's weight itself, as in TRL."""
     name = model.config.scale_surgery["base"]["base_model"]
-    own, base_model = model(ids, use_cache=False).logits, model.get_submodule(name)
+    model_logits, base_model = model(ids, use_cache=False).logits, model.get_submodule(name)
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         hidden, head = base_model(ids, use_cache=False).last_hidden_state, model.get_output_embeddings()
@@ -126,7 +126,7 @@ def check_whole_head(model: Any, ids: torch.Tensor) -> list[str]:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     model.forward = forward
-    drift = float((model(ids) - own).abs().max())
+    drift = float((model(ids) - model_logits).abs().max())
     return [] if drift <= TOLERANCE else [f"logits by the whole head differ by {drift:.3g}"]
 
 

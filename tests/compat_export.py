@@ -69,7 +69,7 @@ ROWS = 1200
 def shake(path: Path) -> None:
     """Change every expansion tensor on disk, as training does, so that the two paths differ."""
     for file in path.glob("expansion-*.safetensors"):
-        tensors = {name: own + torch.randn_like(own) * 0.1 for name, own in load_file(file).items()}
+        tensors = {name: tensor + torch.randn_like(tensor) * 0.1 for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -105,7 +105,9 @@ def main(folder: Path) -> None:
             unrouted = expand(base, REQUESTS[request_name], folder / family / f"for_{name}").path
             shake(unrouted)
             compute(route_export(unrouted, folder / family / name, routing).path, ids)
-        extracts = {name: extract(folder / family / own, folder / family / name).path for name, own in COMPOSED.items()}
+        extracts = {
+            name: extract(folder / family / source, folder / family / name).path for name, source in COMPOSED.items()
+        }
         compute(compose(base, extracts, folder / family / "composed").path, ids)
         for name in FUSED:
             compute(merge(folder / family / name, folder / family / f"fused_{name}").path, ids)

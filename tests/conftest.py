@@ -134,8 +134,8 @@ def shake(path: Path, seed: int = 1) -> Path:
     generator = torch.Generator().manual_seed(seed)
     for file in path.glob("expansion-*.safetensors"):
         with edited(file) as tensors:
-            for name, own in tensors.items():
-                tensors[name] = (own.float() + 0.1 * torch.randn(own.shape, generator=generator)).to(own.dtype)
+            for name, tensor in tensors.items():
+                tensors[name] = (tensor.float() + 0.1 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
     return path
 
 

@@ -61,20 +61,20 @@ class SeenConfig:
         return getattr(self.config, name)
 
 
-def block_matrix(module: Any, own: LinearBlocks) -> tuple[Tensor, Tensor | None]:
+def block_matrix(module: Any, blocks: LinearBlocks) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of an expanded linear as one dense layer, rows in the order of its output sections."""
     weight = module.weight.T if type(module).__name__.startswith("Conv1D") else module.weight
-    bases, ups = module.sections or (weight.shape[0],), own.up_sections
+    bases, ups = module.sections or (weight.shape[0],), blocks.up_sections
     base_out, up_out = sum(bases), sum(ups)
-    up_in = next((block.shape[1] for block in (own.w12, own.w22) if block is not None), 0)
-    w12 = weight.new_zeros(base_out, up_in) if own.w12 is None else own.w12
-    w21 = weight.new_zeros(up_out, weight.shape[1]) if own.w21 is None else own.w21
-    w22 = weight.new_zeros(up_out, up_in) if own.w22 is None else own.w22
+    up_in = next((block.shape[1] for block in (blocks.w12, blocks.w22) if block is not None), 0)
+    w12 = weight.new_zeros(base_out, up_in) if blocks.w12 is None else blocks.w12
+    w21 = weight.new_zeros(up_out, weight.shape[1]) if blocks.w21 is None else blocks.w21
+    w22 = weight.new_zeros(up_out, up_in) if blocks.w22 is None else blocks.w22
     matrix = torch.cat((torch.cat((weight, w12), 1), torch.cat((w21, w22), 1)), 0)
     rows = section_order(list(zip(bases, ups, strict=True)), base_out)
     if module.bias is None:
         return matrix[rows], None
-    up_bias = weight.new_zeros(up_out) if own.up_bias is None else own.up_bias
+    up_bias = weight.new_zeros(up_out) if blocks.up_bias is None else blocks.up_bias
     return matrix[rows], torch.cat((module.bias, up_bias))[rows]
 
 
@@ -87,19 +87,19 @@ def section_order(sections: list[tuple[int, int]], base_out: int) -> list[int]:
     return rows
 
 
-def linear(module: Any, own: LinearBlocks, _: str, x: Tensor) -> Tensor:
-    matrix, bias = block_matrix(module, own)
+def linear(module: Any, blocks: LinearBlocks, _: str, x: Tensor) -> Tensor:
+    matrix, bias = block_matrix(module, blocks)
     # where nothing flows in from the up stream, the matrix has no columns for it
     return functional.linear(x[..., : matrix.shape[1]], matrix, bias)
 
 
-def head(module: Any, own: HeadBlocks, _: str, x: Tensor) -> Tensor:
-    weights = [weight for weight in (module.weight, own.up_weight) if weight is not None]
+def head(module: Any, blocks: HeadBlocks, _: str, x: Tensor) -> Tensor:
+    weights = [weight for weight in (module.weight, blocks.up_weight) if weight is not None]
     return functional.linear(x, torch.cat(weights, 1), module.bias)
 
 
-def embedding(module: Any, own: EmbeddingBlocks, _: str, ids: Tensor) -> Tensor:
-    joined = functional.embedding(ids, torch.cat((module.weight, own.up_weight), 1), module.padding_idx)
+def embedding(module: Any, blocks: EmbeddingBlocks, _: str, ids: Tensor) -> Tensor:
+    joined = functional.embedding(ids, torch.cat((module.weight, blocks.up_weight), 1), module.padding_idx)
     return joined * getattr(module, "embed_scale", 1.0)
 
 
@@ -108,9 +108,9 @@ def norm(module: Any, style: str, x: Tensor) -> Tensor:
     return normalised(x, module.weight, getattr(module, "bias", None), style, epsilon_of(module))
 
 
-def split_norm(module: Any, own: NormBlocks, style: str, x: Tensor) -> Tensor:
-    base, up = x.split([module.weight.shape[0], own.up_weight.shape[0]], dim=-1)
-    up = normalised(up, own.up_weight, own.up_bias, style, epsilon_of(module))
+def split_norm(module: Any, blocks: NormBlocks, style: str, x: Tensor) -> Tensor:
+    base, up = x.split([module.weight.shape[0], blocks.up_weight.shape[0]], dim=-1)
+    up = normalised(up, blocks.up_weight, blocks.up_bias, style, epsilon_of(module))
     return torch.cat((norm(module, style, base), up), -1)
 
 
@@ -130,11 +130,11 @@ def same(module: Any, _: SameBlocks, style: str, x: Tensor) -> Tensor:
     return norm(module, style, x) if is_norm(module) else stock_class(module).forward(module, x)
 
 
-def passing(module: Any, own: PassingBlocks, style: str, x: Tensor) -> Tensor:
+def passing(module: Any, blocks: PassingBlocks, style: str, x: Tensor) -> Tensor:
     """A module of a layer that was not chosen: reads the base stream alone, adds nothing to the up stream."""
-    seen = x[..., : -own.up_in] if own.up_in else x
+    seen = x[..., : -blocks.up_in] if blocks.up_in else x
     y = norm(module, style, seen) if is_norm(module) else stock_class(module).forward(module, seen)
-    return torch.cat((y, y.new_zeros(*y.shape[:-1], own.up_out)), -1)
+    return torch.cat((y, y.new_zeros(*y.shape[:-1], blocks.up_out)), -1)
 
 
 def is_norm(module: Any) -> bool:
@@ -153,9 +153,9 @@ FORWARDS: dict[type, Callable[..., Tensor]] = {
 
 def joint(module: ExpandedAttention, parts: Any) -> Any:
     """What a stock forward of attention sees, whose heads attend at once."""
-    found = ExpandedAttention.widened(module, parts)
-    found.config = SeenConfig(found.config)
-    return found
+    attention = ExpandedAttention.widened(module, parts)
+    attention.config = SeenConfig(attention.config)
+    return attention
 
 
 def dense_reference(model: Any, dtype: torch.dtype) -> Any:
@@ -166,8 +166,8 @@ def dense_reference(model: Any, dtype: torch.dtype) -> Any:
         if isinstance(module, ExpandedAttention):
             module.config, module.widened = SeenConfig(module.config), partial(joint, module)
         elif isinstance(module, ExpandedModule) and DEFAULT_NAME in module.expansions:
-            own = module.expansions[DEFAULT_NAME]
-            module.forward = partial(FORWARDS[type(own)], module, own, style)
+            blocks = module.expansions[DEFAULT_NAME]
+            module.forward = partial(FORWARDS[type(blocks)], module, blocks, style)
         elif is_norm(module):
             module.forward = partial(norm, module, style)
         elif "Attention" in type(module).__name__:

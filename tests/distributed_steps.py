@@ -113,9 +113,9 @@ def take_steps(job: dict[str, Any], rank: int) -> None:
     for name, (path, wrapper) in job["cases"].items():
         model = load_moved(path)
         run = WRAPPERS[wrapper](model)
-        found = {**step(model, run, share), "base_logits": base_logits(model, run)}
+        outputs = {**step(model, run, share), "base_logits": base_logits(model, run)}
         if rank == 0:
-            torch.save(found, Path(job["out"]) / f"{name}.pt")
+            torch.save(outputs, Path(job["out"]) / f"{name}.pt")
     distributed.destroy_process_group()
 
 

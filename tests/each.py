@@ -36,9 +36,9 @@ def woven(first: Sequence[Any], *others: Sequence[Any], among: Iterable[Any] | N
     kept = []
     for place, value in enumerate(first):
         row = [value]
-        for other in others:
-            place, rest = divmod(place, len(other))
-            row.append(other[rest])
+        for values in others:
+            place, rest = divmod(place, len(values))
+            row.append(values[rest])
         kept.append(tuple(row))
     return mostly(product(first if among is None else among, *others), kept.__contains__)
 
@@ -58,9 +58,9 @@ ALL_FORMS = [(dtype, tied) for dtype in DTYPES for tied in (False, True)]
 FAMILIES_IN_FORMS = [(family, *form) for family in FAMILIES for form in ALL_FORMS]
 each_way_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
-    mostly(FAMILIES_IN_FORMS, lambda own: own[0] in WAYS and FORM_OF[own[0]] == own[1:]),
+    mostly(FAMILIES_IN_FORMS, lambda case: case[0] in WAYS and FORM_OF[case[0]] == case[1:]),
 )
 each_shape_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
-    mostly(FAMILIES_IN_FORMS, lambda own: own[0] in SHAPES and FORM_OF[own[0]] == own[1:]),
+    mostly(FAMILIES_IN_FORMS, lambda case: case[0] in SHAPES and FORM_OF[case[0]] == case[1:]),
 )

@@ -143,11 +143,11 @@ class Family:
 
 def read_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Sizes by a parsed config.json, as transformers fills in what it leaves out."""
-    found = {name: config.get(family.key(name), family.defaults.get(name)) for name in CONFIG_KEYS}
-    found["key_value_heads"] = found["key_value_heads"] or found["query_heads"]
-    found["head_size"] = found["head_size"] or found["hidden"] // found["query_heads"]
-    found["inner"] = found["inner"] or 4 * found["hidden"]
-    return Sizes(**found)
+    sizes = {name: config.get(family.key(name), family.defaults.get(name)) for name in CONFIG_KEYS}
+    sizes["key_value_heads"] = sizes["key_value_heads"] or sizes["query_heads"]
+    sizes["head_size"] = sizes["head_size"] or sizes["hidden"] // sizes["query_heads"]
+    sizes["inner"] = sizes["inner"] or 4 * sizes["hidden"]
+    return Sizes(**sizes)
 
 
 LLAMA_LINEARS = (

@@ -68,8 +68,8 @@ class Hub:
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
         """Contents of a repository's files."""
-        found = self.repositories[repo].branches[revision]
-        return {name: self.objects[held] if isinstance(held, str) else held for name, held in found.items()}
+        branch = self.repositories[repo].branches[revision]
+        return {name: self.objects[held] if isinstance(held, str) else held for name, held in branch.items()}
 
 
 def account(role: str) -> dict[str, Any]:
@@ -116,7 +116,10 @@ class Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         self.query, path = parse_qs(parts.query), parts.path
         self.hub.requests.append(f"{self.command} {path}")
-        fault = next((found for found in self.hub.faults if re.fullmatch(found.where, f"{self.command} {path}")), None)
+        fault = next(
+            (candidate for candidate in self.hub.faults if re.fullmatch(candidate.where, f"{self.command} {path}")),
+            None,
+        )
         try:
             self.body = self.read_body(int(self.headers.get("Content-Length") or 0))
             if fault is not None:
@@ -125,14 +128,14 @@ class Handler(BaseHTTPRequestHandler):
                     raise Refusal(fault.status, fault.message)
                 fault.act()  # and it is answered as ever
             for method, pattern, answer in ROUTES:
-                found = re.fullmatch(pattern, path)
-                if found is not None and self.command in method.split():
-                    answer(self, *(unquote(group) for group in found.groups()))
+                match = re.fullmatch(pattern, path)
+                if match is not None and self.command in method.split():
+                    answer(self, *(unquote(group) for group in match.groups()))
                     return
             raise Refusal(404, f"no such route: {path}", "EntryNotFound")
         except Refusal as refusal:
-            own = {"X-Error-Message": refusal.message} | ({"X-Error-Code": refusal.code} if refusal.code else {})
-            self.reply({"error": refusal.message}, refusal.status, own)
+            headers = {"X-Error-Message": refusal.message} | ({"X-Error-Code": refusal.code} if refusal.code else {})
+            self.reply({"error": refusal.message}, refusal.status, headers)
         except ConnectionError:
             self.close_connection = True
 
@@ -173,12 +176,12 @@ class Handler(BaseHTTPRequestHandler):
         return self.hub.accounts.get(token)
 
     def find(self, repo: str, *, to_write: bool = False) -> Repository:
-        found, who = self.hub.repositories.get(repo), self.account()
-        if found is None or (found.private and who is None):
+        repository, who = self.hub.repositories.get(repo), self.account()
+        if repository is None or (repository.private and who is None):
             raise Refusal(404 if who else 401, "Repository not found", "RepoNotFound")
         if to_write:
             self.check_write(repo)
-        return found
+        return repository
 
     def check_write(self, repo: str) -> None:
         who = self.account()
@@ -220,8 +223,8 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({})
 
     def create_branch(self, repo: str, branch: str) -> None:
-        found = self.find(repo, to_write=True)
-        found.branches[branch] = dict(found.branches["main"])
+        repository = self.find(repo, to_write=True)
+        repository.branches[branch] = dict(repository.branches["main"])
         self.reply({})
 
     def validate_card(self) -> None:
@@ -288,7 +291,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({})
 
     def commit(self, repo: str, revision: str) -> None:
-        found = self.find(repo, to_write=True)
+        repository = self.find(repo, to_write=True)
         files = dict(self.revision_of(repo, revision))
         for line in self.body.splitlines():
             entry = json.loads(line)
@@ -305,11 +308,11 @@ class Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
         pull_request = {}
         if "create_pr" in self.query:
-            number = sum(name.startswith("refs/pr/") for name in found.branches) + 1
+            number = sum(name.startswith("refs/pr/") for name in repository.branches) + 1
             revision = f"refs/pr/{number}"
             pull_request = {"pullRequestUrl": f"{self.hub.address}/{repo}/discussions/{number}"}
-        found.branches[revision] = files
-        found.messages.append(message)
+        repository.branches[revision] = files
+        repository.messages.append(message)
         oid = commit_of(files)
         self.reply({"commitOid": oid, "commitUrl": f"{self.hub.address}/{repo}/commit/{oid}", **pull_request})
 

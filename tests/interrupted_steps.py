@@ -126,7 +126,9 @@ class FileCalls:
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not (event == "open" or event.startswith("os.") or event == "fcntl.ioctl"):
             return
-        if not any(str(found).startswith(self.place) for found in arguments if isinstance(found, str | os.PathLike)):
+        if not any(
+            str(argument).startswith(self.place) for argument in arguments if isinstance(argument, str | os.PathLike)
+        ):
             return
         kind, at = self.disturbance.kind, self.disturbance.at
         if kind == "kill" and self.calls == at:

@@ -83,8 +83,8 @@ def cosines_of(model: Any, prompt: dict[str, Any]) -> torch.Tensor:
     """Cosine of the logits of the first and the last base stream at each position, float64."""
     head = model.get_output_embeddings()
     features = head_features(model, prompt)[..., : head.weight.shape[1]].double()
-    one, other = (features[place] @ head.weight.double().T for place in (0, -1))
-    return (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
+    first, last = (features[place] @ head.weight.double().T for place in (0, -1))
+    return (first * last).sum(-1) / (first.norm(dim=-1) * last.norm(dim=-1))
 
 
 def between(cosines: torch.Tensor) -> float:

@@ -61,7 +61,7 @@ def test_a_biography_tells_every_attribute_once(index: int, style: int) -> None:
     assert text == biography(person, style)
     assert text.count(person.name) == len(ATTRIBUTES)
     assert all(getattr(person, attribute) in text for attribute in ATTRIBUTES)
-    assert len({biography(person, other) for other in range(style, style + 50)}) == 50
+    assert len({biography(person, variant) for variant in range(style, style + 50)}) == 50
 
 
 def test_questions_ask_for_every_attribute() -> None:

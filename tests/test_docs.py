@@ -69,7 +69,9 @@ each_command = pytest.mark.parametrize("name", sorted(main.commands))
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [body for found, body in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
+    return [
+        body for block_language, body in BLOCK.findall(page.read_text(encoding="utf-8")) if block_language == language
+    ]
 
 
 def sections(page: Path) -> dict[str, str]:
@@ -112,7 +114,7 @@ def rewrite_tables(text: str) -> str:
     """The page of the commands with the options of now."""
     for name in main.commands:
         table = rf"(^## {name}$(?:(?!^## ).)*?)^\| option \| default \| meaning \|\n(?:^\|[^\n]*\n)+"
-        text = re.sub(table, lambda found, name=name: found[1] + option_table(name), text, flags=re.M | re.S)
+        text = re.sub(table, lambda match, name=name: match[1] + option_table(name), text, flags=re.M | re.S)
     return text
 
 
@@ -141,16 +143,16 @@ def run_python(code: str) -> dict[str, Any]:
 def rewrite_examples(page: Path) -> str:
     """Run a page's Python and console blocks in order; gives the page with the outputs of now."""
 
-    def again(found: re.Match[str]) -> str:
-        language, body = found.groups()
+    def renewed(match: re.Match[str]) -> str:
+        language, body = match.groups()
         if language == "python":
             run_python(body)
         if language != "console":
-            return found[0]
+            return match[0]
         command = body.splitlines()[0]
         return f"```console\n{command}\n{run(command.removeprefix('$ '))}\n```"
 
-    return BLOCK.sub(again, page.read_text(encoding="utf-8"))
+    return BLOCK.sub(renewed, page.read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -192,32 +194,32 @@ def without_chance(text: str) -> list[str]:
     return re.sub(rf"({measured}) [\d.e%-]+", r"\1 NUMBER", text).split()
 
 
-def is_near(found: str, shown: str) -> bool:
+def is_near(printed: str, shown: str) -> bool:
     """Whether two measurements of nats differ by one in the last digit at most, as those of two processors do."""
-    are_nats = all(re.fullmatch(r"[+-]\d+\.\d{4}", word) for word in (found, shown))
-    return are_nats and abs(float(found) - float(shown)) < 1.5e-4
+    are_nats = all(re.fullmatch(r"[+-]\d+\.\d{4}", word) for word in (printed, shown))
+    return are_nats and abs(float(printed) - float(shown)) < 1.5e-4
 
 
-def settled(found: str, shown: str) -> list[str]:
+def settled(text: str, shown: str) -> list[str]:
     """Words of what examples print, with those of the page for what is near."""
-    printed, wanted = without_chance(found), without_chance(shown)
-    paired = [own if is_near(word, own) else word for word, own in zip(printed, wanted, strict=False)]
+    printed, wanted = without_chance(text), without_chance(shown)
+    paired = [expected if is_near(word, expected) else word for word, expected in zip(printed, wanted, strict=False)]
     return paired + printed[len(paired) :]
 
 
 @pytest.mark.slow
 def test_examples_in_commands_print_what_is_shown(tmp_path):
     with workplace(tmp_path):
-        found = {page: rewrite_examples(page) for page in COMMANDS}
-    for page, text in found.items():
+        texts = {page: rewrite_examples(page) for page in COMMANDS}
+    for page, text in texts.items():
         shown = page.read_text(encoding="utf-8")
         assert settled(text, shown) == without_chance(shown), f"{page.name}: python -m tests.test_docs"
 
 
 def test_what_differs_more_than_by_rounding_is_seen():
     assert settled("gain +2.7725 -0.0000", "gain +2.7724 +0.0000") == ["gain", "+2.7724", "+0.0000"]
-    for found in ("gain +2.7726", "gain 2.7725", "gain +2.7724 more", "gain", "loss +2.7724", "gain +2.77"):
-        assert settled(found, "gain +2.7724") != without_chance("gain +2.7724")
+    for line in ("gain +2.7726", "gain 2.7725", "gain +2.7724 more", "gain", "loss +2.7724", "gain +2.77"):
+        assert settled(line, "gain +2.7724") != without_chance("gain +2.7724")
 
 
 @pytest.mark.slow

@@ -63,11 +63,11 @@ class Bread:
 
 
 def test_all_is_read_from_the_dataclass():
-    found = fields_of(Bread)
-    assert list(found) == ["flour", "minutes", "salt", "seeds", "colour", "sliced"]
-    assert found["flour"].help == "What it is made of: rye, wheat or both." and found["colour"].help == "Its colour."
-    assert [each.kind for each in found.values()] == [str, int, float, tuple, str, bool]
-    assert [each.choices for each in found.values()] == [
+    fields = fields_of(Bread)
+    assert list(fields) == ["flour", "minutes", "salt", "seeds", "colour", "sliced"]
+    assert fields["flour"].help == "What it is made of: rye, wheat or both." and fields["colour"].help == "Its colour."
+    assert [each.kind for each in fields.values()] == [str, int, float, tuple, str, bool]
+    assert [each.choices for each in fields.values()] == [
         ("rye", "wheat"),
         (),
         (),
@@ -75,8 +75,8 @@ def test_all_is_read_from_the_dataclass():
         ("red", "blue"),
         (),
     ]
-    assert [name for name, each in found.items() if each.is_optional] == ["flour", "sliced"]
-    assert (found["minutes"].default, found["colour"].option) == (40, "color")
+    assert [name for name, each in fields.items() if each.is_optional] == ["flour", "sliced"]
+    assert (fields["minutes"].default, fields["colour"].option) == (40, "color")
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def mistaken(base_of, pair_of, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def said(base_of, pair_of, mistaken, tmp_path_factory) -> tuple[dict[str, list[str]], str, list[str], str]:
+def messages(base_of, pair_of, mistaken, tmp_path_factory) -> tuple[dict[str, list[str]], str, list[str], str]:
     """What a process has imported after each step, whose class it loads, what it refused, and its stderr."""
     place = tmp_path_factory.mktemp("steps")
     base, expanded = base_of("llama"), pair_of("llama", "adapt").path
@@ -133,28 +133,28 @@ def said(base_of, pair_of, mistaken, tmp_path_factory) -> tuple[dict[str, list[s
     return *json.loads(done.stdout), done.stderr
 
 
-def test_what_is_slow_is_imported_when_it_is_needed_and_not_before(said):
+def test_what_is_slow_is_imported_when_it_is_needed_and_not_before(messages):
     """Facts come from the stock model itself; planning, and what is refused before they are asked for, needs none."""
-    found = said[0]
-    assert found["planning"] == found["a plan that is refused"] == found["what is no request"] == []
-    assert found["a plan"] == ["torch", "transformers", "transformers.models.llama.modeling_llama"]
-    assert found["blocks"] == ["torch"]
+    modules = messages[0]
+    assert modules["planning"] == modules["a plan that is refused"] == modules["what is no request"] == []
+    assert modules["a plan"] == ["torch", "transformers", "transformers.models.llama.modeling_llama"]
+    assert modules["blocks"] == ["torch"]
     # peak memory is that of tensors, not of a model: once it is planned, no stock modeling module is imported
-    assert found["an expansion that was planned before"][:1] == ["torch"]
-    assert "transformers.models.llama.modeling_llama" not in found["an expansion that was planned before"]
+    assert modules["an expansion that was planned before"][:1] == ["torch"]
+    assert "transformers.models.llama.modeling_llama" not in modules["an expansion that was planned before"]
 
 
-def test_a_folder_in_the_place_of_another_is_refused_in_one_line(said, mistaken):
-    assert said[2] == [f"error: {text}\n" for text in mistaken.values()]
+def test_a_folder_in_the_place_of_another_is_refused_in_one_line(messages, mistaken):
+    assert messages[2] == [f"error: {text}\n" for text in mistaken.values()]
 
 
-def test_training_does_not_say_what_others_miss(said):
-    assert said[0]["a training"] == ["peft"]
-    assert "Failed to load" not in said[3]
+def test_training_does_not_say_what_others_miss(messages):
+    assert messages[0]["a training"] == ["peft"]
+    assert "Failed to load" not in messages[3]
 
 
-def test_registration_replaces_remote_code(said):
-    assert said[1] == "scale_surgery.modeling.modeling_scale"
+def test_registration_replaces_remote_code(messages):
+    assert messages[1] == "scale_surgery.modeling.modeling_scale"
 
 
 @pytest.mark.parametrize("file", CODE_FILES)
@@ -193,8 +193,8 @@ def test_classes_are_made_of_the_stock_ones(family):
 def test_the_modeling_file_imports_every_file_itself():
     """transformers 4 copies what the file that it loads imports itself, and nothing that those import."""
     for files, modeling_file in ((CODE_FILES, "modeling_scale.py"), (FUSED_CODE_FILES, "modeling_fused.py")):
-        own = get_relative_imports(modeling.FOLDER / modeling_file)
-        assert {f"{name}.py" for name in own} == set(files) - {modeling_file}
+        imports = get_relative_imports(modeling.FOLDER / modeling_file)
+        assert {f"{name}.py" for name in imports} == set(files) - {modeling_file}
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))

@@ -50,8 +50,8 @@ def imports(file: Path, root: Path) -> Iterator[str]:
         else:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             modules = [name for name in names if _is_module(name, root)]
-            found = modules + ([str(node.module)] if len(modules) < len(names) else [])
-            yield from (name for name in found if name.split(".")[0] == "scale_surgery")
+            targets = modules + ([str(node.module)] if len(modules) < len(names) else [])
+            yield from (name for name in targets if name.split(".")[0] == "scale_surgery")
 
 
 @functools.cache
@@ -86,15 +86,15 @@ def graph(root: Path) -> dict[str, set[str]]:
 
 def wrong_imports(root: Path) -> list[str]:
     """Imports that point to a room further right, or out of every room."""
-    found = []
+    violations = []
     for module, imported in graph(root).items():
         if module == "scale_surgery":
             continue
-        for other in sorted(imported):
-            rooms = [name.split(".")[1] if "." in name else name for name in (module, other)]
+        for target in sorted(imported):
+            rooms = [name.split(".")[1] if "." in name else name for name in (module, target)]
             if rooms[1] not in ROOMS or ROOMS.index(rooms[1]) > ROOMS.index(rooms[0]):
-                found.append(f"{module} imports {other}")
-    return found
+                violations.append(f"{module} imports {target}")
+    return violations
 
 
 def circles(root: Path) -> list[str]:
@@ -124,13 +124,13 @@ def test_nothing_imports_itself_in_a_circle():
 
 def test_one_import_the_wrong_way_is_found(copy):
     file = copy / "surgery" / "strip.py"
-    text, found = file.read_text(), "scale_surgery.surgery.strip imports scale_surgery.evidence.verify"
+    text, violation = file.read_text(), "scale_surgery.surgery.strip imports scale_surgery.evidence.verify"
     verify = "from scale_surgery.evidence.verify import verify"
     for line, wrong in (
-        (verify, [found]),
-        ("from scale_surgery.evidence import verify", [found]),
-        ("import scale_surgery.evidence.verify", [found]),
-        (f"def later():\n    {verify}", [found]),
+        (verify, [violation]),
+        ("from scale_surgery.evidence import verify", [violation]),
+        ("import scale_surgery.evidence.verify", [violation]),
+        (f"def later():\n    {verify}", [violation]),
         # for type checkers alone it is none, and the package itself is no room
         (f"if TYPE_CHECKING:\n    {verify}", []),
         ("from scale_surgery import verify", ["scale_surgery.surgery.strip imports scale_surgery"]),

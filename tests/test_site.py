@@ -69,7 +69,9 @@ def check_recipe(script: dict[str, Any], adopted: Path) -> None:
     model = script["model"]
     optimizer = script["trainer"].optimizer if "trainer" in script else script["optimizer"]
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert {id(parameter) for parameter in held} == {id(own) for own in model.parameters() if own.requires_grad}
+    assert {id(parameter) for parameter in held} == {
+        id(parameter) for parameter in model.parameters() if parameter.requires_grad
+    }
     assert 0 < len(held) < len(list(model.parameters()))
     assert read_manifest(adopted).training[-1]["trained_parameters"] > 0
     model.save_pretrained("sharded", max_shard_size="500KB")
@@ -85,12 +87,12 @@ def check_recipe(script: dict[str, Any], adopted: Path) -> None:
 
 def fetched_elsewhere(site: Path) -> list[str]:
     """Whatever a browser would fetch from another host, by file."""
-    found = []
+    resources = []
     for file in site.rglob("*"):
         text = file.read_text(encoding="utf-8") if file.suffix in (".html", ".css") else ""
-        found += [f"{file.name}: {tag}" for tag in RESOURCE.findall(text) if ELSEWHERE.search(tag)]
-        found += [f"{file.name}: {rule}" for rule in STYLE_ELSEWHERE.findall(text)]
-    return found
+        resources += [f"{file.name}: {tag}" for tag in RESOURCE.findall(text) if ELSEWHERE.search(tag)]
+        resources += [f"{file.name}: {rule}" for rule in STYLE_ELSEWHERE.findall(text)]
+    return resources
 
 
 @pytest.fixture
@@ -104,11 +106,11 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_the_quick_start_prints_what_is_shown(place: Path) -> None:
-    found = rewrite_examples(QUICK_START)
+    page = rewrite_examples(QUICK_START)
     shown = QUICK_START.read_text(encoding="utf-8")
-    assert settled(found, shown) == without_chance(shown), __doc__
-    given, again = (folder_digests(place / name) for name in ("biographies", "again"))
-    assert again == given
+    assert settled(page, shown) == without_chance(shown), __doc__
+    given, repeated = (folder_digests(place / name) for name in ("biographies", "again"))
+    assert repeated == given
 
 
 def folder_digests(folder: Path) -> dict[str, bytes]:

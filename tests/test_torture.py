@@ -49,6 +49,6 @@ def test_what_does_not_hold_is_noticed(place, spoil, problem):
     assert place.disturb("strip", Disturbance("kill", 0)) == ("killed", [])
     spoil(place.place)
     _, whole = place.whole("strip")
-    found = [*place._after(VERBS["strip"], "", None, whole), *place._at_the_end(whole)]
-    assert any(problem in line for line in found), found
+    problems = [*place._after(VERBS["strip"], "", None, whole), *place._at_the_end(whole)]
+    assert any(problem in line for line in problems), problems
     (place.place / "in" / "narrow" / "new").unlink(missing_ok=True)

@@ -29,7 +29,7 @@ FAMILIES = tuple(CONFIGS)
 
 def tiny_config(family: str, **changes: object) -> transformers.PretrainedConfig:
     """Config of a tiny model."""
-    name, own = CONFIGS[family]
+    name, options = CONFIGS[family]
     common = dict(LLAMA_LIKE)
     if family in ("gpt_neox", "gpt2", "phi3"):
         common.pop("head_dim")
@@ -38,7 +38,7 @@ def tiny_config(family: str, **changes: object) -> transformers.PretrainedConfig
     if family == "gpt2":
         common.pop("max_position_embeddings")
         common["n_inner"] = common.pop("intermediate_size")
-    return getattr(transformers, name)(**(common | TOKENS | own | changes))
+    return getattr(transformers, name)(**(common | TOKENS | options | changes))
 
 
 def save_tiny(

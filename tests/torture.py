@@ -154,9 +154,9 @@ class Torture:
         if done.returncode < 0:
             # a kill may leave what a file was begun in, and no command reads it: see the pages of the commands
             remove_unfinished(self.place / "out")
-        again = _run(self.place, self._again(verb, old, whole))
-        if again.returncode != 0:
-            problems.append(f"a second run fails: {again.stderr[-500:]}")
+        repeated = _run(self.place, self._again(verb, old, whole))
+        if repeated.returncode != 0:
+            problems.append(f"a second run fails: {repeated.stderr[-500:]}")
         else:
             problems += self._at_the_end(whole)
         return _outcome(done.returncode), problems
@@ -173,27 +173,27 @@ class Torture:
     def _state(self, old: dict[str, str] | None, whole: dict[str, str]) -> str:
         if not self.made.exists():
             return "absent"
-        found = _content(self.made)
-        return "new" if found == whole else "old" if found == old else "neither"
+        content = _content(self.made)
+        return "new" if content == whole else "old" if content == old else "neither"
 
-    def _after(self, verb: Verb, said: str, old: dict[str, str] | None, whole: dict[str, str]) -> Iterator[str]:
+    def _after(self, verb: Verb, stderr: str, old: dict[str, str] | None, whole: dict[str, str]) -> Iterator[str]:
         if digests(self.place / "in") != self.inputs:
             yield "an input was changed"
-        if "Traceback" in said:
-            yield f"a traceback: {said[-500:]}"
+        if "Traceback" in stderr:
+            yield f"a traceback: {stderr[-500:]}"
         state = self._state(old, whole)
         if state == "neither" and not (verb.is_in_place or "train" in verb.words):
             yield "the output is neither absent nor whole"
-        if state == "new" and whole != old and "not written" in said:
+        if state == "new" and whole != old and "not written" in stderr:
             yield "the output is there, and said not to be"
         if state == "absent" and old is not None and not any(map(old.__eq__, self._beside())):
             yield "the old output is lost"
         if verb.is_in_place:
-            found = _content(self.made)
+            content = _content(self.made)
             yield from (
                 f"{name}: is neither as before nor as after"
                 for name in whole
-                if found.get(name) not in (whole[name], (old or {})[name])
+                if content.get(name) not in (whole[name], (old or {})[name])
             )
 
     def _beside(self) -> Iterator[dict[str, str]]:
@@ -202,9 +202,9 @@ class Torture:
     def _at_the_end(self, whole: dict[str, str]) -> Iterator[str]:
         if digests(self.place / "in") != self.inputs:
             yield "an input was changed by the second run"
-        found = _content(self.made)
-        if found != whole:
-            names = sorted(name for name in {*found, *whole} if found.get(name) != whole.get(name))
+        content = _content(self.made)
+        if content != whole:
+            names = sorted(name for name in {*content, *whole} if content.get(name) != whole.get(name))
             yield f"other bytes than those of an undisturbed run: {names}"
         left = sorted(file.name for file in (self.place / "out").iterdir() if file.name != self.made.name)
         if left:
@@ -229,11 +229,11 @@ def _target(place: Path, words: Sequence[str]) -> Path:
 def _content(target: Path) -> dict[str, str]:
     if target.is_file():
         return {"": target.read_text()}
-    found = digests(target)
+    hashes = digests(target)
     record = target / "surgery.json"
     expansions = json.loads(record.read_text())["expansions"] if record.is_file() else {}
-    is_trained = any(own["training"] for own in expansions.values())
-    return {name: digest for name, digest in found.items() if not (is_trained and name in TIMED)}
+    is_trained = any(expansion["training"] for expansion in expansions.values())
+    return {name: digest for name, digest in hashes.items() if not (is_trained and name in TIMED)}
 
 
 def _outcome(code: int) -> str:
@@ -254,11 +254,11 @@ def torture(made: Torture, count: int, seed: int, verbs: Sequence[str]) -> tuple
         for trial in range(count):
             name = chance.choices(verbs, [VERBS[verb].weight for verb in verbs])[0]
             disturbance = made.draw(name, chance)
-            outcome, found = made.disturb(name, disturbance)
+            outcome, failures = made.disturb(name, disturbance)
             counts[name, disturbance.kind, outcome] += 1
-            problems += (said := [f"{trial}: {name}, {disturbance}: {problem}" for problem in found])
-            if said or trial % 100 == 99:
-                print(*said, f"{trial + 1} of {count}", sep="\n", file=sys.stderr, flush=True)
+            problems += (lines := [f"{trial}: {name}, {disturbance}: {problem}" for problem in failures])
+            if lines or trial % 100 == 99:
+                print(*lines, f"{trial + 1} of {count}", sep="\n", file=sys.stderr, flush=True)
     return counts, problems
 
 

@@ -22,7 +22,9 @@ def written_architecture(config: Mapping[str, Any]) -> Architecture:
     family, sizes = FAMILIES[config["model_type"]], written_sizes(config)
     style = family.norm_style
     norms = {"pre_norms": family.pre_norms, "post_norms": family.post_norms}
-    kind = Kind(_blocks(family, sizes), **{name: tuple(Norm(one, style) for one in own) for name, own in norms.items()})
+    kind = Kind(
+        _blocks(family, sizes), **{name: tuple(Norm(norm, style) for norm in names) for name, names in norms.items()}
+    )
     types = family.types_by_number and family.types_by_number.of(config, sizes.layers)
     return Architecture(
         model_type=family.model_type,
@@ -55,8 +57,14 @@ def _blocks(family: Family, sizes: Sizes) -> tuple[Block, ...]:
         "inner": sizes.inner,
     }
     made = [
-        Linear(one.name, one.roles, features[one.reads], tuple(features[own] for own in one.writes()), one.fused_by)
-        for one in family.linears
+        Linear(
+            linear.name,
+            linear.roles,
+            features[linear.reads],
+            tuple(features[feature] for feature in linear.writes()),
+            linear.fused_by,
+        )
+        for linear in family.linears
     ]
     mlp = family.activation.rpartition(".")[0]
     attention = [linear for linear in made if linear.roles[0] in OF_ATTENTION]

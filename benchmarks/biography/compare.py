@@ -53,17 +53,17 @@ class Bench:
 
     def __init__(self, settings: Settings, records: Path, console: Console) -> None:
         self.settings, self.records, self.console = settings, records, console
-        self.done = {found.key: found for found in read_records(records)}
+        self.done = {record.key: record for record in read_records(records)}
         self.examination = Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), settings)
 
     def run(self, method: Method, rate: float, seed: int) -> Run:
         """Return the record of a run, and run it if there is none."""
         key = (method.name, rate, seed, self.settings)
         if key not in self.done:
-            found = run(method, rate, seed, self.examination, self.settings)
-            append_record(self.records, found)
-            self.done[key] = found
-            self.console.print(describe(found), highlight=False)
+            record = run(method, rate, seed, self.examination, self.settings)
+            append_record(self.records, record)
+            self.done[key] = record
+            self.console.print(describe(record), highlight=False)
         return self.done[key]
 
     def sweep(self, method: Method) -> Run:
@@ -155,7 +155,7 @@ def main(figure: str, names: tuple[str, ...], seeds: int, quick: bool, images: P
     console.print(render(groups, figure), legend, sep="\n", highlight=False)
     if figure == "routed":
         console.print(render_targets(groups), TARGETS_LEGEND, sep="\n", highlight=False)
-    minutes = sum(found.seconds for found in bench.done.values()) / 60
+    minutes = sum(record.seconds for record in bench.done.values()) / 60
     console.print(f"{len(bench.done)} runs on record, {minutes:.1f} min of processor time", highlight=False)
     if images is not None:
         from benchmarks.biography import figures as biography_figures  # matplotlib is needed for figures alone

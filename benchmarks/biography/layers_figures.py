@@ -110,7 +110,7 @@ def draw_pairs(groups: Mapping[str, Pairs], proposals: Sequence[Proposal], folde
             axes.set(title=name, xlabel="learning, nats per token", ylabel="forgetting, nats per token")
             for pair, runs in pairs.items():
                 _draw_pair(axes, pair, runs)
-            for pair in {found.pair for found in proposals}:
+            for pair in {proposal.pair for proposal in proposals}:
                 axes.plot(*_middle(pairs[pair]), **RING)
             axes.invert_yaxis()  # so that better is up and right
             axes.margins(0.15)

@@ -127,7 +127,7 @@ def render_pairs(groups: Mapping[tuple[int, ...], Sequence[Run]], proposals: Seq
     """Lay out every pair of layers, and which a pilot changes most."""
     table = _table("layers", "trained", "forgets", "learns", "Task 0 %", "Task 1 %", "matched", "changed")
     for pair, runs in groups.items():
-        votes = sum(found.pair == pair for found in proposals)
+        votes = sum(proposal.pair == pair for proposal in proposals)
         table.add_row(
             ", ".join(map(str, pair)),
             f"{runs[0].parameters:,}",
@@ -144,9 +144,9 @@ def render_pairs(groups: Mapping[tuple[int, ...], Sequence[Run]], proposals: Seq
 def render_proposals(proposals: Sequence[Proposal]) -> Table:
     """Lay out how much the pilots changed each layer, by seed, and which layers are tied."""
     table = _table("pilot", *(f"layer {layer}" for layer in range(len(proposals[0].changes))), "tied")
-    for found in proposals:
-        changes = (f"{change:.2%}" for change in found.changes)
-        table.add_row(f"seed {found.seed}", *changes, ", ".join(map(str, found.tied)))
+    for proposal in proposals:
+        changes = (f"{change:.2%}" for change in proposal.changes)
+        table.add_row(f"seed {proposal.seed}", *changes, ", ".join(map(str, proposal.tied)))
     return table
 
 

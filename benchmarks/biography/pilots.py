@@ -78,7 +78,7 @@ def read_proposals(file: Path) -> list[Proposal]:
 
 def keep_proposals(file: Path, settings: Settings, seeds: int) -> list[Proposal]:
     """Return what the pilots of several seeds say; those without a record run, and get one."""
-    known = {found.seed: found for found in read_proposals(file) if found.settings == settings}
+    known = {proposal.seed: proposal for proposal in read_proposals(file) if proposal.settings == settings}
     for seed in range(seeds):
         if seed not in known:
             known[seed] = propose(seed, settings)

@@ -81,9 +81,9 @@ measured step."""
 
 def spread(values: Iterable[float | None]) -> Spread | None:
     """Summarise the values of all seeds; None where a seed has none."""
-    found = list(values)
-    known = [value for value in found if value is not None]
-    if len(known) < len(found):
+    all_values = list(values)
+    known = [value for value in all_values if value is not None]
+    if len(known) < len(all_values):
         return None
     return Spread(sum(known) / len(known), min(known), max(known))
 
@@ -101,16 +101,16 @@ def render(groups: Mapping[str, Sequence[Run]], figure: str = "methods") -> Tabl
     return table
 
 
-def cell(found: Spread | None, digits: int) -> Text:
+def cell(summary: Spread | None, digits: int) -> Text:
     """Write a mean, and the range below it."""
-    if found is None:
+    if summary is None:
         return Text("–")
-    return Text(f"{found.mean:.{digits}f}").append(f"\n{_range(found, digits)}", style="dim")
+    return Text(f"{summary.mean:.{digits}f}").append(f"\n{_range(summary, digits)}", style="dim")
 
 
-def _range(found: Spread, digits: int) -> str:
+def _range(summary: Spread, digits: int) -> str:
     """The lowest and the highest value; 100 without a point, so that a range of percentages stays narrow."""
-    return "–".join(f"{value:.{digits}f}".replace("100.0", "100") for value in (found.low, found.high))
+    return "–".join(f"{value:.{digits}f}".replace("100.0", "100") for value in (summary.low, summary.high))
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ def render_targets(groups: Mapping[str, Sequence[Run]]) -> Table:
 
 
 def _judge(target: Target, pairs: Sequence[tuple[Run, Run]]) -> Text:
-    found = spread(target.of(*pair) for pair in pairs)
-    if found is None:
+    summary = spread(target.of(*pair) for pair in pairs)
+    if summary is None:
         return Text("–")
-    is_met = target.is_met(found.mean)
+    is_met = target.is_met(summary.mean)
     mark = Text(" +" if is_met else " -", style="green" if is_met else "red")
-    mean = Text(f"{found.mean:.{target.digits}f}").append(mark)
-    return mean.append(f"\n{_range(found, target.digits)}  ", style="dim")
+    mean = Text(f"{summary.mean:.{target.digits}f}").append(mark)
+    return mean.append(f"\n{_range(summary, target.digits)}  ", style="dim")

@@ -214,21 +214,21 @@ def render(findings: Sequence[Finding], base: Point) -> Table:
         "share\n0 / 1 %",
     ):
         table.add_column(head, justify="right")
-    for found in findings:
-        table.add_row(found.name, *_cells(found, base))
+    for finding in findings:
+        table.add_row(finding.name, *_cells(finding, base))
     return table
 
 
-def _cells(found: Finding, base: Point) -> list[str]:
-    shares = "–" if found.old_share is None else f"{100 * found.old_share:.0f} / {100 * found.new_share:.0f}"
+def _cells(finding: Finding, base: Point) -> list[str]:
+    shares = "–" if finding.old_share is None else f"{100 * finding.old_share:.0f} / {100 * finding.new_share:.0f}"
     return [
-        f"{100 * found.end.new_accuracy:.1f}",
-        f"{100 * found.end.old_accuracy:.1f}",
-        f"{found.end.old_loss - base.old_loss:.4f}",
-        f"{base.new_loss - found.end.new_loss:.3f}",
-        f"{100 * found.new_after_old:.1f}",
-        f"{100 * found.old_after_new:.1f}",
-        "–" if found.joined is None else f"{found.joined:.3f}",
+        f"{100 * finding.end.new_accuracy:.1f}",
+        f"{100 * finding.end.old_accuracy:.1f}",
+        f"{finding.end.old_loss - base.old_loss:.4f}",
+        f"{base.new_loss - finding.end.new_loss:.3f}",
+        f"{100 * finding.new_after_old:.1f}",
+        f"{100 * finding.old_after_new:.1f}",
+        "–" if finding.joined is None else f"{finding.joined:.3f}",
         shares,
     ]
 
@@ -251,7 +251,7 @@ def main(name: str, seed: int, quick: bool, output: Path | None) -> None:
         findings = list(compare(method, routings, seed, settings, status.update))
     console.print(render(findings, base), LEGEND, sep="\n", highlight=False)
     if output is not None:
-        output.write_text(json.dumps([asdict(found) for found in findings], indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -140,9 +140,9 @@ class Examination:
         return loss, seen[0][is_token == 1]
 
 
-def mean_cosine(stream: Tensor, other: Tensor) -> float:
+def mean_cosine(stream: Tensor, base_stream: Tensor) -> float:
     """Mean cosine of the rows of two matrices."""
-    return float(torch.nn.functional.cosine_similarity(stream, other).mean())
+    return float(torch.nn.functional.cosine_similarity(stream, base_stream).mean())
 
 
 def w12_norm(model: Any) -> float | None:

@@ -172,8 +172,8 @@ def documents(known: Sequence[Person], choice: random.Random) -> Iterator[str]:
     """Yield, without end, every person's biography in a new style and all their questions."""
     asked = [question.text for person in known for question in questions(person)]
     while True:
-        told = [biography(person, choice.randrange(STYLES)) for person in known]
-        texts = told + asked
+        biographies = [biography(person, choice.randrange(STYLES)) for person in known]
+        texts = biographies + asked
         choice.shuffle(texts)
         yield from texts
 

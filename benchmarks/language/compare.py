@@ -99,8 +99,8 @@ def once(place: Place, records: Path, method: Method, key: Key, *, is_examined: 
 
 def method_of(place: Place, name: str) -> Method:
     """A method by its name."""
-    (found,) = (method for method in methods_for(place.base, place.size) if method.name == name)
-    return found
+    (method,) = (method for method in methods_for(place.base, place.size) if method.name == name)
+    return method
 
 
 @click.command()
@@ -108,7 +108,7 @@ def method_of(place: Place, name: str) -> Method:
 @click.option("--size", type=click.Choice(list(SIZES)), default="6m", show_default=True, help="Size of the base.")
 @click.option(
     "--second",
-    type=click.Choice([own for own in REGIONS if own != ENGLISH]),
+    type=click.Choice([language for language in REGIONS if language != ENGLISH]),
     default="de",
     show_default=True,
     help="Language that is learned.",
@@ -140,15 +140,18 @@ def main(
     prepare(work, subject)
     if not any(done.key.subject == subject and done.key.method == "base" for done in read_runs(records)):
         append_run(records, run_base(place_of(work, subject)))
-    known = [own.name for own in methods_for(make_base(work, size, second), SIZES[size])]
+    known = [method.name for method in methods_for(make_base(work, size, second), SIZES[size])]
     if foreign := sorted(set(names) - set(known)):
         raise click.UsageError(f"--method {', '.join(foreign)}: expected some of {', '.join(known)}.")
     chosen = [name for name in known if name in (names or known)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         swept = [pool.submit(sweep, work, records, subject, name, tokens) for name in chosen if rate is None]
-        rates = [found.result() for found in swept] or [rate] * len(chosen)
+        rates = [future.result() for future in swept] or [rate] * len(chosen)
         kinds = [(rehearse, 1.0 if rehearse == "none" else weight) for rehearse in rehearsed or get_args(Rehearse)]
         orders = product(range(seeds), kinds, zip(chosen, rates, strict=True))
-        keys = [Key(subject, name, kind, own, tokens, seed, times) for seed, (kind, times), (name, own) in orders]
-        for found in [pool.submit(learn, work, records, key) for key in keys]:
-            found.result()
+        keys = [
+            Key(subject, name, kind, learning_rate, tokens, seed, times)
+            for seed, (kind, times), (name, learning_rate) in orders
+        ]
+        for future in [pool.submit(learn, work, records, key) for key in keys]:
+            future.result()

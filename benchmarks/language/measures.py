@@ -93,7 +93,7 @@ class Examination:
         return old, new
 
     def _accuracy(self, model: Any, texts: Sequence[str]) -> float:
-        right = torch.cat([own for _, own in self._score_all(model, [("", text) for text in texts])])
+        right = torch.cat([hits for _, hits in self._score_all(model, [("", text) for text in texts])])
         return float(right.double().mean())
 
     def _rank(self, model: Any, items: Sequence[tuple[str, str]]) -> float:
@@ -102,19 +102,21 @@ class Examination:
         Compared is how much the beginning helps, the nats of an ending after it less those of the ending alone: what
         is likely anyhow is no answer (Holtzman et al. 2021, Surface Form Competition).
         """
-        alone = [float(own.sum()) for own, _ in self._score_all(model, [("", ending) for _, ending in items])]
+        alone = [float(nats.sum()) for nats, _ in self._score_all(model, [("", ending) for _, ending in items])]
         places = [[(place + offset) % len(items) for offset in range(CANDIDATES)] for place in range(len(items))]
-        asked = [(items[own[0]][0], items[place][1]) for own in places for place in own]
+        asked = [(items[candidates[0]][0], items[place][1]) for candidates in places for place in candidates]
         after = iter(self._score_all(model, asked))
-        gains = [[float(next(after)[0].sum()) - alone[place] for place in own] for own in places]
-        return fmean(own.index(min(own)) == 0 for own in gains)
+        gains = [[float(next(after)[0].sum()) - alone[place] for place in candidates] for candidates in places]
+        return fmean(item_gains.index(min(item_gains)) == 0 for item_gains in gains)
 
     def _score_all(self, model: Any, texts: Sequence[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
         # texts of a length together, because a row is padded to the longest beside it
         order = sorted(range(len(texts)), key=lambda place: sum(map(len, texts[place])))
         batches = [order[start : start + ROWS] for start in range(0, len(order), ROWS)]
-        scores = [own for batch in batches for own in self._score(model, [texts[place] for place in batch])]
-        return [own for _, own in sorted(zip(order, scores, strict=True), key=lambda pair: pair[0])]
+        scores = [
+            token_scores for batch in batches for token_scores in self._score(model, [texts[place] for place in batch])
+        ]
+        return [token_scores for _, token_scores in sorted(zip(order, scores, strict=True), key=lambda pair: pair[0])]
 
     def _score(self, model: Any, texts: Sequence[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
         """Nats of each token of the endings, and whether it was held to be the likeliest."""
@@ -131,7 +133,7 @@ class Examination:
         lengths = rows["attention_mask"].sum(-1).tolist()
         return [
             (nats[row, begin - 1 : end - 1], right[row, begin - 1 : end - 1])
-            for row, (begin, end) in enumerate(zip((max(1, own) for own in begun), lengths, strict=True))
+            for row, (begin, end) in enumerate(zip((max(1, count) for count in begun), lengths, strict=True))
         ]
 
 

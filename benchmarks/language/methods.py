@@ -111,7 +111,7 @@ def _on_the_way(make: Callable[..., Any]) -> dict[str, Callable[[Path, Any], Any
 
 def expansion(name: str, make: Callable[..., Any], rate: float, routers: Mapping[str, Router]) -> Method:
     """Describe an expansion that can be routed when it has learned."""
-    return Method(name, make, rate, {router: partial(_route, make, own) for router, own in routers.items()})
+    return Method(name, make, rate, {router: partial(_route, make, routing) for router, routing in routers.items()})
 
 
 def _route(make: Callable[..., Any], routing: Router, base: Path, model: Any) -> Any:
@@ -124,7 +124,7 @@ def _route(make: Callable[..., Any], routing: Router, base: Path, model: Any) ->
 def _matched(base: Path, request: Request, budget: int) -> Request:
     """Choose the inner width whose expansion has about as many parameters; they are linear in it."""
     width = 16
-    few, more = (_added(base, replace(request, up_inner_width=own)) for own in (width, 2 * width))
+    few, more = (_added(base, replace(request, up_inner_width=inner_width)) for inner_width in (width, 2 * width))
     return replace(request, up_inner_width=max(8, 8 * round((width + (budget - few) * width / (more - few)) / 8)))
 
 

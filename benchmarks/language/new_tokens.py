@@ -180,9 +180,9 @@ def run(place: Place, key: Key) -> Run:
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     end, routed = _read(model, examined), None
     if ROUTERS.keys() & method.ends.keys():
-        _, other = _make(place, method, key, routing=PosteriorRouter())
-        other.load_state_dict(model.state_dict())
-        routed = _read(other, examined)
+        _, routed_model = _make(place, method, key, routing=PosteriorRouter())
+        routed_model.load_state_dict(model.state_dict())
+        routed = _read(routed_model, examined)
     held_out = sum(part.numel() - len(part) for part in examined[1][0]) + 1
     return Run(key, parameters, rows.numel(), held_out, round(seconds, 1), routed, start, end)
 
@@ -258,13 +258,13 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     for done in runs:
         key = done.key
         groups.setdefault((methods.index(key.method), key.tokens, key.init, key.rate), []).append(done)
-    for (place, tokens, init, rate), own in sorted(groups.items()):
-        trained, learned, saved = own[0].parameters / 1e6, own[0].learned, 1 - own[0].held_out / most
+    for (place, tokens, init, rate), group in sorted(groups.items()):
+        trained, learned, saved = group[0].parameters / 1e6, group[0].learned, 1 - group[0].held_out / most
         cells = [methods[place], f"{tokens:,}", init, f"{trained:.2f}M", f"{rate:g}", f"{learned:,}", f"{saved:.1%}"]
-        cells.append(f"{fmean(one.seconds for one in own):.0f}")
-        cells += [f"{_mean(own, 'start', part)} → {_mean(own, 'end', part)}" for part in ("new", "old")]
-        cells += [_mean(own, "routed", part) for part in ("new", "old")]
-        yield f"| {' | '.join(cells)} | {len(own)} |"
+        cells.append(f"{fmean(run.seconds for run in group):.0f}")
+        cells += [f"{_mean(group, 'start', part)} → {_mean(group, 'end', part)}" for part in ("new", "old")]
+        cells += [_mean(group, "routed", part) for part in ("new", "old")]
+        yield f"| {' | '.join(cells)} | {len(group)} |"
 
 
 def _mean(runs: Sequence[Run], when: str, part: str) -> str:
@@ -277,7 +277,7 @@ def _mean(runs: Sequence[Run], when: str, part: str) -> str:
 @click.option("--size", type=click.Choice(list(SIZES)), default="1m-old", show_default=True, help="Size of the base.")
 @click.option(
     "--second",
-    type=click.Choice([own for own in REGIONS if own != ENGLISH]),
+    type=click.Choice([language for language in REGIONS if language != ENGLISH]),
     default="de",
     show_default=True,
     help="Language that is learned.",

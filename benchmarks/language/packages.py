@@ -102,8 +102,8 @@ def fetch(work: Path, languages: tuple[str, ...]) -> list[Fetched]:
     Returns:
         The packages, in the order of their names; one that this release does not have is left out.
     """
-    named = {found[0] for package in PACKAGES for language in languages if (found := package.of(language))}
-    fetched = [found for name in sorted({*named, MANUAL_READER}) if (found := _fetch_one(work, name))]
+    named = {source[0] for package in PACKAGES for language in languages if (source := package.of(language))}
+    fetched = [download for name in sorted({*named, MANUAL_READER}) if (download := _fetch_one(work, name))]
     lines = [json.dumps(asdict(package)) + "\n" for package in fetched]
     (work / "packages.jsonl").write_text("".join(lines), encoding="utf-8")
     return fetched
@@ -136,20 +136,20 @@ def _archive(work: Path, name: str) -> Path:
 
 
 def _licences(folder: Path) -> Iterator[str]:
-    found = set()
+    licences = set()
     for file in folder.glob("usr/share/doc/*/copyright*"):
         content = file.read_bytes()
         text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode(errors="replace")
-        found |= {line.strip() for line in re.findall(r"^License:(.*)$", text, re.MULTILINE)}
-    yield from sorted(found - {""})
+        licences |= {line.strip() for line in re.findall(r"^License:(.*)$", text, re.MULTILINE)}
+    yield from sorted(licences - {""})
 
 
 def files_of(work: Path, language: str) -> Iterator[tuple[str, Path]]:
     """Yield the files that have text in a language, with the package each is from, in a fixed order."""
     for package in PACKAGES:
-        if (found := package.of(language)) is None:
+        if (source := package.of(language)) is None:
             continue
-        name, pattern = found
+        name, pattern = source
         for file in sorted((work / "packages" / name).glob(pattern)):
             if not file.is_symlink() and (language != ENGLISH or "translations" not in file.parts):
                 yield name, file

@@ -39,8 +39,8 @@ def read_pairs(work: Path, second: str) -> list[Pair]:
 
 def _find_pairs(work: Path, second: str) -> list[Pair]:
     old, new = (_by_id(work, language, _held_out(work, language)) for language in (ENGLISH, second))
-    found = {own: Pair(old[own], new[own]) for own in sorted(old.keys() & new.keys())}
-    return list({pair.old: pair for pair in found.values() if pair.old != pair.new}.values())
+    pairs = {key: Pair(old[key], new[key]) for key in sorted(old.keys() & new.keys())}
+    return list({pair.old: pair for pair in pairs.values() if pair.old != pair.new}.values())
 
 
 def _held_out(work: Path, language: str) -> set[str]:
@@ -49,9 +49,9 @@ def _held_out(work: Path, language: str) -> set[str]:
 
 
 def _by_id(work: Path, language: str, held_out: set[str]) -> dict[tuple[str, str], str]:
-    found = HELP.of(language)
-    assert found is not None
-    name, pattern = found
+    source = HELP.of(language)
+    assert source is not None
+    name, pattern = source
     folder = work / "packages" / name
     return {
         (str(file.relative_to(folder)).split("/text/")[1], element.get("id", "")): text

@@ -47,7 +47,7 @@ def ended(runs: Sequence[Run]) -> list[list[Run]]:
             groups.setdefault(key, []).append(run)
     methods = ["base", *LOOKS]
     orders = [(list(REHEARSED).index(key[1]), methods.index(key[0]), key[2:]) for key in groups]
-    return [group for _, group in sorted(zip(orders, groups.values(), strict=True), key=lambda own: own[0])]
+    return [group for _, group in sorted(zip(orders, groups.values(), strict=True), key=lambda entry: entry[0])]
 
 
 def rows_of(groups: Sequence[list[Run]]) -> Iterator[tuple[str, str, list[Scores], list[Run]]]:
@@ -75,7 +75,7 @@ def perplexities(groups: Sequence[list[Run]]) -> Iterator[str]:
             if end == name:
                 lost = fmean(at_equal(run, level) - run.points[0].old for run in group)
                 equal = f"{math.exp(lost) - 1:+.1%}"
-            far = _mean(own.divergence for own in scores)
+            far = _mean(score.divergence for score in scores)
             seconds = _mean(run.step_seconds for run in group) if end == name else ""
             cells = (name, _rehearsed(group), trained, rate, f"{old:.1f}", change, f"{new:.1f}", equal, far, seconds)
             yield f"| {' | '.join(cells)} | {len(group)} |"
@@ -139,7 +139,7 @@ def downstream(groups: Sequence[list[Run]]) -> Iterator[str]:
     yield f"| method | rehearsed | {' | '.join(DOWNSTREAM)} |"
     yield f"|---|---|{'--:|' * len(DOWNSTREAM)}"
     for name, _, scores, group in rows_of(groups):
-        if asked := [shares for own in scores if (shares := _shares(own))]:
+        if asked := [shares for score in scores if (shares := _shares(score))]:
             cells = [f"{fmean(shares):.1%}" for shares in zip(*asked, strict=True)]
             yield f"| {_with_rate(name, group, groups)} | {_rehearsed(group)} | {' | '.join(cells)} |"
 
@@ -153,7 +153,7 @@ def _shares(scores: Scores) -> tuple[float, ...]:
 
 def _with_rate(name: str, group: list[Run], groups: Sequence[list[Run]]) -> str:
     """A name, with the learning rate where the method stands with several."""
-    rates = {other[0].key.rate for other in groups if other[0].key.method == group[0].key.method}
+    rates = {runs[0].key.rate for runs in groups if runs[0].key.method == group[0].key.method}
     return f"{name}, {group[0].key.rate:g}" if len(rates) > 1 else name
 
 
@@ -169,9 +169,9 @@ def beside_paper(groups: Sequence[list[Run]]) -> Iterator[str]:
     yield f"|---|{'--:|' * len(BESIDE_PAPER)}"
     for name, rehearse, scores, group in rows_of(groups):
         if rehearse == "none" and name in PAPER:
-            accuracies = (f"{fmean(getattr(own, part).accuracy for own in scores):.1%}" for part in ("old", "new"))
-            ours = [f"{own:.1f}" for own in (perplexity(scores, "old"), perplexity(scores, "new"))]
-            cells = (*(f"{own:.2f}" for own in PAPER[name]), *accuracies, *ours)
+            accuracies = (f"{fmean(getattr(score, part).accuracy for score in scores):.1%}" for part in ("old", "new"))
+            ours = [f"{value:.1f}" for value in (perplexity(scores, "old"), perplexity(scores, "new"))]
+            cells = (*(f"{value:.2f}" for value in PAPER[name]), *accuracies, *ours)
             yield f"| {_with_rate(name, group, groups)} | {' | '.join(cells)} |"
 
 

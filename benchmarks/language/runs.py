@@ -132,7 +132,7 @@ class Run:
 
 def perplexity(scores: Sequence[Scores], part: Literal["old", "new"]) -> float:
     """Of the mean of nats over runs."""
-    return math.exp(fmean(getattr(own, part).nats for own in scores))
+    return math.exp(fmean(getattr(score, part).nats for score in scores))
 
 
 class Place:
@@ -164,7 +164,7 @@ class Place:
 
 def _divergence(model: Any, base: Any, rows: Tensor) -> float:
     with mixed(rows.device.type):
-        logits, wanted = (own(input_ids=rows, use_cache=False).logits.flatten(0, 1) for own in (model, base))
+        logits, wanted = (network(input_ids=rows, use_cache=False).logits.flatten(0, 1) for network in (model, base))
     return float(Divergence.apply(logits, wanted))  # type: ignore[no-untyped-call]
 
 

@@ -61,8 +61,8 @@ def write_text(work: Path, language: str) -> None:
     for package, file, paragraphs in documents(work, language):
         document = {"package": package, "file": file.name, "text": "\n".join(paragraphs)}
         lines[part_of(file)].append(json.dumps(document, ensure_ascii=False) + "\n")
-    for part, own in lines.items():
-        text_file(work, language, part).write_text("".join(own), encoding="utf-8")
+    for part, part_lines in lines.items():
+        text_file(work, language, part).write_text("".join(part_lines), encoding="utf-8")
 
 
 def text_file(work: Path, language: str, part: Part) -> Path:
@@ -163,7 +163,7 @@ def is_in(language: str, paragraph: str) -> bool:
         return False
     words = WORD.findall(paragraph.lower())
     return _common(language, words) >= LEAST_COMMON * len(words) and all(
-        _common(language, words) > _common(other, words) for other in (ENGLISH, language) if other != language
+        _common(language, words) > _common(rival, words) for rival in (ENGLISH, language) if rival != language
     )
 
 

@@ -28,20 +28,20 @@ class Examiner:
         """Whether each question is answered as wanted."""
         # of like length together, so that little is padding
         order = sorted(range(len(asked)), key=lambda place: len(asked[place].text))
-        found: dict[int, bool] = {}
+        verdicts: dict[int, bool] = {}
         for start in range(0, len(order), TOGETHER):
             places = order[start : start + TOGETHER]
-            found |= dict(zip(places, self._right(model, [asked[place] for place in places]), strict=True))
-        return [found[place] for place in range(len(asked))]
+            verdicts |= dict(zip(places, self._right(model, [asked[place] for place in places]), strict=True))
+        return [verdicts[place] for place in range(len(asked))]
 
     def _right(self, model: Any, asked: Sequence[Asked]) -> list[bool]:
-        prompts = self.tokenizer([own.prompt for own in asked])["input_ids"]
-        answers = self.tokenizer([f" {own.answer}" for own in asked], add_special_tokens=False)["input_ids"]
+        prompts = self.tokenizer([question.prompt for question in asked])["input_ids"]
+        answers = self.tokenizer([f" {question.answer}" for question in asked], add_special_tokens=False)["input_ids"]
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         likeliest = self.likeliest(model, rows)
         return [
-            own[len(prompt) - 1 : len(prompt) + len(answer) - 1].tolist() == answer
-            for own, prompt, answer in zip(likeliest, prompts, answers, strict=True)
+            predictions[len(prompt) - 1 : len(prompt) + len(answer) - 1].tolist() == answer
+            for predictions, prompt, answer in zip(likeliest, prompts, answers, strict=True)
         ]
 
     def likeliest(self, model: Any, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -73,5 +73,5 @@ def main(records: Path, seeds: int, tasks: int, names: Sequence[str], rehearsed:
     settings = Settings(tasks=tasks)
     keys = [Key(name, REHEARSED[rehearse], seed, settings) for seed, rehearse, name in orders]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for found in [pool.submit(once, records, key) for key in keys]:
-            found.result()
+        for future in [pool.submit(once, records, key) for key in keys]:
+            future.result()

@@ -107,8 +107,8 @@ class Composed:
         with tempfile.TemporaryDirectory() as folder:
             request = replace(self.request, seed=self.seed + number)
             wide = expand(SHIPPED_MODEL, request, Path(folder) / "wide").path
-            own = extract(wide, Path(folder) / "extract").path
-            self.model = load_expansion(self.model, own, name=name_of(number))
+            extract_path = extract(wide, Path(folder) / "extract").path
+            self.model = load_expansion(self.model, extract_path, name=name_of(number))
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(f".expansions.{name_of(number)}." in name)
         self.model.set_expansion(name_of(number))
@@ -156,7 +156,7 @@ class Merged:
         for name, module in self.model.get_base_model().named_modules():
             if hasattr(module, "get_delta_weight"):
                 with torch.no_grad():
-                    updates = [module.get_delta_weight(own) for own in self.learned]
+                    updates = [module.get_delta_weight(adapter) for adapter in self.learned]
                     merged.get_submodule(name).weight += merge(updates)
         return merged
 

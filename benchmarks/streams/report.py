@@ -60,9 +60,9 @@ class Course:
     def kept(self) -> float:
         """See the module."""
         return fmean(
-            own / right if right else 1.0
+            end / right if right else 1.0
             for run in self.runs
-            for own, right in zip(run.rows[self.answering][-1][1:], run.learned, strict=True)
+            for end, right in zip(run.rows[self.answering][-1][1:], run.learned, strict=True)
         )
 
     @property
@@ -74,31 +74,33 @@ class Course:
 def courses(runs: Sequence[Run]) -> list[Course]:
     """All that was recorded, without rehearsal first."""
     longest = max((run.key.settings.tasks for run in runs), default=0)
-    found = []
+    all_courses = []
     for rehearses in (False, True):
         for method in METHODS:
-            own = tuple(
+            method_runs = tuple(
                 run
                 for run in runs
                 if (run.key.method, run.key.rehearses, run.key.settings.tasks) == (method.name, rehearses, longest)
             )
-            found += [Course(shown, name, rehearses, own) for name, shown in method.shown.items() if own]
-    return found
+            all_courses += [
+                Course(shown, name, rehearses, method_runs) for name, shown in method.shown.items() if method_runs
+            ]
+    return all_courses
 
 
-def summary(found: Sequence[Course]) -> Iterator[str]:
+def summary(all_courses: Sequence[Course]) -> Iterator[str]:
     """The table of what is left at the end, in Markdown."""
     yield "| method | rehearsal | trained | learned | kept | tasks at the end | lowest | known before | seeds |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
-    for own in found:
-        base, *tasks = own.ends
-        shares = (own.learned, own.kept, fmean(tasks), min(tasks), base)
+    for course in all_courses:
+        base, *tasks = course.ends
+        shares = (course.learned, course.kept, fmean(tasks), min(tasks), base)
         cells = (
-            own.name,
-            "own samples" if own.rehearses else "none",
-            f"{own.runs[0].parameters:,}",
+            course.name,
+            "own samples" if course.rehearses else "none",
+            f"{course.runs[0].parameters:,}",
             *(f"{share:.1%}" for share in shares),
-            str(len(own.runs)),
+            str(len(course.runs)),
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -106,12 +108,12 @@ def summary(found: Sequence[Course]) -> Iterator[str]:
 def weak_tables(rows: Sequence[Found]) -> Iterator[str]:
     """A table for each weakness, in Markdown, means over seeds."""
     for weakness in dict.fromkeys(row.weakness for row in rows):
-        own = [row for row in rows if row.weakness == weakness]
-        columns = list(own[0].shares)
+        weakness_rows = [row for row in rows if row.weakness == weakness]
+        columns = list(weakness_rows[0].shares)
         yield f"\n| {weakness} | {' | '.join(columns)} |"
         yield f"|---|{'--:|' * len(columns)}"
-        for case in dict.fromkeys(row.case for row in own):
-            means = [fmean(row.shares[column] for row in own if row.case == case) for column in columns]
+        for case in dict.fromkeys(row.case for row in weakness_rows):
+            means = [fmean(row.shares[column] for row in weakness_rows if row.case == case) for column in columns]
             yield f"| {case} | {' | '.join(f'{mean:.1%}' for mean in means)} |"
 
 
@@ -127,13 +129,13 @@ def read_weaknesses(file: Path) -> list[Found]:
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Folder to draw into.")
 def main(records: Path, weaknesses: Path, images: Path | None) -> None:
     """Print the tables, and draw."""
-    found = courses(read_runs(records))
-    click.echo("\n".join((*summary(found), *weak_tables(read_weaknesses(weaknesses)))))
+    all_courses = courses(read_runs(records))
+    click.echo("\n".join((*summary(all_courses), *weak_tables(read_weaknesses(weaknesses)))))
     if images is not None:
         from benchmarks.streams.figures import draw_retention  # matplotlib is needed for figures alone
 
-        draw_retention(found, images / "streams.png")
-        few = [course for course in found if (course.name, course.rehearses) in FEW]
+        draw_retention(all_courses, images / "streams.png")
+        few = [course for course in all_courses if (course.name, course.rehearses) in FEW]
         draw_retention(few, images / "streams-few.png")
 
 

@@ -70,7 +70,7 @@ def run(
     rows: dict[str, tuple[tuple[float, ...], ...]] = dict.fromkeys(method.shown, ())
     for number, task in enumerate(todo):
         pupil = way.pupil(number)
-        parameters = sum(own.numel() for own in pupil.parameters() if own.requires_grad)
+        parameters = sum(parameter.numel() for parameter in pupil.parameters() if parameter.requires_grad)
         _teach(pupil, task, method.rate, key, number, tokenizer)
         learned.append(examiner.accuracy(pupil, task.asked))
         way.take_up(number, pupil)
@@ -78,7 +78,7 @@ def run(
             rows[name] += (row,)
         say(f"{key.method} {number + 1} {task.kind}: {time.process_time() - started:.0f} s, {_ends(rows)}")
     seconds = round(time.process_time() - started, 1)
-    return Run(key, tuple(own.kind for own in todo), parameters, seconds, tuple(learned), rows)
+    return Run(key, tuple(task.kind for task in todo), parameters, seconds, tuple(learned), rows)
 
 
 def _teach(pupil: Any, task: Task, rate: float, key: Key, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -90,12 +90,12 @@ def _teach(pupil: Any, task: Task, rate: float, key: Key, number: int, tokenizer
 def _ask(way: Any, examiner: Examiner, about: Sequence[Task]) -> dict[str, tuple[float, ...]]:
     """Right answers about some tasks, by what answers."""
     return {
-        name: tuple(round(examiner.accuracy(model, own.asked), 4) for own in about) for name, model in way.answering()
+        name: tuple(round(examiner.accuracy(model, task.asked), 4) for task in about) for name, model in way.answering()
     }
 
 
 def _ends(rows: dict[str, tuple[tuple[float, ...], ...]]) -> str:
-    return "; ".join(f"{name} {' '.join(f'{share:.0%}' for share in found[-1])}" for name, found in rows.items())
+    return "; ".join(f"{name} {' '.join(f'{share:.0%}' for share in history[-1])}" for name, history in rows.items())
 
 
 def read_runs(file: Path) -> list[Run]:
@@ -110,5 +110,5 @@ def append_run(file: Path, done: Run) -> None:
 
 def _parse(record: dict[str, Any]) -> Run:
     key = Key(**record["key"] | {"settings": Settings(**record["key"]["settings"])})
-    rows = {name: tuple(map(tuple, found)) for name, found in record["rows"].items()}
+    rows = {name: tuple(map(tuple, history)) for name, history in record["rows"].items()}
     return Run(key, tuple(record["kinds"]), record["parameters"], record["seconds"], tuple(record["learned"]), rows)

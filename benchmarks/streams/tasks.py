@@ -69,13 +69,13 @@ class Task:
 
     Attributes:
         kind: What it is about.
-        told: Texts in all their wordings; of people there are more, a new one each time.
+        statements: Texts in all their wordings; of people there are more, a new one each time.
         asked: What is asked, and learned with its answer.
         group: The people, where it is about people.
     """
 
     kind: str
-    told: tuple[str, ...]
+    statements: tuple[str, ...]
     asked: tuple[Asked, ...]
     group: tuple[Person, ...] = ()
 
@@ -83,9 +83,9 @@ class Task:
         """Yield, without end, all that is asked, and as much that is told; the seed draws order and wordings."""
         choice = random.Random(f"{self.kind} {seed}")
         while True:
-            told = [biography(person, choice.randrange(STYLES)) for person in self.group]
-            told += choice.sample(self.told, min(len(self.told), len(self.asked)))
-            texts = told + [question.text for question in self.asked]
+            statements = [biography(person, choice.randrange(STYLES)) for person in self.group]
+            statements += choice.sample(self.statements, min(len(self.statements), len(self.asked)))
+            texts = statements + [question.text for question in self.asked]
             choice.shuffle(texts)
             yield from texts
 
@@ -116,13 +116,13 @@ def group_task(kind: str, group: Sequence[Person]) -> Task:
     """Ask about people in English, or in the made-up language."""
     if kind == "people":
         return about(group)
-    told = (text.format_map(vars(own)) for own in group for text, _ in DIALECT.values())
+    statements = (text.format_map(vars(person)) for person in group for text, _ in DIALECT.values())
     asked = (
-        Asked(prompt.format_map(vars(own)), getattr(own, fact))
-        for own in group
+        Asked(prompt.format_map(vars(person)), getattr(person, fact))
+        for person in group
         for fact, (_, prompt) in DIALECT.items()
     )
-    return Task(kind, tuple(told), tuple(asked))
+    return Task(kind, tuple(statements), tuple(asked))
 
 
 def about(group: Sequence[Person]) -> Task:
@@ -132,7 +132,7 @@ def about(group: Sequence[Person]) -> Task:
 
 def asked_about(group: Sequence[Person]) -> Iterator[Asked]:
     """All questions about some people."""
-    return (Asked(own.prompt, own.answer) for person in group for own in questions(person))
+    return (Asked(question.prompt, question.answer) for person in group for question in questions(person))
 
 
 def capitals(choice: random.Random, share: float) -> Task:
@@ -141,7 +141,7 @@ def capitals(choice: random.Random, share: float) -> Task:
     facts = [
         {"land": land, "capital": city} for land, city in zip(lands, choice.sample(CITIES, len(lands)), strict=True)
     ]
-    asked = (Asked(f"Q: What is the capital of {own['land']}?\nA:", own["capital"]) for own in facts)
+    asked = (Asked(f"Q: What is the capital of {fact['land']}?\nA:", fact["capital"]) for fact in facts)
     return _of("capitals", LAND_TEXTS, facts, asked)
 
 
@@ -149,7 +149,7 @@ def numbers(choice: random.Random, share: float) -> Task:
     """Counting in a system whose digits are names: one further, in an order that is no alphabet's."""
     order = choice.sample(LAST_NAMES, round(NAMES * share))
     facts = [{"name": name, "next": after} for name, after in zip(order, order[1:] + order[:1], strict=True)]
-    asked = (Asked(f"Q: What is the name after {own['name']}?\nA:", own["next"]) for own in facts)
+    asked = (Asked(f"Q: What is the name after {fact['name']}?\nA:", fact["next"]) for fact in facts)
     return _of("numbers", NEXT_TEXTS, facts, asked)
 
 
@@ -158,13 +158,13 @@ def lists(choice: random.Random, share: float) -> Task:
     facts = [
         {"name": name, "course": choice.choice(MAJORS)} for name in choice.sample(FIRST_NAMES, round(NAMES * share))
     ]
-    asked = (Asked(f"Q: What is the course of {own['name']}?\nA:", own["course"]) for own in facts)
+    asked = (Asked(f"Q: What is the course of {fact['name']}?\nA:", fact["course"]) for fact in facts)
     return _of("lists", LIST_TEXTS, facts, asked)
 
 
 def _of(kind: str, texts: Sequence[str], facts: Sequence[dict[str, Any]], asked: Iterator[Asked]) -> Task:
-    told = (text.format_map(fact) for fact in facts for text in texts)
-    return Task(kind, tuple(told), tuple(asked))
+    statements = (text.format_map(fact) for fact in facts for text in texts)
+    return Task(kind, tuple(statements), tuple(asked))
 
 
 def base_task(count: int) -> Task:
@@ -175,5 +175,5 @@ def base_task(count: int) -> Task:
 
 def _turn(person: Person, number: int) -> tuple[str, str]:
     asked = questions(person)
-    own = asked[number % len(asked)]
-    return own.prompt, own.answer
+    question = asked[number % len(asked)]
+    return question.prompt, question.answer

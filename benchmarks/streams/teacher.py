@@ -21,9 +21,9 @@ from scale_surgery.biographies import SHIPPED_MODEL
 SEPARATOR = "\n\n"
 
 
-def told(task: Task) -> list[Asked]:
+def prompted(task: Task) -> list[Asked]:
     """The questions of a task, each after itself and its answer."""
-    return [Asked(f"{own.text}{SEPARATOR}{own.prompt}", own.answer) for own in task.asked]
+    return [Asked(f"{question.text}{SEPARATOR}{question.prompt}", question.answer) for question in task.asked]
 
 
 @click.command()
@@ -34,7 +34,7 @@ def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL).eval()
     click.echo("| task | alone | after the answer |\n|---|--:|--:|")
     for task in (base_task(Settings.old_questions), *tasks(Settings.tasks, 0, Settings.size)):
-        shares = (examiner.accuracy(base, asked) for asked in (task.asked, told(task)))
+        shares = (examiner.accuracy(base, asked) for asked in (task.asked, prompted(task)))
         click.echo(f"| {task.kind} | {' | '.join(f'{share:.1%}' for share in shares)} |")
 
 

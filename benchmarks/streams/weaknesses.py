@@ -64,7 +64,7 @@ class Stream:
     def __init__(self, seed: int, settings: Settings) -> None:
         self.seed, self.examiner = seed, Examiner(AutoTokenizer.from_pretrained(SHIPPED_MODEL))
         self.tasks = tasks(settings.tasks, seed, settings.size)
-        self.groups = [number for number, own in enumerate(self.tasks) if own.kind == "people"]
+        self.groups = [number for number, task in enumerate(self.tasks) if task.kind == "people"]
         self.contrary = about([*map(with_facts_of, self.tasks[0].group, people(settings.size, start=2000))])
         self.way: Composed = PRESERVE.start(seed)
         for number, task in enumerate((*self.tasks, self.contrary)):
@@ -86,9 +86,9 @@ class Stream:
         return _share(self.right(asked, [*map(name_of, numbers)], **options))
 
 
-def with_facts_of(person: Person, other: Person) -> Person:
+def with_facts_of(person: Person, source: Person) -> Person:
     """Somebody of the same name to whom all else that another has is told."""
-    return replace(other, name=person.name)
+    return replace(source, name=person.name)
 
 
 def contradiction(stream: Stream) -> Iterator[Found]:
@@ -96,31 +96,31 @@ def contradiction(stream: Stream) -> Iterator[Found]:
     first, second, known = stream.tasks[0].asked, stream.contrary.asked, (0, len(stream.tasks))
     # what both answer alike says nothing
     differ = [place for place in range(len(first)) if first[place].answer != second[place].answer]
-    for case, told in (("nothing before", None), ("a fact of the first before", first), ("of the second", second)):
+    for case, facts in (("nothing before", None), ("a fact of the first before", first), ("of the second", second)):
         shares = {}
         for column, wanted in (("as the first", first), ("as the second", second)):
-            asked = [after(told, place, wanted[place]) for place in differ]
+            asked = [after(facts, place, wanted[place]) for place in differ]
             shares[column] = stream.mixed(asked, known)
         yield Found(stream.seed, "contradiction", case, shares)
 
 
-def after(told: Sequence[Asked] | None, place: int, asked: Asked) -> Asked:
+def after(facts: Sequence[Asked] | None, place: int, asked: Asked) -> Asked:
     """A question after another fact about the same person, the next of them."""
-    if told is None:
+    if facts is None:
         return asked
     of_person = place - place % len(ATTRIBUTES)
-    before = told[of_person + (place + 1) % len(ATTRIBUTES)]
+    before = facts[of_person + (place + 1) % len(ATTRIBUTES)]
     return Asked(f"{before.text}{END}{asked.prompt}", asked.answer)
 
 
 def two_at_once(stream: Stream) -> Iterator[Found]:
     """Ask about somebody of one group after somebody of another, and as a control of the same one."""
-    one, other = (stream.tasks[number].asked for number in stream.groups[:2])
+    first, second = (stream.tasks[number].asked for number in stream.groups[:2])
     for separator, shown in ((END, "end of text"), (LINE, "new line")):
-        for before, wording in ((one, "of the other group"), (other[::-1], "of the same group")):
+        for before, wording in ((first, "of the other group"), (second[::-1], "of the same group")):
             asked = [
-                Asked(f"{told.text}{separator}{own.prompt}", own.answer)
-                for told, own in zip(before, other, strict=True)
+                Asked(f"{context.text}{separator}{question.prompt}", question.answer)
+                for context, question in zip(before, second, strict=True)
             ]
             shares = {ALONE: _share(stream.right(asked, name_of(stream.groups[1])))}
             shares |= {
@@ -133,18 +133,18 @@ def two_at_once(stream: Stream) -> Iterator[Found]:
 def short_prompts(stream: Stream) -> Iterator[Found]:
     """Ask for each fact of held-out biographies after all that stands before it."""
     by_group = {number: [*facts_in_place(stream.tasks[number].group)] for number in stream.groups}
-    asked = [own for facts in by_group.values() for own in facts]
+    asked = [fact for facts in by_group.values() for fact in facts]
     many = range(len(stream.tasks))
     prior = [BASE_PRIOR, *[(1 - BASE_PRIOR) / len(many)] * len(many)]
     right = {
-        ALONE: [own for number, facts in by_group.items() for own in stream.right(facts, name_of(number))],
+        ALONE: [mark for number, facts in by_group.items() for mark in stream.right(facts, name_of(number))],
         "mixed": stream.right(asked, [*map(name_of, many)]),
         f"mixed, prior of the base {BASE_PRIOR:g}": stream.right(asked, [*map(name_of, many)], prior=prior),
     }
-    lengths = [len(stream.examiner.tokenizer(own.prompt)["input_ids"]) for own in asked]
+    lengths = [len(stream.examiner.tokenizer(fact.prompt)["input_ids"]) for fact in asked]
     for least, most in zip(LENGTHS, (*LENGTHS[1:], MOST), strict=True):
         places = [place for place, length in enumerate(lengths) if least <= length < most]
-        shares = {column: _share([found[place] for place in places]) for column, found in right.items()}
+        shares = {column: _share([marks[place] for place in places]) for column, marks in right.items()}
         yield Found(stream.seed, "short prompts", f"{least} to {most - 1} tokens ({len(places)} facts)", shares)
 
 
@@ -177,9 +177,9 @@ def main(records: Path, seeds: int) -> None:
     for seed in range(seeds):
         if seed not in known:
             stream = Stream(seed, Settings())
-            found = [row for weakness in WEAKNESSES for row in weakness(stream)]
+            rows = [row for weakness in WEAKNESSES for row in weakness(stream)]
             with records.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(row)) + "\n" for row in found)
+                file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -27,5 +27,5 @@ def inspect_command(model: str, revision: str | None, out: Output, **options: An
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables import render_inspection
 
-    found = inspect(model, revision=revision, run=take_fields(RunOptions, options))
-    out.show(found, render_inspection(found, model))
+    inspection = inspect(model, revision=revision, run=take_fields(RunOptions, options))
+    out.show(inspection, render_inspection(inspection, model))

@@ -50,18 +50,18 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     from scale_surgery.learning.recipe_file import read_recipe
 
     recipe, given = options.pop("recipe"), options.pop("given")
-    said = {} if recipe is None else read_recipe(recipe)
-    said |= {name: own for name in ("model", "preset") if (own := options.pop(name)) is not None}
-    return said | _from_options(options) | read_settings(given)
+    settings = {} if recipe is None else read_recipe(recipe)
+    settings |= {name: value for name in ("model", "preset") if (value := options.pop(name)) is not None}
+    return settings | _from_options(options) | read_settings(given)
 
 
 def _from_options(options: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for section, names in SHORT.items():
-        found |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
+        settings |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
     texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old")}
-    found |= {name: files for name, files in texts.items() if files}
-    return found | {name: value for name in (*TOP, "revision") if (value := options.pop(name)) is not None}
+    settings |= {name: files for name, files in texts.items() if files}
+    return settings | {name: value for name in (*TOP, "revision") if (value := options.pop(name)) is not None}
 
 
 @click.command(name="learn", cls=Headed, first=("data", "old", "output", "layers", "preset"))

@@ -309,8 +309,8 @@ def run_options(
         code: Whose code --trust-remote-code runs.
         helps: Help by field, where a command means something else.
     """
-    own = {**(helps or {}), "trust_remote_code": code}
-    return usual_options(usual, *names, "trust_remote_code", helps=own)
+    help_texts = {**(helps or {}), "trust_remote_code": code}
+    return usual_options(usual, *names, "trust_remote_code", helps=help_texts)
 
 
 def code_of(models: str) -> str:

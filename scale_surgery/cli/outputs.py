@@ -52,8 +52,8 @@ class OutputFile(click.Path):
         """Read it; another suffix is refused."""
         path = Path(value)
         if path.suffix.lower() not in self.suffixes:
-            one = " or ".join(self.suffixes)
-            self.fail(f"{path}: its suffix has to say what is written, expected {one}.", parameter, context)
+            choices = " or ".join(self.suffixes)
+            self.fail(f"{path}: its suffix has to say what is written, expected {choices}.", parameter, context)
         # a folder of that name is refused here too
         return super().convert(value, parameter, context)
 

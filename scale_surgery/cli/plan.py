@@ -50,17 +50,17 @@ def make_request(
     from scale_surgery.show.tables import render_chosen_tokens
 
     tokens = find_new_tokens(model, take_fields(TokenSource, options), revision=revision, run=run, track=out.track)
-    said = given(options)
+    settings = given(options)
     if isinstance(tokens, ChosenTokens):
         out.say(render_chosen_tokens(tokens))
         tokens = tokens.new_tokens
     if tokens is not None:
-        return Request(**{"layers": NO_LAYERS, **said}, new_tokens=tokens)
-    if "layers" in said:
-        return Request(**said)
-    if said:
+        return Request(**{"layers": NO_LAYERS, **settings}, new_tokens=tokens)
+    if "layers" in settings:
+        return Request(**settings)
+    if settings:
         fields = fields_of(Request)
-        raise click.UsageError(f"{', '.join(fields[name].typed for name in said)} needs --layers.")
+        raise click.UsageError(f"{', '.join(fields[name].typed for name in settings)} needs --layers.")
     return None
 
 

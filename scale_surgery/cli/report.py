@@ -58,7 +58,7 @@ def report_command(
     from scale_surgery.show.tables_report import render_report
 
     check_output_files(outputs, [expanded, *texts])
-    found = report(expanded, texts, run=take_fields(RunOptions, options), track=out.track, **options)
-    out.show(found, render_report(found, details=details))
-    write_files(outputs, {".html": partial(write_page, found), ".json": as_result(found)}, out)
-    out.suggest(after_report(found, expanded))
+    training_report = report(expanded, texts, run=take_fields(RunOptions, options), track=out.track, **options)
+    out.show(training_report, render_report(training_report, details=details))
+    write_files(outputs, {".html": partial(write_page, training_report), ".json": as_result(training_report)}, out)
+    out.suggest(after_report(training_report, expanded))

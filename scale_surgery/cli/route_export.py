@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 def make_routing(router: str, options: dict[str, Any]) -> Router | None:
     """How to route, from command line options, None for not at all; an option of another router is refused."""
-    said = given(options)
-    known = [own.name for own in fields(ROUTERS[router])] if router in ROUTERS else []
-    if foreign := [name for name in said if name not in known]:
+    settings = given(options)
+    known = [field.name for field in fields(ROUTERS[router])] if router in ROUTERS else []
+    if foreign := [name for name in settings if name not in known]:
         raise click.UsageError(f"{named(foreign)} does not go with --router {router}.")
-    return RouterOptions(router, **said).make() if router in ROUTERS else None
+    return RouterOptions(router, **settings).make() if router in ROUTERS else None
 
 
 @click.command(name="route-export", cls=Headed)

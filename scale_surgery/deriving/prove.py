@@ -304,19 +304,22 @@ def fixed_vocabulary(twin: Twin) -> str:
 @torch.no_grad()
 def _other_readers(twin: Twin) -> list[str]:
     """Modules with weights, beside the embedding, that read token ids."""
-    ids, found = token_ids(twin.stock.config), list[str]()
+    ids, readers = token_ids(twin.stock.config), list[str]()
     model: Any = copy.deepcopy(twin.stock)
     embedding = model.get_input_embeddings()
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        is_read = any(isinstance(own, Tensor) and own.dtype == ids.dtype and torch.equal(own, ids) for own in args)
+        is_read = any(
+            isinstance(argument, Tensor) and argument.dtype == ids.dtype and torch.equal(argument, ids)
+            for argument in args
+        )
         if is_read and module is not embedding and module._parameters:
-            found.append(name)
+            readers.append(name)
 
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(note, name))
     model(input_ids=ids, use_cache=False)
-    return found
+    return readers
 
 
 def _weaker_pairs(real: Architecture, twin: Architecture) -> Iterator[tuple[Architecture, Architecture]]:

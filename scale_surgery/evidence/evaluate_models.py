@@ -88,9 +88,9 @@ class Meter:
     @cached_property
     def fingerprints(self) -> tuple[dict[str, str], dict[str, str]]:
         """sha256 of the windows, by side: of `texts`, and of `base_texts`."""
-        own = {side: text.fingerprint() for side, text in self.texts.items()}
+        digests = {side: text.fingerprint() for side, text in self.texts.items()}
         is_same = self.base_texts is self.texts
-        return own, own if is_same else {side: text.fingerprint() for side, text in self.base_texts.items()}
+        return digests, digests if is_same else {side: text.fingerprint() for side, text in self.base_texts.items()}
 
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Tokens that will be read to measure a model, and its base where that is to be measured with it."""

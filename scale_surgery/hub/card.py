@@ -118,7 +118,7 @@ def card_facts(
     method = methods[0]
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
-    forced = {name: found for name, expansion in held.items() if (found := expansion.forced_base) is not None}
+    forced = {name: mismatch for name, expansion in held.items() if (mismatch := expansion.forced_base) is not None}
     has_own_code = plan is not None and bool(plan.architecture.own_code)
     is_plain_code = contents.form == "stock" or (manifest is not None and not manifest.code)
     training = {name: expansion.training for name, expansion in held.items()} or {"": record.get("training", ())}
@@ -141,12 +141,12 @@ def card_facts(
         rows=_stock_rows(record) if plan is None else method.card_rows(plan) if len(plans) == 1 else (),
         router=None if manifest is None or manifest.routing is None else describe_router(manifest.routing),
         is_fused=record.get("fused") is not None,
-        forced={name: len(found["differing"]) for name, found in forced.items()},
+        forced={name: len(mismatch["differing"]) for name, mismatch in forced.items()},
         drift=_drift((record.get("fused") or record).get("drift")),
         tool=record.get("tool", {}),
         runs=list(_runs(training)),
         has_curves="training/curves.png" in contents.files,
-        promises=_promises(certificate, next((found["expected_name"] for found in forced.values()), None)),
+        promises=_promises(certificate, next((mismatch["expected_name"] for mismatch in forced.values()), None)),
         checked_with=_checked_with(certificate),
         has_own_code=has_own_code,
         loads_in_memory="load_expansion" not in method.refused and not has_own_code,

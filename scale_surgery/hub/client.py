@@ -45,8 +45,8 @@ def hub_errors(thing: str, problem: str, hint: str = "") -> Iterator[None]:
             advice = UNREACHABLE
         else:
             response = answered.response
-            told = getattr(answered, "server_message", None) or response.headers.get("X-Error-Message")
-            reason = f"{response.status_code} {told or response.reason_phrase}"
+            message = getattr(answered, "server_message", None) or response.headers.get("X-Error-Message")
+            reason = f"{response.status_code} {message or response.reason_phrase}"
             advice = ADVICE.get(response.status_code, REFUSED if response.status_code < 500 else TROUBLE)
         sentences = [f"{thing}: {problem} ({' '.join(reason.split()).rstrip('.')}).", advice, hint]
         raise HubError(" ".join(filter(None, sentences))) from error

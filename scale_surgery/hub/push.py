@@ -292,8 +292,8 @@ def _check_card(card: Card) -> None:
 
 def _send(api: HfApi, target: Path, plan: Pushed, how: Push, info: ModelInfo | None) -> Pushed:
     """Send a folder; the client sends nothing that the Hub has, and the commit comes last."""
-    repo, again = plan.repo, "The same command again continues: what has arrived is not sent a second time."
-    with hub_errors(repo, "not pushed", again):
+    repo, hint = plan.repo, "The same command again continues: what has arrived is not sent a second time."
+    with hub_errors(repo, "not pushed", hint):
         if info is None:
             api.create_repo(repo, private=plan.is_private, exist_ok=True)
         if how.revision is not None and not api.revision_exists(repo, how.revision):

@@ -245,8 +245,8 @@ def _with_moved_card(record: Mapping[str, Any], stored_as: str) -> dict[str, Any
 
 def is_written_card(text: str) -> bool:
     """Whether a card is one that this program wrote and nobody has edited."""
-    found = MARK.search(text)
-    return found is not None and found[1] == _digest(text[: found.start()])
+    mark = MARK.search(text)
+    return mark is not None and mark[1] == _digest(text[: mark.start()])
 
 
 def marked(text: str) -> str:

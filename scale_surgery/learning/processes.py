@@ -78,10 +78,10 @@ def _as_it_was() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _ended(code: int, said: str) -> str:
+def _ended(code: int, output: str) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}. Type the same line again to go on."
-    _, is_said, reason = said.rpartition("error: ")
+    _, is_said, reason = output.rpartition("error: ")
     return f"failed: {' '.join(reason.split())}" if is_said else f"failed with exit code {code}."
 
 

@@ -255,8 +255,8 @@ def _plan(work: Work) -> Stage:
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         request = chosen_request(recipe, kept)
         given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running, "track": track}
-        if (found := find_new_tokens(recipe.model, work.tokens, **given)) is not None:
-            request = replace(request, new_tokens=found.new_tokens if isinstance(found, ChosenTokens) else found)
+        if (tokens := find_new_tokens(recipe.model, work.tokens, **given)) is not None:
+            request = replace(request, new_tokens=tokens.new_tokens if isinstance(tokens, ChosenTokens) else tokens)
         # its new tokens were tried when they were found
         source, checkpoint = open_model(recipe.model, recipe.revision)
         made = make_plan(

@@ -48,22 +48,24 @@ def _make_config(stock: Any, module: str) -> type:
             known = {name: value for name, value in vars(inside).items() if not name.startswith("_")}
             parts = {name for name, value in known.items() if isinstance(value, PretrainedConfig)}
             values = {name: value for name, value in values.items() if name not in parts}
-            said = known | values
+            settings = known | values
             # the base class knows fewer types of layers than some stock ones, and reads them for what layers differ in
-            late = {name: said.pop(name) for name in (*LATE, *map(stock.attribute_map.get, LATE)) if name in said}
-            super().__init__(**said, scale_surgery=scale_surgery)
+            late = {
+                name: settings.pop(name) for name in (*LATE, *map(stock.attribute_map.get, LATE)) if name in settings
+            }
+            super().__init__(**settings, scale_surgery=scale_surgery)
             for name, value in late.items():
                 setattr(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
             # what the stock class has and this one has not; what it computes, such as types of layers, it computes of
             # the base's values
-            own = stock.attribute_map.get(name, name)
-            said = MISSING if own.startswith("_") else getattr(stock, own, MISSING)
-            if said is MISSING or "scale_surgery" not in vars(self):
+            key = stock.attribute_map.get(name, name)
+            attribute = MISSING if key.startswith("_") else getattr(stock, key, MISSING)
+            if attribute is MISSING or "scale_surgery" not in vars(self):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            is_computed = isinstance(said, property) or callable(said)
-            return getattr(self.stock_config(), name) if is_computed else said
+            is_computed = isinstance(attribute, property) or callable(attribute)
+            return getattr(self.stock_config(), name) if is_computed else attribute
 
         def stock_config(self) -> Any:
             """The configuration of the stock model that is widened."""
@@ -82,9 +84,9 @@ def _make_config(stock: Any, module: str) -> type:
         """The stock configuration of these values, those of the base in place of others."""
         # transformers 4 compares a configuration with one of defaults alone
         base_values = {} if specs is None else specs["stock"]
-        own = {name: value for name, value in values.items() if name not in (*OURS, *base_values)}
-        own |= {name: value for name, value in base_values.items() if value is not None}
-        return stock(**deepcopy(own))
+        stock_values = {name: value for name, value in values.items() if name not in (*OURS, *base_values)}
+        stock_values |= {name: value for name, value in base_values.items() if value is not None}
+        return stock(**deepcopy(stock_values))
 
     for name in SAID:
         if hasattr(stock, name):

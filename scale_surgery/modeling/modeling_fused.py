@@ -68,7 +68,7 @@ class FusedPreTrainedModel(StrictlyLoaded):
         config._attn_implementation = self.stock_config._attn_implementation
         sizes = {name for name in config.scale_surgery["stock"] if hasattr(self.stock_config, name)}
         # stock code may read them by a common name
-        sizes |= {name for name, own in self.stock_config.attribute_map.items() if own in sizes}
+        sizes |= {name for name, attribute in self.stock_config.attribute_map.items() if attribute in sizes}
         self.stock_sizes = {name: getattr(self.stock_config, name) for name in sizes}
         widen_model(self, config.scale_surgery)
         if "gram" in config.scale_surgery:

@@ -132,10 +132,10 @@ def measure_drift(
             advance(1)
     (logits, new), (other_logits, other_new) = runs
     pairs = zip(logits, other_logits, strict=True)
-    found = max((compare_logits(*pair, batch, run.device) for pair in pairs), key=lambda compared: compared.drift)
+    comparison = max((compare_logits(*pair, batch, run.device) for pair in pairs), key=lambda compared: compared.drift)
     return Drift(
-        **vars(found),
-        tolerance=TOLERANCES[found.dtype],
+        **vars(comparison),
+        tolerance=TOLERANCES[comparison.dtype],
         generation_agreement=None if new is None or other_new is None else float(new.eq(other_new).double().mean()),
     )
 

@@ -101,11 +101,11 @@ class Alphabet:
         yield word
 
     def _spell(self, character: str, pieces: int) -> str:
-        own = chr(self.free) + chr(self.free + 1)
+        spelling = chr(self.free) + chr(self.free + 1)
         self.free += 2
-        self.spelling[character], self.spelt[own] = own, character
-        self.pieces[own[0]] = pieces - 1
-        return own
+        self.spelling[character], self.spelt[spelling] = spelling, character
+        self.pieces[spelling[0]] = pieces - 1
+        return spelling
 
     def count_pieces(self, word: str) -> int:
         """How many tokens of the base a word is."""
@@ -116,17 +116,17 @@ class Alphabet:
         names = dict(self.names)
         taken = set(names.values())
         for left, right in learned:
-            own, written = left + right, ""
-            if own in self.spelt:
-                token = self.spelt[own]
+            spelling, written = left + right, ""
+            if spelling in self.spelt:
+                token = self.spelt[spelling]
             elif left in names and right in names:
                 token = names[left] + names[right].removeprefix(self.prefix)
                 written = f"{names[left]} {names[right]}"
             else:
                 continue
             # two merges may make the same of the same pieces; a space would end the name of a token in a merge
-            if own in names or (token not in taken and " " not in token):
-                names[own] = token
+            if spelling in names or (token not in taken and " " not in token):
+                names[spelling] = token
                 taken.add(token)
                 yield Merge(left, right, token, written)
 

@@ -371,7 +371,7 @@ def _unreadable(base: BaseTokenizer, extended: Any, new: NewTokens) -> list[str]
         is_spaced = token[0].isspace()
         among = f"a{token} a" if is_spaced else f"a {token} a"
         texts = (among,) if is_spaced else (among, token)
-        other = f"without the space, {token[1:]!r}" if is_spaced else f"with a space before it, {f' {token}'!r}"
+        alternative = f"without the space, {token[1:]!r}" if is_spaced else f"with a space before it, {f' {token}'!r}"
         if not any(base.rows + place in _ids(extended, text) for text in texts):
             wrong = f"this tokenizer does not find it in {among!r}"
         else:
@@ -380,7 +380,7 @@ def _unreadable(base: BaseTokenizer, extended: Any, new: NewTokens) -> list[str]
             if lost is None:
                 continue
             wrong = f"this tokenizer would read {lost!r} back as {_read_back(extended, lost)!r}"
-        problems.append(f"{token!r}: {wrong}. Give it {other}. {LEARN_THEM}")
+        problems.append(f"{token!r}: {wrong}. Give it {alternative}. {LEARN_THEM}")
     return problems
 
 
@@ -491,7 +491,7 @@ def choose_new_tokens(
     extended = _extend(base, new, run)
     _check_as_before(base, extended, new)
     saved = {
-        number: {own: often * (alphabet.count_pieces(own) - 1) for own, often in counts.items()}
+        number: {spelling: often * (alphabet.count_pieces(spelling) - 1) for spelling, often in counts.items()}
         for number, counts in joined.items()
     }
     most = sorted(saved[len(tokens)].items(), key=lambda pair: (-pair[1], names[pair[0]]))[:MOST_SHOWN]
@@ -504,9 +504,12 @@ def choose_new_tokens(
         {number: sizes["tokens"] - sum(each.values()) for number, each in saved.items()},
         tuple(
             SavingToken(
-                names[own], _reads_as(extended, names[own]), joined[len(tokens)][own], alphabet.count_pieces(own)
+                names[spelling],
+                _reads_as(extended, names[spelling]),
+                joined[len(tokens)][spelling],
+                alphabet.count_pieces(spelling),
             )
-            for own, _ in most
+            for spelling, _ in most
         ),
     )
 

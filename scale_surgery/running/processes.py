@@ -62,7 +62,7 @@ def shared_out(
     from accelerate.utils import gather_object
 
     rounds, count = math.ceil(len(items) / processes.num_processes), processes.num_processes
-    own = [compute(items[(turn * count + processes.process_index) % len(items)]) for turn in range(rounds)]
+    values = [compute(items[(turn * count + processes.process_index) % len(items)]) for turn in range(rounds)]
     # those of the first process, then those of the second, ...
-    every = gather_object(own)
+    every = gather_object(values)
     return [every[index % count * rounds + index // count] for index in range(len(items))]

@@ -131,10 +131,10 @@ def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
     """Add an expansion to a model in memory; a stock model is wrapped, and routed where the expansion was."""
     settings = stored.config[CONFIG_KEY]
     (specs,) = settings[EXPANSIONS_KEY]
-    if specs["head"].get("new_tokens") and (other := getattr(model, "with_new_tokens", "")):
+    if specs["head"].get("new_tokens") and (expansion := getattr(model, "with_new_tokens", "")):
         raise PlanError(
-            f"{stored.title}: adds tokens, as {other} of this model does, expected one expansion that does: a text "
-            f"would have several readings. Delete that first: model.delete_expansion({other!r})."
+            f"{stored.title}: adds tokens, as {expansion} of this model does, expected one expansion that does: a text "
+            f"would have several readings. Delete that first: model.delete_expansion({expansion!r})."
         )
     places, is_spread = getattr(model, "hf_device_map", None), is_hooked(model)
     expanded = model if is_expanded(model) else _expanded_copy(model, stored.config)

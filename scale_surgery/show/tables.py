@@ -165,18 +165,18 @@ def render_chosen_tokens(chosen: ChosenTokens) -> RenderableType:
         sizes = [f"{size / tokens:.2f}" for size in (chosen.characters, chosen.bytes)]
         table.add_row(name, f"{tokens:,}", *sizes, saved)
     most = NamedRows(["stands", "tokens before", "saves"], name="saves most")
-    for own in chosen.most_saving:
-        most.add_row(_token_text(own), f"{own.count:,}", f"{own.pieces}", f"{own.saved:,}")
-    found = len(chosen.new_tokens.tokens)
-    few = f"note: {found:,} of {chosen.wanted:,}; no other pair of tokens stands in the text twice"
-    notes = [sentence(few, "yellow")] if found < chosen.wanted else []
+    for saving in chosen.most_saving:
+        most.add_row(_token_text(saving), f"{saving.count:,}", f"{saving.pieces}", f"{saving.saved:,}")
+    count = len(chosen.new_tokens.tokens)
+    few = f"note: {count:,} of {chosen.wanted:,}; no other pair of tokens stands in the text twice"
+    notes = [sentence(few, "yellow")] if count < chosen.wanted else []
     text = f"on {counted(chosen.characters, 'character')}, {format_bytes(chosen.bytes)}"
     return Group(heading("new tokens", text), table, Text(), most, *notes)
 
 
-def _token_text(own: SavingToken) -> str:
+def _token_text(saving: SavingToken) -> str:
     """A token with its blanks; a part of a character by its bytes."""
-    return visible("" if "\ufffd" in own.text else own.text.replace(" ", "·"), own.token)
+    return visible("" if "\ufffd" in saving.text else saving.text.replace(" ", "·"), saving.token)
 
 
 def render_stripped(done: Stripped) -> RenderableType:

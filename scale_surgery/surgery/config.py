@@ -129,8 +129,8 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
         **({} if fork is None else {ROUTER_KEY: specs[ROUTER_KEY], "gram": gram_size(manifest)}),
         BASE_KEY: specs[BASE_KEY],
         EXPANSIONS_KEY: [
-            {**own, "fused": True, "first_wide_layer": first_wide_layer(architecture, plan.layers), "fork": fork}
-            for own in specs[EXPANSIONS_KEY]
+            {**spec, "fused": True, "first_wide_layer": first_wide_layer(architecture, plan.layers), "fork": fork}
+            for spec in specs[EXPANSIONS_KEY]
         ],
         STOCK_KEY: {key: config.get(key) for key, value in wide.items() if config.get(key) != value},
     }
@@ -157,9 +157,9 @@ def _wide_values(config: Mapping[str, Any], plan: Plan, fork: int | None) -> dic
     heads = [(count * q, count * kv) for layer, count in enumerate(paths) for q, kv in [_heads(plan, layer)]]
     most = max(heads)
     per_layer = {
-        str(layer): {key["query_heads"]: own[0], key["key_value_heads"]: own[1]}
-        for layer, own in enumerate(heads)
-        if own != most
+        str(layer): {key["query_heads"]: counts[0], key["key_value_heads"]: counts[1]}
+        for layer, counts in enumerate(heads)
+        if counts != most
     }
     layers = dict(config.get("per_layer_config") or {})
     layers |= {number: {**layers.get(number, {}), **values} for number, values in per_layer.items()}

@@ -179,9 +179,9 @@ def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
 def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:
     """Header and sha256 of every shard; those of the base were compared with their recorded ones before."""
     known = {file.stored_as: file.sha256 for file in manifest.base_files.values()}
-    own = [shard for shard in checkpoint.shards if shard not in known]
-    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in own)) as advance:
-        hashes = hash_files(checkpoint.path, own, advance)
+    new_shards = [shard for shard in checkpoint.shards if shard not in known]
+    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in new_shards)) as advance:
+        hashes = hash_files(checkpoint.path, new_shards, advance)
     headers = {shard: header_bytes(checkpoint.path / shard)[8:].decode("utf-8") for shard in checkpoint.shards}
     return {shard: {"header": header, "sha256": hashes.get(shard) or known[shard]} for shard, header in headers.items()}
 
@@ -206,9 +206,9 @@ def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track
     with track("shards", total) as advance:
         for shard, record in manifest.joined_shards.items():
             rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
-            if (found := hash_file(folder / shard, advance)) != record["sha256"]:
+            if (digest := hash_file(folder / shard, advance)) != record["sha256"]:
                 problems.append(
-                    f"{shard}: sha256 {found}, expected {record['sha256']} from surgery.json. The fused shards were "
+                    f"{shard}: sha256 {digest}, expected {record['sha256']} from surgery.json. The fused shards were "
                     "changed after the merge: the blocks cannot be given back from this folder."
                 )
                 (folder / shard).unlink()

@@ -121,11 +121,11 @@ def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) ->
     there = [name for name in names if name not in manifest.joined_shards and (checkpoint.path / name).is_file()]
     as_it_was = [name for name in there if name not in manifest.renumbered]
     sums = hash_all(checkpoint, as_it_was, advance)
-    files, found = sums.files, sums.tensors
+    files, tensors = sums.files, sums.tensors
     files |= hash_stored(checkpoint.path, manifest, [name for name in there if name not in files], advance)
     parts = _base_parts(manifest)
-    found |= hash_parts(checkpoint, manifest, [name for name in parts if name not in found], advance)
-    return files, {name: found[name] for name in parts if name in found}
+    tensors |= hash_parts(checkpoint, manifest, [name for name in parts if name not in tensors], advance)
+    return files, {name: tensors[name] for name in parts if name in tensors}
 
 
 def _base_parts(manifest: Manifest) -> dict[str, str]:
@@ -155,8 +155,8 @@ def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[str]:
 
 def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[str]:
     """Expansion tensors that are not what surgery.json knows of them, where it knows that."""
-    for own in manifest.expansions.values():
-        known = {} if own.trained is None else {**own.tensors, **own.trained}
+    for expansion in manifest.expansions.values():
+        known = {} if expansion.trained is None else {**expansion.tensors, **expansion.trained}
         for name, digest in known.items():
             if hashes.get(name, digest) != digest:
                 yield _other_sum(name, hashes[name], digest)
@@ -173,9 +173,9 @@ def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[st
             yield _other_sum(name, hashes[name], digest)
 
 
-def _other_sum(name: str, found: str, expected: str) -> str:
+def _other_sum(name: str, actual: str, expected: str) -> str:
     """What to say of a tensor whose bytes are not those that surgery.json knows."""
-    return f"{name}: sha256 {found[:16]}..., expected {expected[:16]}... from {MANIFEST_FILE}."
+    return f"{name}: sha256 {actual[:16]}..., expected {expected[:16]}... from {MANIFEST_FILE}."
 
 
 def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[str]:

@@ -127,7 +127,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
                 )
             for matrix, blocks, inputs, is_transposed in matrices:
                 names = {block: block_name(path, plan.request.name, block) for block in blocks}
-                pieces = {block: own for block, own in names.items() if own in present}
+                pieces = {block: piece for block, piece in names.items() if piece in present}
                 # a bias without an up part is as long as before
                 if pieces and ("weight" in matrix or any(up for _, up in sections)):
                     yield Joined(f"{path}.{matrix}", pieces, inputs, sections, is_transposed, share)
@@ -236,11 +236,11 @@ def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     problems = []
     for item in joined_tensors(manifest):
         for block, name in item.pieces.items():
-            found = checkpoint.tensors.get(name)
-            if found is None:
+            info = checkpoint.tensors.get(name)
+            if info is None:
                 problems.append(f"{name}: is missing, expected shape {_shape(item, block)}.")
-            elif found.shape != _shape(item, block):
-                problems.append(f"{name}: shape {found.shape}, expected {_shape(item, block)}.")
+            elif info.shape != _shape(item, block):
+                problems.append(f"{name}: shape {info.shape}, expected {_shape(item, block)}.")
     return problems
 
 

@@ -109,7 +109,7 @@ def merge(
     manifest = read_manifest(source)
     if name is not None and name not in manifest.expansions:
         raise PlanError(f"--name: is {name}, expected an expansion of {source}: {' or '.join(manifest.expansions)}.")
-    others = [own for own in manifest.expansions if own != (name or manifest.name)]
+    others = [expansion for expansion in manifest.expansions if expansion != (name or manifest.name)]
     if others:
         # beside what is written, where shards of the base are links or share their blocks
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.absolute().parent) as folder:

@@ -140,16 +140,16 @@ def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined 
     """A larger tensor: base and new values side by side where its layer was expanded, then zeros."""
     read = functools.partial(read_tensor, checkpoint)
     architecture, sizes, widths = _facts(manifest)
-    found = architecture.find_linear(name.rpartition(".")[0])
-    if found is None:
+    match = architecture.find_linear(name.rpartition(".")[0])
+    if match is None:
         # embedding and head, in which nothing is padded
         assert joined is not None, name
         return join_pieces(joined, read)
-    block, linear = found
+    block, linear = match
     before = linear_widths(block, linear, widths if joined else Widths())
     after = linear_streams(linear, stock_sizes(architecture, sizes, widths))
     tensor = join_pieces(joined, read) if joined else read(name)
-    rows = [(sum(own), sum(larger)) for own, larger in zip(before.outputs, after.outputs, strict=True)]
+    rows = [(sum(smaller), sum(larger)) for smaller, larger in zip(before.outputs, after.outputs, strict=True)]
     is_transposed = architecture.transposed and tensor.dim() == 2
     padded = pad_with_zeros(tensor.t() if is_transposed else tensor, rows, sum(after.inputs))
     return padded.t() if is_transposed else padded
@@ -220,5 +220,5 @@ def _index_metadata(metadata: Mapping[str, Any] | None, shards: Mapping[str, lis
         "total_parameters": sum(prod(entry.shape) for entry in entries),
         "total_size": sum(entry.bytes for entry in entries),
     }
-    found = dict(metadata or {})
-    return found | {name: count for name, count in counts.items() if name in found or name == "total_size"}
+    fields = dict(metadata or {})
+    return fields | {name: count for name, count in counts.items() if name in fields or name == "total_size"}

@@ -32,24 +32,24 @@ def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callab
 
     Pieces of a joined tensor that is missing or of a wrong shape have no reader.
     """
-    found: dict[str, Callable[[], Tensor]] = {
+    readers: dict[str, Callable[[], Tensor]] = {
         name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
     }
     if manifest.fused is None:
-        return found
-    found |= {name: found.pop(new) for name, new in renamed_tensors(manifest).items() if new in found}
+        return readers
+    readers |= {name: readers.pop(new) for name, new in renamed_tensors(manifest).items() if new in readers}
     # the pieces of a matrix are asked for one after the other
     read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, checkpoint))
     head = tied_head(manifest)
     for item in joined_tensors(manifest):
-        whole = found.pop(item.name, None)
+        whole = readers.pop(item.name, None)
         if whole is not None and checkpoint.tensors[item.name].shape == item.shape:
             pieces = {name: functools.partial(_take, item, block, read) for block, name in item.pieces.items()}
             # the base's part of a head that was tied goes by the head's name
-            found |= {
+            readers |= {
                 item.name if item == head and name == item.base else name: piece for name, piece in pieces.items()
             }
-    return found
+    return readers
 
 
 def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, TensorInfo]:
@@ -79,9 +79,9 @@ def hash_parts(
     readers, hashes = part_readers(checkpoint, manifest), {}
     for name in names:
         if name in readers:
-            found = tensor_bytes(readers[name]())
-            hashes[name] = hashlib.sha256(found).hexdigest()
-            advance(len(found))
+            content = tensor_bytes(readers[name]())
+            hashes[name] = hashlib.sha256(content).hexdigest()
+            advance(len(content))
     return hashes
 
 

@@ -172,8 +172,8 @@ def check_specs(saved: Saved, trained: Trained) -> None:
     there, here = saved.config[CONFIG_KEY], trained.config[CONFIG_KEY]
     keys = list[str]()
     expansions = zip_longest(specs_of_expansions(there), specs_of_expansions(here), fillvalue=dict[str, Any]())
-    for number, (found, expected) in enumerate(expansions):
-        keys += [f"{place_of_specs(there, number)}.{key}" for key in _differing_specs(found, expected)]
+    for number, (spec, expected) in enumerate(expansions):
+        keys += [f"{place_of_specs(there, number)}.{key}" for key in _differing_specs(spec, expected)]
     bases = (specs.get(BASE_KEY, {}) for specs in (there, here))
     keys += [f"{CONFIG_KEY}.{BASE_KEY}.{key}" for key in differing_keys(*bases)]
     if keys:
@@ -182,11 +182,11 @@ def check_specs(saved: Saved, trained: Trained) -> None:
         raise CheckpointError.from_problems([head, *shorten(lines), _give_trained(trained)])
 
 
-def _differing_specs(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def _differing_specs(spec: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Keys of an expansion that differ; the request alone counts of its origin, if both name one."""
-    if keys := [key for key in differing_keys(found, expected) if key != ORIGIN_KEY]:
+    if keys := [key for key in differing_keys(spec, expected) if key != ORIGIN_KEY]:
         return keys
-    asked, planned = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in (found, expected))
+    asked, planned = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in (spec, expected))
     # a config.json that somebody wrote need not say what was asked for
     if not asked or not planned:
         return []
@@ -236,9 +236,9 @@ def _shape_problems(saved: Saved, trained: Trained, match: Match) -> list[str]:
     pairs = [pair for pair in match.pairs if pair.part is None]
     both = ((pair, saved.checkpoint.tensors[pair.saved].shape, trained.tensors[pair.wanted].shape) for pair in pairs)
     return [
-        f"{pair.wanted}: shape {list(found)}, expected {list(expected)}."
-        for pair, found, expected in both
-        if tuple(found) != tuple(expected)
+        f"{pair.wanted}: shape {list(shape)}, expected {list(expected)}."
+        for pair, shape, expected in both
+        if tuple(shape) != tuple(expected)
     ]
 
 
@@ -246,9 +246,9 @@ def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> list[str]:
     tensors = saved.checkpoint.tensors
     both = ((pair, tensors[pair.saved].dtype, trained.tensors[pair.wanted].dtype) for pair in match.pairs)
     return [
-        f"{pair.wanted}: dtype {found}, expected {expected}."
-        for pair, found, expected in both
-        if found != expected and not {found, expected} <= NUMBERS
+        f"{pair.wanted}: dtype {dtype}, expected {expected}."
+        for pair, dtype, expected in both
+        if dtype != expected and not {dtype, expected} <= NUMBERS
     ]
 
 
@@ -382,11 +382,11 @@ def compare_base(
         hashes = hash_tensors(saved.checkpoint, list(dict.fromkeys(pair.saved for pair in by_hash)), advance)
         changed += [pair for pair in by_hash if hashes[pair.saved] != base_hashes[pair.wanted]]
         for pair in by_value:
-            found, expected = dtypes[pair]
+            dtype, expected = dtypes[pair]
             if describe(pair) is not None:
                 changed.append(pair)
-            elif found != expected:
-                widened[f"{found} for {expected}"] += 1
+            elif dtype != expected:
+                widened[f"{dtype} for {expected}"] += 1
             advance(trained.base_tensors[pair.wanted].bytes)
     if changed:
         lines = [f"{pair.wanted}: {describe(pair)}" for pair in changed[:MOST_LINES]]
@@ -446,8 +446,8 @@ def rounded_dtypes(saved: Saved, trained: Trained, match: Match) -> Mapping[str,
     rounded = Counter[str]()
     for pair in match.pairs:
         if pair.wanted in trained.planned:
-            found, planned = saved.checkpoint.tensors[pair.saved].dtype, trained.planned[pair.wanted].dtype
+            source, planned = saved.checkpoint.tensors[pair.saved].dtype, trained.planned[pair.wanted].dtype
             dtype = TORCH_DTYPES[planned]
-            if found not in TORCH_DTYPES or torch.promote_types(TORCH_DTYPES[found], dtype) != dtype:
-                rounded[f"{found} to {planned}"] += 1
+            if source not in TORCH_DTYPES or torch.promote_types(TORCH_DTYPES[source], dtype) != dtype:
+                rounded[f"{source} to {planned}"] += 1
     return dict(rounded)

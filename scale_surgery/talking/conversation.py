@@ -70,10 +70,10 @@ class Conversation:
         return tokenize_prompts([_join(turns, message)], self.subject.tokenizer)[0]
 
     def _fill_template(self, turns: Sequence[Answer], message: str, settings: GenerationSettings) -> list[int]:
-        said = [] if settings.system is None else [("system", settings.system)]
+        history = [] if settings.system is None else [("system", settings.system)]
         for turn in turns:
-            said += [("user", turn.prompt), ("assistant", turn.text)]
-        messages = [{"role": role, "content": content} for role, content in (*said, ("user", message))]
+            history += [("user", turn.prompt), ("assistant", turn.text)]
+        messages = [{"role": role, "content": content} for role, content in (*history, ("user", message))]
         tokenizer: Any = self.subject.tokenizer
         with translated(self.subject.name, "its chat template does not take the conversation", TEMPLATE_ADVICE):
             filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)

@@ -77,8 +77,8 @@ def test_kernels_that_a_config_names(llama_base: Path, name: str) -> None:
     edit_json(llama_base / "config.json", **change)
     with pytest.raises(CheckpointError) as refused:
         inspect(llama_base)
-    said = str(refused.value)
-    assert said.startswith(f"{llama_base / 'config.json'}: ") and wanted in said and said.endswith(REASON)
+    message = str(refused.value)
+    assert message.startswith(f"{llama_base / 'config.json'}: ") and wanted in message and message.endswith(REASON)
 
 
 # the second gives another key the meaning of attribute_map itself
@@ -115,8 +115,8 @@ def test_every_way_into_a_folder_is_guarded(speaking: tuple[Made, Path], tmp_pat
     before = sorted(tmp_path.rglob("*"))
     for line in COMMANDS:
         done = CliRunner().invoke(main, [places.get(word, word) for word in line.split()])
-        said = " ".join(done.output.split())
-        assert done.exit_code == 1 and "text_config.attn_implementation is 'o/k', expected an" in said, (line, said)
+        output = " ".join(done.output.split())
+        assert done.exit_code == 1 and "text_config.attn_implementation is 'o/k', expected an" in output, (line, output)
     assert sorted(tmp_path.rglob("*")) == before
 
 

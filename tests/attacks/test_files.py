@@ -76,8 +76,8 @@ HEADERS = {
 def test_headers_that_lie(llama_base: Path, name: str) -> None:
     content, message = HEADERS[name]
     (llama_base / SINGLE_FILE).write_bytes(content)
-    found = refusal(llama_base)
-    assert found.startswith(f"{SINGLE_FILE}: ") and message in found, found
+    problem = refusal(llama_base)
+    assert problem.startswith(f"{SINGLE_FILE}: ") and message in problem, problem
     # and what others would make of it is none of ours: the file is refused by its own library too
     with pytest.raises(SafetensorError), safe_open(llama_base / SINGLE_FILE, framework="np"):
         pass

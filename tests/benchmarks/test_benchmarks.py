@@ -47,11 +47,11 @@ with open({str(tmp_path / "file")!r}, "wb") as stream:
 time.sleep(0.2)
 print(json.dumps({{"done": True}}))
 """
-    found = pipeline.measure([sys.executable, "-c", program], "name")
-    assert (found.exit_code, found.result) == (0, {"done": True})
-    assert found.seconds > 0.2
-    assert 50_000_000 < found.peak_anonymous_bytes < 200_000_000
-    assert found.peak_rss_bytes >= found.peak_anonymous_bytes
+    measurement = pipeline.measure([sys.executable, "-c", program], "name")
+    assert (measurement.exit_code, measurement.result) == (0, {"done": True})
+    assert measurement.seconds > 0.2
+    assert 50_000_000 < measurement.peak_anonymous_bytes < 200_000_000
+    assert measurement.peak_rss_bytes >= measurement.peak_anonymous_bytes
 
 
 def test_new_bytes_leaves_out_hard_links_only(tmp_path: Path) -> None:
@@ -86,18 +86,18 @@ def test_pipeline_measures_reports_and_cleans_up(tmp_path: Path, monkeypatch: py
 
 def test_pipeline_stops_at_a_failure(tmp_path: Path) -> None:
     steps = {"bad": (["plan", str(tmp_path / "nothing"), "--layers", "all"], None), "never": ([], None)}
-    (found,) = pipeline.run_steps(steps, tmp_path, tmp_path, is_cold=False)
-    assert found.exit_code == 1
+    (measurement,) = pipeline.run_steps(steps, tmp_path, tmp_path, is_cold=False)
+    assert measurement.exit_code == 1
 
 
 @pytest.mark.parametrize("sizes", [(64, 96, 8), (96, 64, 8), (200, 200, 8)])
 def test_exact_and_fast_find_a_well_defined_subspace(sizes: tuple[int, int, int]) -> None:
-    found = svd.compare("any", "gap", sizes)
+    comparison = svd.compare("any", "gap", sizes)
     for method in svd.METHODS:
-        assert found.agreement[method].overlap > 0.9999
-        assert found.agreement[method].energy == pytest.approx(1, abs=1e-4)
+        assert comparison.agreement[method].overlap > 0.9999
+        assert comparison.agreement[method].energy == pytest.approx(1, abs=1e-4)
 
 
 def test_agreement_tells_a_wrong_subspace() -> None:
-    found = svd.agree(torch.eye(6), torch.eye(6)[:2], torch.eye(6)[1:3])
-    assert (found.overlap, found.angle) == pytest.approx((0.5, 90.0))
+    agreement = svd.agree(torch.eye(6), torch.eye(6)[:2], torch.eye(6)[1:3])
+    assert (agreement.overlap, agreement.angle) == pytest.approx((0.5, 90.0))

@@ -71,9 +71,9 @@ def examination() -> Examination:
     ids=lambda method: method.name,
 )
 def test_every_method_starts_at_the_base(method: Method, base_logits: torch.Tensor) -> None:
-    found = logits(make(method))
+    method_logits = logits(make(method))
     tolerance = 1e-4 if method.name == "PiSSA" else 0.0  # its residual and its factors are rounded
-    assert torch.allclose(found, base_logits, rtol=0, atol=tolerance)
+    assert torch.allclose(method_logits, base_logits, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("method", MATCHED, ids=lambda method: method.name)
@@ -89,14 +89,14 @@ def test_quick_run_learns_and_is_not_run_again(tmp_path: Path, monkeypatch: pyte
     done = read_records(records)
     assert first.exit_code == 0
     assert max(map(len, first.output.splitlines())) <= 80
-    assert {found.points[0].old_accuracy for found in done} == {1.0}
-    best = biography.choose([found for found in done if found.seed == 0])
+    assert {record.points[0].old_accuracy for record in done} == {1.0}
+    best = biography.choose([record for record in done if record.seed == 0])
     assert best.end.new_loss < best.points[0].new_loss - 0.1
-    assert {found.seed for found in done if found.rate == best.rate} == {0, 1}
+    assert {record.seed for record in done if record.rate == best.rate} == {0, 1}
 
     monkeypatch.setattr(biography, "run", None)  # calling it would fail
-    again = CliRunner().invoke(biography.main, arguments, catch_exceptions=False)
-    assert again.output and first.output.endswith(again.output)
+    second = CliRunner().invoke(biography.main, arguments, catch_exceptions=False)
+    assert second.output and first.output.endswith(second.output)
     assert read_records(records) == done
 
 
@@ -182,7 +182,7 @@ def test_routers_are_compared_on_one_model(tmp_path: Path) -> None:
     assert max(map(len, done.output.splitlines())) <= 80
     none, never, often, reluctant = json.loads((tmp_path / "found.json").read_text())
     routers = ["none", "posterior 0.5, 0", "posterior 0.5, 0.01", "posterior 0.9, 0.01"]
-    assert [found["name"] for found in (none, never, often, reluctant)] == routers
+    assert [entry["name"] for entry in (none, never, often, reluctant)] == routers
     assert none["old_share"] is None and none["joined"] is None
     assert 0 < reluctant["new_share"] < often["new_share"] < never["new_share"] < 1
     assert never["old_share"] < never["new_share"]

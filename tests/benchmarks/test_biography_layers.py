@@ -116,12 +116,12 @@ def rendered(table: Any) -> str:
 
 def test_tables_say_what_pilots_propose() -> None:
     proposals = [proposal(0, (0.3, 0.4, 0.2, 0.1)), proposal(1, (0.3, 0.2, 0.4, 0.1))]
-    assert [found.pair for found in proposals] == [(0, 1), (0, 2)]
+    assert [choice.pair for choice in proposals] == [(0, 1), (0, 2)]
     pairs = rendered(biography_layers_report.render_pairs({pair: [scored(), scored(1)] for pair in PAIRS}, proposals))
     lines = {line[:4]: line for line in pairs.splitlines()}
     assert lines["0, 1"].endswith(" 1") and lines["0, 2"].endswith(" 1") and not lines["1, 3"].endswith(" 1")
-    found = rendered(biography_layers_report.render_proposals(proposals))
-    assert "seed 1  30.00%  20.00%  40.00%  10.00% 1, 2" in found
+    table = rendered(biography_layers_report.render_proposals(proposals))
+    assert "seed 1  30.00%  20.00%  40.00%  10.00% 1, 2" in table
 
 
 @pytest.mark.slow  # seconds of training, and what it is made of has tests of its own
@@ -146,9 +146,9 @@ def test_quick_runs_are_tabulated_and_drawn(tmp_path: Path, monkeypatch: pytest.
 
 def test_pilot_reads_what_runs_train_on(tmp_path: Path) -> None:
     settings = dataclasses.replace(QUICK, new_people=6, old_texts=4, steps=1)
-    found = biography_pilots.propose(0, settings)
-    assert len(found.changes) == 4 and all(change > 0 for change in found.changes) and set(found.tied) <= {0, 1, 2, 3}
+    pilot = biography_pilots.propose(0, settings)
+    assert len(pilot.changes) == 4 and all(change > 0 for change in pilot.changes) and set(pilot.tied) <= {0, 1, 2, 3}
     file = tmp_path / "pilots.jsonl"
-    append_record(file, found)
-    assert read_proposals(file) == [found]
+    append_record(file, pilot)
+    assert read_proposals(file) == [pilot]
     assert json.loads(file.read_text())["seed"] == 0

@@ -24,7 +24,7 @@ def test_a_corpus_has_the_size_that_it_should(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_measures_what_is_made_and_what_is_found(tmp_path: Path) -> None:
     options = [str(tmp_path / "work"), "--size", "1", "--in-memory", "1", "--form", "txt"]
-    found = CliRunner().invoke(corpus.main, options, catch_exceptions=False)
-    rows = [line.split() for line in found.stdout.splitlines() if "txt" in line]
+    run = CliRunner().invoke(corpus.main, options, catch_exceptions=False)
+    rows = [line.split() for line in run.stdout.splitlines() if "txt" in line]
     assert [row[3] for row in rows[-3:]] == ["in", "made", "found"]
     assert not (tmp_path / "work").exists()

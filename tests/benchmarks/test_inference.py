@@ -63,19 +63,21 @@ def test_all_is_measured_and_written(
     assert asked == [(TINY, "float32", "all"), (TINY, "float32", "last:2")]
     assert "…" not in run.output and max(map(len, run.output.splitlines())) <= 80
     report = json.loads(output.read_text())
-    assert [found["layers"] for found in report["expansions"]] == ["all", "last:2"]
+    assert [expansion["layers"] for expansion in report["expansions"]] == ["all", "last:2"]
     dense = ["dense (preserve)", "dense (adapt)"]
     names = ["base", "preserve", "preserve fused", "adapt", "adapt fused", *dense]
     cases = ["1x1", "8x1", "1x4", "8x4", "1x8", "8x8", "gen"]
-    for found in report["expansions"]:
-        assert [size["variant"] for size in found["sizes"]] == names
-        assert [(cost["case"], cost["variant"]) for cost in found["costs"]] == [(c, n) for c in cases for n in names]
-        assert all(len(cost["seconds"]) == len(cost["processor_seconds"]) == 1 for cost in found["costs"])
-        assert {ratio["by_dense"]["seconds"] for ratio in found["ratios"] if ratio["variant"] in dense} == {1.0}
-        judged = [ratio for ratio in found["ratios"] if ratio["form"] in report["targets"]]
+    for expansion in report["expansions"]:
+        assert [size["variant"] for size in expansion["sizes"]] == names
+        assert [(cost["case"], cost["variant"]) for cost in expansion["costs"]] == [
+            (c, n) for c in cases for n in names
+        ]
+        assert all(len(cost["seconds"]) == len(cost["processor_seconds"]) == 1 for cost in expansion["costs"])
+        assert {ratio["by_dense"]["seconds"] for ratio in expansion["ratios"] if ratio["variant"] in dense} == {1.0}
+        judged = [ratio for ratio in expansion["ratios"] if ratio["form"] in report["targets"]]
         assert len(judged) == 4 * len(cases)
-        for clock, missed in found["missed"].items():
-            assert missed == [one for one in judged if one["by_dense"][clock] > report["targets"][one["form"]]]
+        for clock, missed in expansion["missed"].items():
+            assert missed == [ratio for ratio in judged if ratio["by_dense"][clock] > report["targets"][ratio["form"]]]
 
 
 def test_ratios_are_those_within_a_round() -> None:
@@ -93,13 +95,17 @@ def test_the_target_can_be_missed_by_either_clock(times: float, is_missed: bool)
     dense, fused, blocks = costs_of(taken, taken)
     disturbed = replace(fused, seconds=[10.0, 20.0, 60.0])
     measured = Measured("all", [DENSE, FUSED, BLOCKS], [], [dense, disturbed, blocks])
-    missed = {clock: [one.variant for one in measured.ratios if one.is_missed(clock)] for clock in training_cost.CLOCKS}
+    missed = {
+        clock: [ratio.variant for ratio in measured.ratios if ratio.is_missed(clock)] for clock in training_cost.CLOCKS
+    }
     assert missed == {"seconds": ["adapt fused"], "processor_seconds": ["adapt fused"] * is_missed}
     verdict = inference.render_verdict(measured, "fused", "processor_seconds")
     assert ("NOT reached: adapt fused: 1x1 1.060" in verdict) == is_missed
     assert "NOT" not in inference.render_verdict(measured, "blocks", "seconds")
     measured = Measured("all", [DENSE, FUSED, BLOCKS], [], costs_of([1.0, 2.0, 6.0], [1.3, 2.6, 7.8]))
-    assert [one.variant for one in measured.ratios if one.is_missed("seconds")] == ["adapt"], "blocks have their own"
+    assert [ratio.variant for ratio in measured.ratios if ratio.is_missed("seconds")] == ["adapt"], (
+        "blocks have their own"
+    )
 
 
 def test_a_dense_model_is_as_large_as_the_expansion_it_stands_for() -> None:
@@ -109,9 +115,9 @@ def test_a_dense_model_is_as_large_as_the_expansion_it_stands_for() -> None:
     assert inference_models.dense_shape(LARGE, parameters) == grown
     # what preserve has on all layers, and each expansion on the upper half
     for parameters in (181_390_464, 170_657_920, 176_556_160):
-        found = inference_models.dense_shape(LARGE, parameters)
-        assert inference_models.count_parameters(found) == pytest.approx(parameters, rel=0.002)
-        assert found.layers == LARGE.layers and found.hidden // found.heads == 64
+        shape = inference_models.dense_shape(LARGE, parameters)
+        assert inference_models.count_parameters(shape) == pytest.approx(parameters, rel=0.002)
+        assert shape.layers == LARGE.layers and shape.hidden // shape.heads == 64
 
 
 def test_models_are_stock_or_have_the_parameters_they_should(models: dict[str, Any]) -> None:

@@ -30,9 +30,9 @@ def write_help(work: Path, files: int = 200) -> None:
         folder = work / "packages" / package / "usr/share/help/text"
         folder.mkdir(parents=True)
         for number in range(files):
-            own = [TEXTS[language].format(f"size{number}x{place}") for place in range(3)]
+            paragraphs = [TEXTS[language].format(f"size{number}x{place}") for place in range(3)]
             # the last is not translated
-            content = PAGE.format(*own, ENGLISH.format(f"note{number}"))
+            content = PAGE.format(*paragraphs, ENGLISH.format(f"note{number}"))
             (folder / f"page{number}.html").write_text(content, encoding="utf-8")
 
 
@@ -49,7 +49,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_paragraphs_are_read_once_in_their_language_and_held_out_with_their_translations(
     work: Path, tmp_path: Path
 ) -> None:
-    (page,) = [own for _, file, own in documents(work, "en") if file.name == "page7.html"]
+    (page,) = [paragraphs for _, file, paragraphs in documents(work, "en") if file.name == "page7.html"]
     # code and menus are left out
     assert page == [*(ENGLISH.format(f"size7x{place}") for place in range(3)), ENGLISH.format("note7")]
     held = {}
@@ -57,11 +57,13 @@ def test_paragraphs_are_read_once_in_their_language_and_held_out_with_their_tran
         lines = (work / "text" / f"{language}.test.jsonl").read_text().splitlines()
         held[language] = {json.loads(line)["file"] for line in lines}
     assert held["en"] == held["de"] == {f"page{n}.html" for n in range(200) if part_of(Path(f"page{n}.html")) == "test"}
-    found = {part: [line for own in read_text(work, "de", part) for line in own.split("\n")] for part in PARTS}
-    assert sum(map(len, found.values())) == 3 * 200, "what nobody translated is not of the second language"
-    assert all(is_in("de", line) and not is_in("en", line) for lines in found.values() for line in lines)
+    lines_by_part = {
+        part: [line for text in read_text(work, "de", part) for line in text.split("\n")] for part in PARTS
+    }
+    assert sum(map(len, lines_by_part.values())) == 3 * 200, "what nobody translated is not of the second language"
+    assert all(is_in("de", line) and not is_in("en", line) for lines in lines_by_part.values() for line in lines)
     pairs = read_pairs(work, "de")
-    assert pairs and {pair.new for pair in pairs} <= set(found["test"])
+    assert pairs and {pair.new for pair in pairs} <= set(lines_by_part["test"])
     assert all(pair.new == GERMAN.format(pair.old.split()[1]) for pair in pairs)
     write_help(tmp_path, 3)
     folder = tmp_path / "packages" / HELP["en"] / "usr/share/help/text"
@@ -115,8 +117,8 @@ def test_what_is_called_whole_or_wide_trains_as_much_as_full_fine_tuning(tmp_pat
     }
     plans = {form: plan(tmp_path, requests[f"{variant} {form}"]) for form in ("whole", "wide")}
 
-    for found in plans.values():
-        assert found.costs.parameters_added == pytest.approx(full.num_parameters(), rel=0.03)
+    for expansion_plan in plans.values():
+        assert expansion_plan.costs.parameters_added == pytest.approx(full.num_parameters(), rel=0.03)
     assert plans["wide"].widths.up_width > plans["whole"].widths.up_width
     assert plans["wide"].widths.up_inner_width < plans["whole"].widths.up_inner_width
 
@@ -145,18 +147,18 @@ def test_methods_learn_from_the_same_base_and_are_recorded(
             append_run(records, run(place, methods[name], key))
     runs = read_runs(records)
 
-    assert [asdict(own) for own in read_runs(records)] == [asdict(own) for own in runs]
-    assert len({own.points[0].old for own in runs}) <= 2  # a router, adapters and the base begin where the base is
-    assert all(own.points[-1].new < own.points[0].new for own in runs[1:])
+    assert [asdict(entry) for entry in read_runs(records)] == [asdict(entry) for entry in runs]
+    assert len({entry.points[0].old for entry in runs}) <= 2  # a router, adapters and the base begin where the base is
+    assert all(entry.points[-1].new < entry.points[0].new for entry in runs[1:])
     assert list(runs[-1].ends) == ["posterior", "posterior 0.001"]
-    again = run(place, methods["preserve"], replace(runs[-2].key))
-    assert again.points == runs[-2].points
+    repeated = run(place, methods["preserve"], replace(runs[-2].key))
+    assert repeated.points == runs[-2].points
     groups = ended(runs)
     # full fine-tuning stands in the table on three places of its way, LoRA with its intruder dimensions reduced
     assert len(list(perplexities(groups))) == 2 + 1 + 6 + 2 * (3 + 1)
     assert [line.split(" | ")[0] for line in routed(groups)][2:] == ["| preserve"] * 2
     assert len(list(downstream(groups))) == 2 + 1 + 6
-    assert all(own.scores.divergence > 0 for own in runs[1:] if own.scores)
+    assert all(entry.scores.divergence > 0 for entry in runs[1:] if entry.scores)
 
     texts = [(pair.old, pair.new) for pair in place.examination.pairs] + [("", "x"), ("a", "b" * 50)]
     model = methods["full"].make(place.base, 0)
@@ -187,7 +189,7 @@ def test_new_tokens_are_compared_at_equal_text(work: Path, monkeypatch: pytest.M
     ]
     full, resized, larger, alone, wide, adapters, trained = runs
 
-    assert all(own.end.new < own.start.new for own in runs)
+    assert all(entry.end.new < entry.start.new for entry in runs)
     assert resized.learned < full.learned and resized.held_out < full.held_out
     assert (wide.learned, wide.held_out) == (resized.learned, resized.held_out)
     # the same rows at the start, whether they are the model's or an expansion's

@@ -15,15 +15,15 @@ from benchmarks import batched_blocks, many_paths
 
 def test_products_are_compared_with_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"shape": (64, 16, 16), "tokens": 2, "count": 3, "dtype": torch.float32, "rounds": 1}
-    found = batched_blocks.compare(**options)
-    assert [own.way for own in found] == ["single", "wide", "batched"]
-    assert found[0].bit_equal == 3 and found[0].times_faster == 1
+    comparisons = batched_blocks.compare(**options)
+    assert [comparison.way for comparison in comparisons] == ["single", "wide", "batched"]
+    assert comparisons[0].bit_equal == 3 and comparisons[0].times_faster == 1
 
     def wrong(*given: Any) -> list[torch.Tensor]:
-        return [own + 1 for own in batched_blocks.single(*given)]
+        return [product + 1 for product in batched_blocks.single(*given)]
 
     monkeypatch.setattr(batched_blocks, "WAYS", (batched_blocks.single, wrong))
-    assert [own.bit_equal for own in batched_blocks.compare(**options)] == [3, 0], "the negative control"
+    assert [comparison.bit_equal for comparison in batched_blocks.compare(**options)] == [3, 0], "the negative control"
 
 
 @pytest.mark.slow
@@ -36,9 +36,9 @@ def test_all_is_measured_and_written(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     report = json.loads(output.read_text())
     choices = list(many_paths.choices_of([1, 2]))
-    assert [own["choice"] for own in report["measured"]] == choices * 4
+    assert [row["choice"] for row in report["measured"]] == choices * 4
     weights = report["weights"]
     assert weights["base"] == 1 < weights["1 preserve"] == weights["alone"] < weights["2 preserve"]
     assert 2 * weights["alone"] - 1 == pytest.approx(weights["2 preserve"]), "the base once"
-    counted = {own["choice"]: own["counted"] for own in report["measured"][: len(choices)]}
+    counted = {row["choice"]: row["counted"] for row in report["measured"][: len(choices)]}
     assert counted["1 preserve"] < counted["1 adapt, upper half"] < counted["1 adapt"]

@@ -54,9 +54,9 @@ def test_one_that_fails_or_does_not_end_keeps_none_from_running(
 
     monkeypatch.setattr(on_gpu.subprocess, "run", start)
     monkeypatch.setattr(on_gpu, "BENCHMARKS", {name: Benchmark(name, (), 1) for name in ("bad", "slow", "good")})
-    found = run(tmp_path)
-    assert found.exit_code == 1 and ran == ["bad", "slow", "good"]
-    assert "bad: failed, exit code 1" in found.output and "slow: ended after 600 seconds" in found.output
+    outcome = run(tmp_path)
+    assert outcome.exit_code == 1 and ran == ["bad", "slow", "good"]
+    assert "bad: failed, exit code 1" in outcome.output and "slow: ended after 600 seconds" in outcome.output
     monkeypatch.setattr(on_gpu, "BENCHMARKS", {"good": Benchmark("good", (), 1)})
     assert run(tmp_path).exit_code == 0, "the control"
 
@@ -74,8 +74,8 @@ def test_every_benchmark_takes_what_it_is_given(name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    found = CliRunner().invoke(on_gpu.main, [str(tmp_path / "out")])
-    assert found.exit_code == 1 and "torch sees no CUDA device" in found.output
+    outcome = CliRunner().invoke(on_gpu.main, [str(tmp_path / "out")])
+    assert outcome.exit_code == 1 and "torch sees no CUDA device" in outcome.output
     assert not (tmp_path / "out").exists()
 
 

@@ -122,17 +122,17 @@ def test_a_routed_model_multiplies_as_much_as_the_formula_says(models: dict[str,
 
 
 def test_caches_hold_what_the_formula_says(models: dict[str, Any], variants: dict[str, Variant]) -> None:
-    found = {name: routing_memory.measure_cache(models[name], variant) for name, variant in variants.items()}
+    caches = {name: routing_memory.measure_cache(models[name], variant) for name, variant in variants.items()}
     heads = {"base": 2, "preserve": 3}
     for name, key_value_heads in heads.items():
-        assert found[name].bytes == 4 * 2 * routing_memory.PROMPT * key_value_heads * 16 * 4, "layers, keys, values"
+        assert caches[name].bytes == 4 * 2 * routing_memory.PROMPT * key_value_heads * 16 * 4, "layers, keys, values"
     for name, variant in variants.items():
-        ratio = found[name].bytes / found[variant.unrouted].bytes
+        ratio = caches[name].bytes / caches[variant.unrouted].bytes
         assert (
             ratio == variant.formula if "strict" not in name and "posterior" not in name else ratio <= variant.formula
         )
         # the last position's log-probabilities on both paths, and the weights of these
-        assert found[name].router_bytes == (2 * 4 * (256 + 1) if variant.router == "posterior" else 0)
+        assert caches[name].router_bytes == (2 * 4 * (256 + 1) if variant.router == "posterior" else 0)
 
 
 @pytest.mark.parametrize(("name", "mode", "least", "most"), [

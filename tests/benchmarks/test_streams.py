@@ -30,14 +30,14 @@ def examiner() -> Examiner:
 def test_tasks_share_no_question_and_tell_what_they_ask() -> None:
     known = {person.name for person in people(SHIPPED_PEOPLE)}
     made = [*tasks(10, 0), *tasks(10, 1)]
-    asked = [own.prompt for task in made[:10] for own in task.asked]
+    asked = [question.prompt for task in made[:10] for question in task.asked]
     groups = [person.name for task in made for person in task.group]
 
     assert len(set(asked)) == len(asked)
     assert len(set(groups)) == len(groups) == 2 * 6 * 20 and not known & set(groups)
     for task in made:
         texts = set(islice(task.texts(0), 2000))
-        assert {own.text for own in task.asked} <= texts
+        assert {question.text for question in task.asked} <= texts
         assert len(texts) > len(task.asked)
 
 
@@ -45,7 +45,9 @@ def test_an_answer_is_right_when_all_of_it_is(examiner: Examiner) -> None:
     model, asked = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL), base_task(12).asked
 
     assert examiner.right(model, asked) == [True] * 12
-    dates = [replace(own, answer=own.answer[:-1] + str(9 - int(own.answer[-1]))) for own in asked[::6]]
+    dates = [
+        replace(question, answer=question.answer[:-1] + str(9 - int(question.answer[-1]))) for question in asked[::6]
+    ]
     assert examiner.right(model, [asked[1], *dates]) == [True, False, False]
 
 
@@ -77,24 +79,24 @@ def test_kept_is_a_share_of_what_was_learned(tmp_path: Path) -> None:
     key = Key("full", False, 0, replace(QUICK, tasks=2))
     first = Run(key, ("people", "lists"), 5, 1.0, (0.5, 1.0), {"": ((1.0, 0.5), (0.8, 0.25, 1.0))})
     second = replace(first, key=replace(key, seed=1), rows={"": ((1.0, 0.5), (0.6, 0.0, 1.0))})
-    (found,) = courses([first, second])
+    (course,) = courses([first, second])
 
-    assert found.kept == pytest.approx((0.5 + 1 + 0 + 1) / 4)
-    assert found.ends == pytest.approx([0.7, 0.125, 1.0])
-    assert list(summary([found]))[2] == ("| full fine-tuning | none | 5 | 75.0% | 62.5% | 56.2% | 12.5% | 70.0% | 2 |")
+    assert course.kept == pytest.approx((0.5 + 1 + 0 + 1) / 4)
+    assert course.ends == pytest.approx([0.7, 0.125, 1.0])
+    assert list(summary([course]))[2] == ("| full fine-tuning | none | 5 | 75.0% | 62.5% | 56.2% | 12.5% | 70.0% | 2 |")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # matplotlib builds its font cache
         from benchmarks.streams.figures import draw_retention
-    draw_retention([found], tmp_path / "streams.png")
+    draw_retention([course], tmp_path / "streams.png")
     assert (tmp_path / "streams.png").stat().st_size > 1000
 
 
 def test_weaknesses_are_asked_from_where_facts_stand() -> None:
-    one, other = people(2)
-    contrary = with_facts_of(one, other)
-    assert contrary.name == one.name and contrary.company == other.company != one.company
-    facts = list(facts_in_place((one, other)))
+    first, second = people(2)
+    contrary = with_facts_of(first, second)
+    assert contrary.name == first.name and contrary.company == second.company != first.company
+    facts = list(facts_in_place((first, second)))
     assert len(facts) > 6
-    assert all(own.prompt.split(".")[-1] and any(who.name in own.prompt for who in (one, other)) for own in facts)
+    assert all(fact.prompt.split(".")[-1] and any(who.name in fact.prompt for who in (first, second)) for fact in facts)
     rows = [Found(seed, "two at once", "a case", {"alone": share}) for seed, share in enumerate((0.5, 1.0))]
     assert list(weak_tables(rows))[-1] == "| a case | 75.0% |"

@@ -42,10 +42,10 @@ def test_all_variants_are_measured_in_turns_and_alone(tmp_path: Path, monkeypatc
     lines = (tmp_path / "tables.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[2:7]] == [f"| {variant}" for variant in training_cost.VARIANTS]
     report = json.loads(output.read_text())
-    assert [found["variant"] for found in report["costs"]] == list(report["ratios"]) == list(training_cost.VARIANTS)
-    for found in report["costs"]:
-        assert len(found["seconds"]) == len(found["processor_seconds"]) == 2
-        assert min(found["seconds"] + found["processor_seconds"]) > 0
+    assert [entry["variant"] for entry in report["costs"]] == list(report["ratios"]) == list(training_cost.VARIANTS)
+    for entry in report["costs"]:
+        assert len(entry["seconds"]) == len(entry["processor_seconds"]) == 2
+        assert min(entry["seconds"] + entry["processor_seconds"]) > 0
     assert set(report["ratios"]["preserve"].values()) == {1.0}
     assert not report["targets"]["full: more memory"], "equal memory is not less"
 
@@ -63,15 +63,15 @@ def specs_of(model: Any) -> Any:
 
 
 def test_every_variant_trains_what_it_says(models: Path) -> None:
-    found = {variant: training_cost.load(models, variant, "cpu") for variant in training_cost.VARIANTS}
-    counts = {variant: training_cost.count_trained(model) for variant, model in found.items()}
-    assert counts["full"] == sum(parameter.numel() for parameter in found["full"].parameters())
+    variants = {variant: training_cost.load(models, variant, "cpu") for variant in training_cost.VARIANTS}
+    counts = {variant: training_cost.count_trained(model) for variant, model in variants.items()}
+    assert counts["full"] == sum(parameter.numel() for parameter in variants["full"].parameters())
     one_rank = 4 * (4 * 64 + 2 * (64 + 32) + 3 * (64 + 176))  # four layers: q and o, k and v, the MLP
     assert abs(counts["LoRA"] - counts["preserve"]) <= one_rank / 2
-    assert trained_names(found["preserve"]) == {"up_weight", "w21", "w22"}
-    assert trained_names(found["adapt"]) == {"up_weight", "w12", "w21", "w22"}
-    assert specs_of(found["preserve"])["expanded_layers"] == [0, 1, 2, 3]
-    assert specs_of(found["adapt"])["collaborative"]["layers"] == [2, 3]
+    assert trained_names(variants["preserve"]) == {"up_weight", "w21", "w22"}
+    assert trained_names(variants["adapt"]) == {"up_weight", "w12", "w21", "w22"}
+    assert specs_of(variants["preserve"])["expanded_layers"] == [0, 1, 2, 3]
+    assert specs_of(variants["adapt"])["collaborative"]["layers"] == [2, 3]
 
 
 def test_ratios_are_those_within_a_round_and_targets_can_be_missed() -> None:

@@ -50,8 +50,8 @@ def test_headers_say_what_safetensors_reads(base_of, tied, dtype):
 
 
 def test_folders_that_are_no_models(tmp_path):
-    found = refusal(tmp_path / "no")
-    assert found.startswith(f"{tmp_path}/no: not found. Give a model folder. What lies on the Hub is fetched first: ")
+    problem = refusal(tmp_path / "no")
+    assert problem.startswith(f"{tmp_path}/no: not found. Give a model folder. What lies on the Hub is fetched first: ")
     assert refusal(tmp_path) == f"{tmp_path}: the folder is empty, expected config.json and safetensors weights."
     (tmp_path / "file").write_text("x")
     assert refusal(tmp_path / "file") == f"{tmp_path}/file: is a file, expected a model folder."
@@ -81,9 +81,9 @@ def test_json_in_a_folder_of_that_name(tmp_path):
 )
 def test_a_shard_that_is_not_safetensors(llama_base, content, message):
     (llama_base / "model.safetensors").write_bytes(content)
-    found = refusal(llama_base)
-    assert found.startswith("model.safetensors: ")
-    assert message in found
+    problem = refusal(llama_base)
+    assert problem.startswith("model.safetensors: ")
+    assert message in problem
 
 
 def test_a_truncated_shard_names_the_tensor_and_the_bytes(llama_base):
@@ -117,16 +117,16 @@ def test_index_and_shards_that_disagree(sharded_base):
     shards = sorted(file.name for file in sharded_base.glob("*.safetensors"))
     where = json.loads((sharded_base / INDEX_FILE).read_text())["weight_map"]
     moved, dropped = "model.norm.weight", "model.embed_tokens.weight"
-    other = next(shard for shard in shards if shard != where[moved])
+    wrong_shard = next(shard for shard in shards if shard != where[moved])
 
     def change(weight_map):
-        weight_map[moved] = other
+        weight_map[moved] = wrong_shard
         del weight_map[dropped]
         weight_map["model.ghost.weight"] = shards[0]
 
     edit_index(sharded_base, change)
     assert set(refusal(sharded_base).splitlines()) == {
-        f"{INDEX_FILE}: {moved} is said to lie in {other}, found in {where[moved]}. Download it again.",
+        f"{INDEX_FILE}: {moved} is said to lie in {wrong_shard}, found in {where[moved]}. Download it again.",
         f"{INDEX_FILE}: model.ghost.weight is said to lie in {shards[0]}, found in no shard. Download it again.",
         f"{INDEX_FILE}: {dropped} lies in {where[dropped]} but is not listed.",
     }

@@ -14,9 +14,9 @@ def test_one_pass_gives_the_sums_of_each(sharded_base, monkeypatch, chunk_bytes)
     checkpoint = open_checkpoint(sharded_base)
     assert len(checkpoint.shards) > 1
     names, seen = [*checkpoint.shards, *checkpoint.side_files], []
-    found = hash_all(checkpoint, names, seen.append)
-    assert found.files == hash_files(sharded_base, names)
-    assert found.tensors == hash_tensors(checkpoint, list(checkpoint.tensors))
+    hashes = hash_all(checkpoint, names, seen.append)
+    assert hashes.files == hash_files(sharded_base, names)
+    assert hashes.tensors == hash_tensors(checkpoint, list(checkpoint.tensors))
     assert sum(seen) == sum((sharded_base / name).stat().st_size for name in names), "each byte is read once"
 
 
@@ -30,7 +30,7 @@ def test_one_byte_changes_the_sums_of_its_file_and_its_tensor_alone(sharded_base
     file.write_bytes(content)
     after = hash_all(checkpoint, list(checkpoint.shards))
     pairs = ((before.files, after.files), (before.tensors, after.tensors))
-    changed = [{name for name in one if one[name] != other[name]} for one, other in pairs]
+    changed = [{name for name in first if first[name] != second[name]} for first, second in pairs]
     assert changed == [{info.file}, {info.name}]
 
 

@@ -60,8 +60,8 @@ def make_socket(file: Path) -> None:
     # a path of a socket is at most 108 bytes long
     before = Path.cwd()
     os.chdir(file.parent)
-    with socket.socket(socket.AF_UNIX) as own:
-        own.bind(file.name)
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        unix_socket.bind(file.name)
     os.chdir(before)
 
 
@@ -180,16 +180,16 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
 def test_a_config_that_nobody_could_work_with(llama_base: Path, tmp_path: Path, bad: str) -> None:
     content, reason = BAD_JSON[bad]
     (llama_base / "config.json").write_bytes(content)
-    found = refusal(OF_A_BASE["plan"], llama_base, tmp_path)
-    assert found.startswith(f"{llama_base / 'config.json'}: ") and reason in found
+    problem = refusal(OF_A_BASE["plan"], llama_base, tmp_path)
+    assert problem.startswith(f"{llama_base / 'config.json'}: ") and reason in problem
 
 
 @pytest.mark.parametrize(("verb", "name"), [*product(OF_A_BASE, ("config.json",)), *product(OF_AN_EXPANSION, RECORDS)])
 def test_every_function_reads_records_so(model: Path, tmp_path: Path, verb: str, name: str) -> None:
     content, reason = BAD_JSON["half a character"]
     (model / name).write_bytes(content)
-    found = refusal(VERBS[verb], model, tmp_path)
-    assert found.startswith(f"{model / name}: ") and reason in found
+    problem = refusal(VERBS[verb], model, tmp_path)
+    assert problem.startswith(f"{model / name}: ") and reason in problem
 
 
 def test_whole_characters_and_numbers_that_stand_for_no_limit_are_read() -> None:
@@ -204,7 +204,9 @@ def first(record: dict[str, Any]) -> dict[str, Any]:
 
 WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
     "several": (
-        lambda own: own.update(base_name=True, left_out="x", base_tensors={"a": 1}) or first(own).update(training=[3]),
+        lambda record: (
+            record.update(base_name=True, left_out="x", base_tensors={"a": 1}) or first(record).update(training=[3])
+        ),
         (
             "base_name is True, expected a text",
             "base_tensors.a is 1, expected an object",
@@ -213,15 +215,15 @@ WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]
         ),
     ),
     "a block": (
-        lambda own: first(own)["facts"]["architecture"]["kinds"][0]["blocks"][0]["linears"][0].update(roles=3),
+        lambda record: first(record)["facts"]["architecture"]["kinds"][0]["blocks"][0]["linears"][0].update(roles=3),
         ("expansions.default.facts.architecture.kinds[0].blocks[0].linears[0].roles is 3, expected a list",),
     ),
     "a verification": (
-        lambda own: own.update(verification={"passed": 1}),
+        lambda record: record.update(verification={"passed": 1}),
         ("verification.passed is 1, expected true",),
     ),
     "a name": (
-        lambda own: own["base_files"].update({"a\0b": own["base_files"]["generation_config.json"]}),
+        lambda record: record["base_files"].update({"a\0b": record["base_files"]["generation_config.json"]}),
         ("'a\\x00b' is said to be a file of the model, expected a name inside the folder",),
     ),
 }
@@ -237,9 +239,9 @@ def test_values_of_other_kinds_are_refused_when_they_are_read(
     record = read_json(model / "surgery.json")
     change(record)
     (model / "surgery.json").write_text(json.dumps(record))
-    found = refusal(OF_AN_EXPANSION.get(verb, strip), model, tmp_path)
-    assert found.startswith(f"{model / 'surgery.json'}: ")
-    assert all(reason in found for reason in reasons)
+    problem = refusal(OF_AN_EXPANSION.get(verb, strip), model, tmp_path)
+    assert problem.startswith(f"{model / 'surgery.json'}: ")
+    assert all(reason in problem for reason in reasons)
 
 
 def test_names_that_no_record_can_hold(llama_base: Path, tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_an_index_without_metadata_is_one(sharded_base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "reason"),
     (
         ({"hidden_act": 3}, "transformers does not read it ("),
         ({"initializer_range": []}, "transformers does not read it ("),
@@ -275,11 +277,11 @@ def test_an_index_without_metadata_is_one(sharded_base: Path) -> None:
     ),
 )
 def test_a_config_that_transformers_refuses_or_whose_numbers_are_none(
-    llama_base: Path, tmp_path: Path, values: dict[str, Any], said: str
+    llama_base: Path, tmp_path: Path, values: dict[str, Any], reason: str
 ) -> None:
     (llama_base / "config.json").write_text(json.dumps(read_json(llama_base / "config.json") | values))
     for call in OF_A_BASE.values():
-        assert f"config.json: {said}" in refusal(call, llama_base, tmp_path)
+        assert f"config.json: {reason}" in refusal(call, llama_base, tmp_path)
 
 
 def test_infinity_in_a_config_is_kept(llama_base: Path, tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_a_damaged_tokenizer_is_none(llama_base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_same"),
+    ("left", "right", "is_same"),
     [
         (False, 0, False),
         (False, 0.0, False),
@@ -320,9 +322,9 @@ def test_a_damaged_tokenizer_is_none(llama_base: Path, tmp_path: Path) -> None:
         (None, None, True),
     ],
 )
-def test_values_are_compared_as_json_has_them(one, other, is_same):
+def test_values_are_compared_as_json_has_them(left, right, is_same):
     """false is no number, though Python says so; how a number is written does not matter."""
-    for first, second in ((one, other), (other, one)):
+    for first, second in ((left, right), (right, left)):
         assert differing_keys({"key": first, "same": [1]}, {"key": second, "same": [1]}) == ["key"] * (not is_same)
 
 

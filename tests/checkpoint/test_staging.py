@@ -32,12 +32,12 @@ def test_a_folder_gets_its_name_when_it_is_complete(tmp_path):
 def test_another_state_starts_clean_and_the_same_goes_on(tmp_path):
     def interrupted(state: dict) -> list[str]:
         with pytest.raises(KeyboardInterrupt), staged(tmp_path / "out", state, overwrite=False) as partial:
-            found = sorted(path.name for path in partial.iterdir())
+            names = sorted(path.name for path in partial.iterdir())
             (partial / "finished").write_text("x")
             (partial / LEFT).mkdir()
             (partial / LEFT / "half").write_text("x")
             raise KeyboardInterrupt
-        return found
+        return names
 
     assert interrupted({"a": 1}) == []
     assert interrupted({"a": 1}) == ["finished"]

@@ -164,7 +164,7 @@ def test_quiet_leaves_out_what_libraries_warn_of(
     assert CliRunner().invoke(command, ["-q"]).exit_code == 0
     assert caplog.messages == ["broken"] and not recwarn.list
     assert CliRunner().invoke(command, []).exit_code == 0, "the control, and nothing stays silent"
-    assert caplog.messages == ["broken", "slow", "broken"] and [str(own.message) for own in recwarn] == ["old"]
+    assert caplog.messages == ["broken", "slow", "broken"] and [str(warning.message) for warning in recwarn] == ["old"]
 
 
 @pytest.mark.parametrize(("command", "suffix"), (("plan", ".json"), ("expand", "")))
@@ -181,9 +181,9 @@ def test_what_is_not_taken_along_is_named(
         assert "not taken along  pytorch_model.bin" in silent.stdout and silent.stderr == ""
         assert (tmp_path / "base-scale" / "surgery.json").is_file(), "named after the model"
     monkeypatch.setenv("FORCE_COLOR", "1")
-    said = run(command, llama_base, "--layers", "1", "-o", tmp_path / f"out{suffix}").stderr
+    notice = run(command, llama_base, "--layers", "1", "-o", tmp_path / f"out{suffix}").stderr
     both = "other weight formats and links out of the folder are not taken along: pytorch_model.bin, notes.txt"
-    assert both in " ".join(said.split())
+    assert both in " ".join(notice.split())
     for name in ("notes.txt", "pytorch_model.bin"):
         (llama_base / name).unlink()
     assert "taken along" not in run(command, llama_base, "--layers", "1", "-o", tmp_path / f"again{suffix}").stderr
@@ -210,9 +210,9 @@ def test_a_base_model_is_told_to_be_expanded_first(base: Path, tmp_path: Path, c
 
 
 def test_expand_refuses_before_it_shows_a_plan_and_plans_alone_when_asked(base: Path, expanded: Path) -> None:
-    for output, said in ((expanded, "exists already"), (base, "lies inside, around or at the input")):
+    for output, reason in ((expanded, "exists already"), (base, "lies inside, around or at the input")):
         refused = run("expand", base, "--layers", "last:1", "-o", output, code=1)
-        assert refused.stdout == "" and said in refused.stderr
+        assert refused.stdout == "" and reason in refused.stderr
     before = digests(expanded)
     planned = run("plan", base, "--layers", "last:2").stdout
     assert run("expand", base, "--layers", "last:2", "-o", expanded, "--dry-run").stdout == planned

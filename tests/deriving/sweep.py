@@ -28,15 +28,15 @@ def row(model_type: str) -> tuple[bool, str]:
     """Whether a type derives, and its row of the table."""
     start = time.perf_counter()
     try:
-        found = derive(CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {})))
+        facts = derive(CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {})))
     except Exception as error:
         seconds = time.perf_counter() - start
         return False, f"{model_type}\t{seconds:.1f}s\tFAILED {type(error).__name__}: {str(error)[:300]}"
-    kinds = " || ".join(" | ".join(map(describe, kind.blocks)) for kind in found.architecture.kinds)
-    about = found.architecture
+    kinds = " || ".join(" | ".join(map(describe, kind.blocks)) for kind in facts.architecture.kinds)
+    about = facts.architecture
     extra = f"enters {about.enters}" + (f", softcap {about.softcap}" if about.softcap else "")
-    sizes = [twin_parameters(model_type, twin) for twin in found.twins]
-    return True, f"{model_type}\t{found.seconds:.1f}s\t{sizes}\t{extra}\t{kinds}"
+    sizes = [twin_parameters(model_type, twin) for twin in facts.twins]
+    return True, f"{model_type}\t{facts.seconds:.1f}s\t{sizes}\t{extra}\t{kinds}"
 
 
 def twin_parameters(model_type: str, values: dict[str, object]) -> int:
@@ -44,7 +44,7 @@ def twin_parameters(model_type: str, values: dict[str, object]) -> int:
     with torch.device("meta"):
         model = build_model(config)
     assert find_place(model) is not None
-    return sum(own.numel() for own in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def main(types: list[str]) -> None:

@@ -26,9 +26,9 @@ def kind(norm: str, *linears: str, whole: str = "") -> Kind:
 
 def architecture(*kinds: Kind) -> Architecture:
     """Facts of a model that has one layer of each kind."""
-    own: dict[str, Any] = {"model_type": "", "config_class": "", "classes": {}, "head": "lm_head"}
+    names: dict[str, Any] = {"model_type": "", "config_class": "", "classes": {}, "head": "lm_head"}
     around: dict[str, Any] = {"base_model": "model", "layers": "layers", "embedding": "embed_tokens"}
-    return Architecture(**own, **around, final_norm=Norm("norm"), kinds=kinds, kind_of_layer=tuple(range(len(kinds))))
+    return Architecture(**names, **around, final_norm=Norm("norm"), kinds=kinds, kind_of_layer=tuple(range(len(kinds))))
 
 
 def reading(model_type: str, **sizes: Any) -> Reading:
@@ -42,7 +42,7 @@ def named(about: Architecture, how: Reading, *names: str, prefix: str = "model."
 
 
 def renamed(about: Architecture) -> list[Mapping[str, str]]:
-    return [own.stored_as for own in about.kinds]
+    return [layer_kind.stored_as for layer_kind in about.kinds]
 
 
 def test_kimi_linear():
@@ -52,33 +52,35 @@ def test_kimi_linear():
     how, shared = reading("kimi_linear"), ("layers.0.self_attn.f_a_proj", "layers.0.self_attn.o_proj")
     experts = ("layers.1.self_attn.o_proj", "layers.1.block_sparse_moe.experts.3.w1", "layers.1.block_sparse_moe.gate")
     about = architecture(dense, sparse)
-    found = named(about, how, "embed_tokens", *shared, "layers.0.mlp.gate_proj", *experts)
+    layout = named(about, how, "embed_tokens", *shared, "layers.0.mlp.gate_proj", *experts)
     gate = {"self_attn.forget_gate.f_a_proj": "self_attn.f_a_proj"}
-    assert renamed(found) == [gate, {"mlp": "block_sparse_moe"}] and found.stored_as == {}
+    assert renamed(layout) == [gate, {"mlp": "block_sparse_moe"}] and layout.stored_as == {}
     # and as transformers writes it
-    found = named(about, how, "embed_tokens", *shared, "layers.0.block_sparse_moe.gate_proj", *experts)
-    assert renamed(found)[0] == gate | {"mlp.gate_proj": "block_sparse_moe.gate_proj"}
-    assert module_path(found, "model.", 0, "mlp.gate_proj") == "model.layers.0.block_sparse_moe.gate_proj"
+    layout = named(about, how, "embed_tokens", *shared, "layers.0.block_sparse_moe.gate_proj", *experts)
+    assert renamed(layout)[0] == gate | {"mlp.gate_proj": "block_sparse_moe.gate_proj"}
+    assert module_path(layout, "model.", 0, "mlp.gate_proj") == "model.layers.0.block_sparse_moe.gate_proj"
 
 
 def test_bailing_hybrid():
     """Around the layers, too."""
     about = architecture(kind("input_layernorm", "self_attn.o_proj", "self_attn.forget_gate.f_proj"))
     names = ("layers.0.attention.dense", "layers.0.attention.f_proj", "layers.0.input_layernorm")
-    found = named(about, reading("bailing_hybrid"), "word_embeddings", *names)
-    assert found.stored_as == {"embed_tokens": "word_embeddings"} and found.embedding_weight == "word_embeddings.weight"
-    assert renamed(found) == [
+    layout = named(about, reading("bailing_hybrid"), "word_embeddings", *names)
+    assert (
+        layout.stored_as == {"embed_tokens": "word_embeddings"} and layout.embedding_weight == "word_embeddings.weight"
+    )
+    assert renamed(layout) == [
         {"self_attn.o_proj": "attention.dense", "self_attn.forget_gate.f_proj": "attention.f_proj"}
     ]
-    assert find_prefix(found, [f"model.{name}.weight" for name in ("word_embeddings", *names)]) == "model."
+    assert find_prefix(layout, [f"model.{name}.weight" for name in ("word_embeddings", *names)]) == "model."
 
 
 def test_hy_v3():
     """A part inside a block that is renamed says nothing of the block itself."""
     about = architecture(kind("input_layernorm", "self_attn.o_proj", whole="mlp"))
     names = ("mlp.router.gate", "mlp.shared_mlp.up_proj", "mlp.experts.0.up_proj", "self_attn.o_proj")
-    found = named(about, reading("hy_v3"), "embed_tokens", *(f"layers.0.{name}" for name in names))
-    assert renamed(found) == [{}]
+    layout = named(about, reading("hy_v3"), "embed_tokens", *(f"layers.0.{name}" for name in names))
+    assert renamed(layout) == [{}]
 
 
 def test_lfm3():
@@ -92,22 +94,22 @@ def test_lfm3():
 def test_what_stands_before_all_names_is_no_name_of_a_module():
     about = architecture(kind("norm", "mixer.in_proj"))
     about = Architecture(**vars(about) | {"embedding": "embeddings"})
-    found = named(
+    layout = named(
         about, reading("nemotron_h"), "embeddings", "layers.0.mixer.in_proj", "layers.0.norm", prefix="backbone."
     )
-    assert (renamed(found), found.stored_as) == ([{}], {})
-    assert find_prefix(found, ["backbone.embeddings.weight", "backbone.layers.0.norm.weight"]) == "backbone."
+    assert (renamed(layout), layout.stored_as) == ([{}], {})
+    assert find_prefix(layout, ["backbone.embeddings.weight", "backbone.layers.0.norm.weight"]) == "backbone."
 
 
 def test_layers_of_one_kind_with_other_names_are_several_kinds():
     sparse, how = kind("input_layernorm", whole="mlp"), reading("mixtral")
     about = Architecture(**vars(architecture(sparse)) | {"kind_of_layer": (0, 0, 0)})
     names = ("layers.0.block_sparse_moe.gate", "layers.1.mlp.gate", "layers.2.block_sparse_moe.gate")
-    found = named(about, how, "embed_tokens", *names)
-    assert renamed(found) == [{"mlp": "block_sparse_moe"}, {}] and found.kind_of_layer == (0, 1, 0)
+    layout = named(about, how, "embed_tokens", *names)
+    assert renamed(layout) == [{"mlp": "block_sparse_moe"}, {}] and layout.kind_of_layer == (0, 1, 0)
     # one that lacks a tensor is called as the others are, so that it is missed by its name
-    found = named(about, how, "embed_tokens", "layers.0.block_sparse_moe.gate", "layers.2.input_layernorm")
-    assert renamed(found) == [{"mlp": "block_sparse_moe"}] and found.kind_of_layer == (0, 0, 0)
+    layout = named(about, how, "embed_tokens", "layers.0.block_sparse_moe.gate", "layers.2.input_layernorm")
+    assert renamed(layout) == [{"mlp": "block_sparse_moe"}] and layout.kind_of_layer == (0, 0, 0)
 
 
 def test_a_checkpoint_of_another_model_changes_nothing():
@@ -128,5 +130,5 @@ def test_what_is_renamed_alone_cannot_be_expanded():
     )
     # the negative control: a module that is renamed as a whole
     how = Reading((WeightRenaming("self_attn.wq.", "self_attn.q_proj."),), "model", tensors)
-    found = named(about, how, "layers.0.self_attn.wq")
-    assert renamed(found) == [{"self_attn.q_proj": "self_attn.wq"}]
+    layout = named(about, how, "layers.0.self_attn.wq")
+    assert renamed(layout) == [{"self_attn.q_proj": "self_attn.wq"}]

@@ -52,9 +52,9 @@ def test_an_up_stream_is_normalised_as_the_stock_norm_does(style: str, has_bias:
         base, up = blocks(x, x, norm(x), False)
     assert torch.equal(base, norm(x))
     torch.testing.assert_close(up, norm(x))
-    other = blocks_of(norm, "rms" if style != "rms" else "layer")
-    other.load_state_dict(blocks.state_dict())
-    assert not torch.allclose(other(x, x, norm(x), False)[1], norm(x), atol=1e-2)
+    wrong_blocks = blocks_of(norm, "rms" if style != "rms" else "layer")
+    wrong_blocks.load_state_dict(blocks.state_dict())
+    assert not torch.allclose(wrong_blocks(x, x, norm(x), False)[1], norm(x), atol=1e-2)
 
 
 def test_a_norm_of_another_formula_has_no_style() -> None:

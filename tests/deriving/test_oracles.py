@@ -21,28 +21,36 @@ def oracle(request) -> tuple[Family, PreTrainedConfig, Derived]:
 
 
 def test_linears_and_their_widths(oracle):
-    family, config, found = oracle
-    (kind,), sizes = found.architecture.kinds, read_sizes(family, config.to_dict())
-    assert found.sizes == sizes
-    assert found.architecture.is_uniform and [own.group for own in kind.blocks] == ["attn", "ffn"]
+    family, config, facts = oracle
+    (kind,), sizes = facts.architecture.kinds, read_sizes(family, config.to_dict())
+    assert facts.sizes == sizes
+    assert facts.architecture.is_uniform and [block.group for block in kind.blocks] == ["attn", "ffn"]
     query, key_value = sizes.query_heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
     widths = {"residual": sizes.hidden, "query": query, "key_value": key_value, "inner": sizes.inner}
-    assert [(own.name, own.roles, own.fused_by, own.inputs, list(own.outputs)) for own in kind.linears] == [
-        (own.name, own.roles, own.fused_by, widths[own.reads], [widths[stream] for stream in own.writes()])
-        for own in family.linears
+    assert [
+        (linear.name, linear.roles, linear.fused_by, linear.inputs, list(linear.outputs)) for linear in kind.linears
+    ] == [
+        (
+            linear.name,
+            linear.roles,
+            linear.fused_by,
+            widths[linear.reads],
+            [widths[stream] for stream in linear.writes()],
+        )
+        for linear in family.linears
     ]
     for block in kind.blocks:
         assert {name.rpartition(".")[0] for name in block.mute} == {block.linears[-1].name}
 
 
 def test_norms_attention_and_activation(oracle):
-    family, _, found = oracle
-    (kind,), style = found.architecture.kinds, family.norm_style
-    assert [(own.name, own.style) for own in kind.pre_norms] == [(name, style) for name in family.pre_norms]
-    assert [(own.name, own.style) for own in kind.post_norms] == [(name, style) for name in family.post_norms]
+    family, _, facts = oracle
+    (kind,), style = facts.architecture.kinds, family.norm_style
+    assert [(norm.name, norm.style) for norm in kind.pre_norms] == [(name, style) for name in family.pre_norms]
+    assert [(norm.name, norm.style) for norm in kind.post_norms] == [(name, style) for name in family.post_norms]
     attention, mlp = kind.blocks
-    assert [(own.name, own.stream, own.head_axis, own.style) for own in attention.inner_norms] == [
-        (own.name, own.stream, own.head_axis, style) for own in family.inner_norms
+    assert [(norm.name, norm.stream, norm.head_axis, norm.style) for norm in attention.inner_norms] == [
+        (norm.name, norm.stream, norm.head_axis, style) for norm in family.inner_norms
     ]
     assert (attention.name, mlp.activations) == (family.attention, (family.activation,))
     unread = UNREAD.get(family.model_type, ())
@@ -51,8 +59,8 @@ def test_norms_attention_and_activation(oracle):
 
 
 def test_around_the_layers_and_config(oracle):
-    family, config, found = oracle
-    about = found.architecture
+    family, config, facts = oracle
+    about = facts.architecture
     assert (about.base_model, about.layers, about.embedding) == (family.base_model, family.layers, family.embedding)
     assert (about.final_norm.name, about.final_norm.style) == (family.final_norm, family.norm_style)
     assert about.padded == ((family.position_embedding,) if family.position_embedding else ())
@@ -67,6 +75,6 @@ def test_around_the_layers_and_config(oracle):
 
 @each_shape
 def test_default_config_gives_the_same(family):
-    tiny, default = (derive(own).architecture for own in (tiny_config(family), CONFIG_MAPPING[family]()))
-    names = [[(own.name, own.roles) for own in about.kinds[0].linears] for about in (tiny, default)]
+    tiny, default = (derive(config).architecture for config in (tiny_config(family), CONFIG_MAPPING[family]()))
+    names = [[(linear.name, linear.roles) for linear in about.kinds[0].linears] for about in (tiny, default)]
     assert names[0] == names[1]

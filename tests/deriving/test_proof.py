@@ -39,11 +39,13 @@ def twin(model_type: str) -> Twin:
     """A twin with the facts that are proved on it."""
     config = config_of(model_type)
     real, *twins = find_twins(read_real(config))
-    found = twin_of(twins[0], real.twin_kinds, agree_twins(*(watch_twin(own, real.shown) for own in twins)))
+    subject = twin_of(
+        twins[0], real.twin_kinds, agree_twins(*(watch_twin(twin_config, real.shown) for twin_config in twins))
+    )
     proved = derive(config).architecture
     # the treatments are those of the proof, the numbers the twin's
-    assert [treatments(found.architecture), found.architecture.enters] == [treatments(proved), proved.enters]
-    return found
+    assert [treatments(subject.architecture), subject.architecture.enters] == [treatments(proved), proved.enters]
+    return subject
 
 
 def treatments(architecture: Architecture) -> list[list[str]]:
@@ -55,19 +57,20 @@ def states(specs: dict[str, Any]) -> list[str]:
     layers = range(len(specs.get("kind_of_layer", (0, 0, 0))))
     w12 = specs["collaborative"]["layers"]
     return [
-        "passing" if own not in specs["expanded_layers"] else "with W12" if own in w12 else "without" for own in layers
+        "passing" if layer not in specs["expanded_layers"] else "with W12" if layer in w12 else "without"
+        for layer in layers
     ]
 
 
 @pytest.mark.parametrize("model_type", mostly(SHAPES, "gpt_oss".__eq__))
 def test_each_kind_of_layer_is_proved_in_every_state(model_type):
-    own = twin(model_type)
-    kinds, made = own.architecture.kind_of_layer, list(expansions(own))
+    subject = twin(model_type)
+    kinds, made = subject.architecture.kind_of_layer, list(expansions(subject))
     assert [specs["variant"] for specs in made] == ["adapt", "preserve", "adapt"]
-    found = {(number, state) for specs in made for number, state in zip(kinds, states(specs), strict=True)}
+    pairs = {(number, state) for specs in made for number, state in zip(kinds, states(specs), strict=True)}
     # where no two layers are of one kind, the first is passed by in no expansion
     alone = {(0, "passing")} if len(set(kinds)) == len(kinds) else set()
-    assert found | alone == {(number, state) for number in kinds for state in ("passing", "with W12", "without")}
+    assert pairs | alone == {(number, state) for number in kinds for state in ("passing", "with W12", "without")}
     assert bool(alone) or {"with W12", "without"} <= set(states(made[2]))
     assert FORMS in derive(config_of(model_type)).proof["checks"]
 
@@ -79,24 +82,24 @@ def test_no_more_expansions_are_proved_than_say_something():
     assert next(expansions(twin("gpt_oss")))["expanded_layers"] == [0, 1]
 
 
-def without_norms(own: Twin, *treatment: str) -> Twin:
+def without_norms(subject: Twin, *treatment: str) -> Twin:
     """The same twin with facts that do not say which norm a block reads."""
     kinds = tuple(
         replace(
             kind,
             blocks=tuple(replace(block, norm="") if block.treatment in treatment else block for block in kind.blocks),
         )
-        for kind in own.architecture.kinds
+        for kind in subject.architecture.kinds
     )
-    return replace(own, architecture=replace(own.architecture, kinds=kinds))
+    return replace(subject, architecture=replace(subject.architecture, kinds=kinds))
 
 
 @pytest.mark.parametrize("model_type", mostly(("gpt_oss", "granitemoehybrid"), "gpt_oss".__eq__))
 def test_what_fails_without_w12_alone_fails(model_type):
     """With W12 a norm before edges learns; where it is expanded without, its gain never does."""
-    own = twin(model_type)
-    assert failure_of(own) is None
-    failure = failure_of(without_norms(own, "edges"))
+    subject = twin(model_type)
+    assert failure_of(subject) is None
+    failure = failure_of(without_norms(subject, "edges"))
     assert failure is not None and failure.endswith(
         f"{tensor_name('input_layernorm', 'default', 'up_weight')}: gets no gradient"
     )
@@ -105,12 +108,12 @@ def test_what_fails_without_w12_alone_fails(model_type):
 @pytest.mark.slow
 def test_what_fails_in_a_layer_that_is_passed_by_alone_fails():
     """A mixture is passed by where another expansion than the first leaves its layer out."""
-    own = twin("deepseek_v3")
-    assert states(next(expansions(own)))[-1] == "with W12"
-    dense, sparse = own.architecture.kinds
+    subject = twin("deepseek_v3")
+    assert states(next(expansions(subject)))[-1] == "with W12"
+    dense, sparse = subject.architecture.kinds
     # what is said of layers that are passed by is made of these, and of no others
     spoiled = replace(sparse, direct=("mlp.shared_experts.down_proj",))
-    failure = failure_of(replace(own, architecture=replace(own.architecture, kinds=(dense, spoiled))))
+    failure = failure_of(replace(subject, architecture=replace(subject.architecture, kinds=(dense, spoiled))))
     assert failure is not None
 
 
@@ -121,21 +124,26 @@ WIDTHS = {"all": {}, "the stream alone": {"up_kv_heads": 0, "up_inner_width": 0}
 @pytest.mark.parametrize("variant", ("preserve", "upper", "attention", "ffn"))
 @pytest.mark.parametrize("model_type", mostly(("llama", "granitemoehybrid", "flex_olmo"), "granitemoehybrid".__ne__))
 def test_no_tensor_is_made_that_nothing_reads(model_type, variant, widths):
-    own = twin(model_type)
-    every = tuple(range(own.sizes.layers))
+    subject = twin(model_type)
+    every = tuple(range(subject.sizes.layers))
     collaboration = {
         "preserve": Collaboration(),
         "upper": Collaboration(every[1:], ("attn", "ffn")),
         "attention": Collaboration(every, ("attn",)),
         "ffn": Collaboration(every[:1], ("ffn",)),
     }[variant]
-    width = replace(Widths(2 * max(8, own.sizes.head_size), int(bool(own.sizes.key_value_heads)), 24), **WIDTHS[widths])
-    specs = build_specs(own.architecture, own.sizes, width, every, collaboration) | {"variant": "", "dtype": None}
-    model = expanded_twin(own, specs)
+    width = replace(
+        Widths(2 * max(8, subject.sizes.head_size), int(bool(subject.sizes.key_value_heads)), 24), **WIDTHS[widths]
+    )
+    specs = build_specs(subject.architecture, subject.sizes, width, every, collaboration) | {
+        "variant": "",
+        "dtype": None,
+    }
+    model = expanded_twin(subject, specs)
     with torch.no_grad():
         for parameter in expansion_tensors(model).values():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, use_cache=False).logits.float().pow(2).mean().backward()
-    idle = [name for name, own in expansion_tensors(model).items() if own.grad is None or not own.grad.any()]
+    idle = [name for name, tensor in expansion_tensors(model).items() if tensor.grad is None or not tensor.grad.any()]
     assert not idle

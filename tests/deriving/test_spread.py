@@ -55,8 +55,8 @@ each_type = pytest.mark.parametrize("model_type", mostly(EXPECTED, COMMON.__cont
 
 @each_type
 def test_treatments(model_type):
-    found = [" ".join(block.treatment for block in kind.blocks) for kind in architecture(model_type).kinds]
-    assert found == EXPECTED[model_type]
+    treatments = [" ".join(block.treatment for block in kind.blocks) for kind in architecture(model_type).kinds]
+    assert treatments == EXPECTED[model_type]
     about, sizes = architecture(model_type), derive(config_of(model_type)).sizes
     for block in (block for kind in about.kinds for block in kind.blocks):
         assert block.mute and bool(block.reason) == (block.treatment != "split")
@@ -82,12 +82,14 @@ def test_what_cannot_be_expanded_is_named(model_type):
     assert "Supported are" in str(error.value)
 
 
-@pytest.mark.parametrize(("heads", "groups"), mostly([(32, 8), (32, 1), (32, 32), (28, 4)], lambda own: own == (28, 4)))
+@pytest.mark.parametrize(
+    ("heads", "groups"), mostly([(32, 8), (32, 1), (32, 32), (28, 4)], lambda pair: pair == (28, 4))
+)
 def test_groups_of_heads_are_those_of_the_model(heads, groups):
     config = CONFIG_MAPPING["llama"](hidden_size=heads * 64, num_attention_heads=heads, num_key_value_heads=groups)
-    found = derive(config)
-    assert (found.sizes.query_heads, found.sizes.key_value_heads, found.sizes.head_size) == (heads, groups, 64)
-    twin = found.twins[0]
+    facts = derive(config)
+    assert (facts.sizes.query_heads, facts.sizes.key_value_heads, facts.sizes.head_size) == (heads, groups, 64)
+    twin = facts.twins[0]
     assert (twin["num_attention_heads"] == twin["num_key_value_heads"]) == (heads == groups)
     assert (twin["num_key_value_heads"] == 1) == (groups == 1)
 

@@ -30,26 +30,26 @@ OTHERS = {
 
 
 def names(model_type: str) -> dict[str, str]:
-    return {auto: own.__name__ for auto, own in stock_classes(CONFIG_MAPPING[model_type]()).items()}
+    return {auto: stock_class.__name__ for auto, stock_class in stock_classes(CONFIG_MAPPING[model_type]()).items()}
 
 
 @pytest.mark.parametrize("model_type", INSIDE)
 def test_the_language_model_inside_is_left_out(model_type):
     inside, whole = INSIDE[model_type]
     assert MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]].__name__ == inside
-    found = names(model_type)
-    assert "AutoModelForCausalLM" not in found and list(found.values())[-1] == whole
+    class_names = names(model_type)
+    assert "AutoModelForCausalLM" not in class_names and list(class_names.values())[-1] == whole
     # whoever loads the model, base or expanded, takes the whole too
-    for own in (model_type, f"scale_{model_type}"):
-        assert auto_class_of({"model_type": own}).__name__ == "AutoModelForImageTextToText"
+    for name in (model_type, f"scale_{model_type}"):
+        assert auto_class_of({"model_type": name}).__name__ == "AutoModelForImageTextToText"
     modeling.register()
     assert MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[f"scale_{model_type}"], None) is None
 
 
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_other_classes_stay(model_type):
-    found = names(model_type)
-    assert found == OTHERS[model_type]
-    is_whole = "AutoModelForCausalLM" in found
+    class_names = names(model_type)
+    assert class_names == OTHERS[model_type]
+    is_whole = "AutoModelForCausalLM" in class_names
     expected = "AutoModelForCausalLM" if is_whole else "AutoModelForImageTextToText"
     assert auto_class_of({"model_type": model_type}).__name__ == expected

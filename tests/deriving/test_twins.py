@@ -37,21 +37,21 @@ LLAMA = LlamaConfig(
 
 
 def test_twins_keep_rope_and_heads_and_no_two_sizes():
-    found = derive(LLAMA)
-    one, other = twins = found.twins
+    facts = derive(LLAMA)
+    first, second = twins = facts.twins
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    assert not {one[name] for name in names} & {other[name] for name in names}
-    assert len({one[name] for name in names}) == len(names)
-    assert derive(LlamaConfig(**LLAMA.to_dict())) is found, "asked twice it answers at once"
-    assert derive(LlamaConfig(**LLAMA.to_dict() | {"num_hidden_layers": 4})) is not found
-    assert all(own["rope_parameters"] == LLAMA.to_dict()["rope_parameters"] for own in twins)
-    assert all(own["head_dim"] == 128 and own["rms_norm_eps"] == LLAMA.rms_norm_eps for own in twins)
+    assert not {first[name] for name in names} & {second[name] for name in names}
+    assert len({first[name] for name in names}) == len(names)
+    assert derive(LlamaConfig(**LLAMA.to_dict())) is facts, "asked twice it answers at once"
+    assert derive(LlamaConfig(**LLAMA.to_dict() | {"num_hidden_layers": 4})) is not facts
+    assert all(twin["rope_parameters"] == LLAMA.to_dict()["rope_parameters"] for twin in twins)
+    assert all(twin["head_dim"] == 128 and twin["rms_norm_eps"] == LLAMA.rms_norm_eps for twin in twins)
 
 
 def test_the_same_config_gives_the_same_twins():
-    one, other = (shrink(read_real(LLAMA))[0] for _ in range(2))
-    assert one.to_dict() == other.to_dict()
-    first, second = (build_twin(own)(input_ids=token_ids(own)).logits for own in (one, other))
+    left, right = (shrink(read_real(LLAMA))[0] for _ in range(2))
+    assert left.to_dict() == right.to_dict()
+    first, second = (build_twin(config)(input_ids=token_ids(config)).logits for config in (left, right))
     assert torch.equal(first, second)
 
 
@@ -96,22 +96,22 @@ def test_what_the_caller_set_for_torch_changes_no_fact(number):
     before = config.to_dict()
     with SETTINGS[number]():
         assert torch.is_grad_enabled() == (number > 1)
-        found = derive(config)
+        facts = derive(config)
     assert torch.equal(torch.get_rng_state(), state) and config.to_dict() == before, "nothing of the caller's moved"
     with pytest.raises(RuntimeError), attention_noted():
         assert dict(ALL_ATTENTION_FUNCTIONS) != functions
         raise RuntimeError
     assert dict(ALL_ATTENTION_FUNCTIONS) == functions
-    assert found.architecture == replace(
+    assert facts.architecture == replace(
         derive(LlamaConfig(**settings | {"num_hidden_layers": 4})).architecture, kind_of_layer=(0,) * (5 + number)
     )
 
 
 def test_a_combination_is_found_and_another_is_not():
-    one, other, third = torch.randn(3, 2, 7, 5)
-    numbers = is_combination(one * 2 - other * 0.5, [one, other])
+    first, second, third = torch.randn(3, 2, 7, 5)
+    numbers = is_combination(first * 2 - second * 0.5, [first, second])
     assert numbers is not None and numbers == pytest.approx([2, -0.5], abs=1e-5)
-    assert is_combination(one * other, [one, other]) is None and is_combination(third, [one, other]) is None
+    assert is_combination(first * second, [first, second]) is None and is_combination(third, [first, second]) is None
 
 
 def test_what_mutes_a_block_mutes_it():
@@ -122,9 +122,9 @@ def test_what_mutes_a_block_mutes_it():
     part = twin.layers[3].parts[1]
     with torch.no_grad():
         assert bool(part.call.rerun(part.entry).any())
-        for name, own in part.module.named_parameters():
+        for name, parameter in part.module.named_parameters():
             if numberless(f"mlp.{name}") in kind.blocks[1].mute:
-                own.zero_()
+                parameter.zero_()
         assert not bool(part.call.rerun(part.entry).any())
     assert kind.blocks[1].mute == ("mlp.experts.down_proj", "mlp.shared_experts.down_proj.weight")
 
@@ -141,8 +141,8 @@ def test_treatments_step_down():
     assert weaker_block(whole) is None
     # an architecture steps down one class at a time
     about = derive(CONFIG_MAPPING["llama"]()).architecture
-    found = weaker(about, "LlamaMLP")
-    assert found is not None and [own.treatment for own in found.kinds[0].blocks] == ["split", "edges"]
+    weakened = weaker(about, "LlamaMLP")
+    assert weakened is not None and [block.treatment for block in weakened.kinds[0].blocks] == ["split", "edges"]
     assert weaker(about, "NoSuchClass") is None
     hook = hooked(about)
     assert hook is not None and hook.enters == "hook" and hooked(hook) is None
@@ -172,14 +172,16 @@ def test_a_kind_that_comes_late_is_shown(title):
     assert real.chosen == shown and set(real.kinds) <= set(shown)
     for config in twins:
         twin = read_real(config)
-        assert [own.made_of for own in twin.forms] == [real.forms[layer].made_of for layer in shown]
-        assert len({(own, kind) for own, kind in zip(twin.kinds, real.twin_kinds, strict=True)}) == len(set(twin.kinds))
+        assert [form.made_of for form in twin.forms] == [real.forms[layer].made_of for layer in shown]
+        assert len({(twin_kind, kind) for twin_kind, kind in zip(twin.kinds, real.twin_kinds, strict=True)}) == len(
+            set(twin.kinds)
+        )
         assert set(real.shown) <= set(range(twin.place.count))
 
 
 def test_layers_that_are_told_the_same_are_of_one_kind():
     kinds = [read_real(CONFIG_MAPPING[name]()).kinds for name in ("gpt_neo", "diffllama", "llama")]
-    assert [set(own) for own in kinds] == [{0, 1}, {0}, {0}]
+    assert [set(numbers) for numbers in kinds] == [{0, 1}, {0}, {0}]
 
 
 def test_a_layer_that_no_twin_shows_is_named(monkeypatch):

@@ -49,10 +49,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, two trained expansions of it, one of another model, and texts."""
     place = tmp_path_factory.mktemp("evaluate")
     base = with_tokenizer(save_tiny(place / "base", "llama"))
-    other = with_tokenizer(save_tiny(place / "other", "qwen3", shard_size="30KB"))
+    other_base = with_tokenizer(save_tiny(place / "other", "qwen3", shard_size="30KB"))
     shake(expand(base, Request("1-2"), place / "wide").path)
     shake(expand(base, Request("0,2", variant="adapt", collaborate="both"), place / "adapted").path)
-    shake(expand(other, Request("1"), place / "other-wide").path)
+    shake(expand(other_base, Request("1"), place / "other-wide").path)
     (place / "old.txt").write_text(TEXTS[0].text)
     lines(place / "new.jsonl", *({"question": document.prompt, "answer": document.text} for document in QUESTIONS))
     return place
@@ -75,14 +75,14 @@ def result(place: Path) -> Evaluation:
 
 
 def row(result: Evaluation, name: str) -> Score:
-    (found,) = [score for score in result.scores if score.name == name]
-    return found
+    (matching,) = [score for score in result.scores if score.name == name]
+    return matching
 
 
 def refusal(*args: Any, error: type[SurgeryError] = DataError, **options: Any) -> str:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         evaluate(*args, **options)
-    return str(found.value)
+    return str(caught.value)
 
 
 @torch.no_grad()
@@ -109,9 +109,9 @@ def plain(model: Any, sequences: Sequences) -> Measurement:
     return total
 
 
-def same(one: Measurement, other: Measurement) -> bool:
-    counts = (one.scored, one.questions, one.answered) == (other.scored, other.questions, other.answered)
-    return counts and math.isclose(one.nats, other.nats, rel_tol=1e-5)
+def same(first: Measurement, second: Measurement) -> bool:
+    counts = (first.scored, first.questions, first.answered) == (second.scored, second.questions, second.answered)
+    return counts and math.isclose(first.nats, second.nats, rel_tol=1e-5)
 
 
 # one model on token sequences
@@ -120,11 +120,11 @@ def same(one: Measurement, other: Measurement) -> bool:
 @pytest.mark.parametrize("starts", [True, False], ids=["start token", "no start token"])
 def test_measure_is_the_plain_computation(model: Any, starts: bool) -> None:
     sequences = tokenize([*QUESTIONS, *TEXTS], letters(starts=starts))
-    found = measure.measure(model, sequences, 3)
-    assert same(found, plain(model, sequences))
-    assert (found.scored, found.questions) == (sequences.scored, 3)
-    assert found.nats_per_token == found.nats / found.scored
-    assert found.perplexity == math.exp(found.nats_per_token)
+    measurement = measure.measure(model, sequences, 3)
+    assert same(measurement, plain(model, sequences))
+    assert (measurement.scored, measurement.questions) == (sequences.scored, 3)
+    assert measurement.nats_per_token == measurement.nats / measurement.scored
+    assert measurement.perplexity == math.exp(measurement.nats_per_token)
 
 
 def test_batches_and_pieces_of_logits_change_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_batches_and_pieces_of_logits_change_nothing(model: Any, monkeypatch: py
 def test_float32_sums_in_half_precision(place: Path) -> None:
     half = load(place / "base", dtype=torch.bfloat16)
     sequences = tokenize([*QUESTIONS, *TEXTS], letters())
-    found = measure.measure(half, sequences, 1)
+    measurement = measure.measure(half, sequences, 1)
     expected = 0.0
     for index in range(len(sequences)):
         ids, labels = sequences[index]["input_ids"], sequences[index]["labels"]
@@ -147,7 +147,7 @@ def test_float32_sums_in_half_precision(place: Path) -> None:
             logits = half(ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[0]
         nats = -logits.double().log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
         expected += float(nats[labels[1:] >= 0].sum())
-    assert math.isclose(found.nats, expected, rel_tol=1e-6)
+    assert math.isclose(measurement.nats, expected, rel_tol=1e-6)
 
 
 def test_windows_are_the_naive_strided_loss(model: Any) -> None:
@@ -159,9 +159,9 @@ def test_windows_are_the_naive_strided_loss(model: Any) -> None:
         for place in range(1, len(ids)):
             left = next(left for left in range(0, len(ids), step) if place < left + length)
             expected += plain_nats(model, ids[left:], [place - left])
-    found = measure.measure(model, stride(sequences, length, step), 4)
-    assert found.scored == sequences.scored
-    assert math.isclose(found.nats, expected, rel_tol=1e-5)
+    measurement = measure.measure(model, stride(sequences, length, step), 4)
+    assert measurement.scored == sequences.scored
+    assert math.isclose(measurement.nats, expected, rel_tol=1e-5)
 
 
 def test_answers_count_and_texts_do_not(model: Any) -> None:
@@ -182,9 +182,11 @@ def test_answers_count_and_texts_do_not(model: Any) -> None:
 def test_what_scores_nothing(model: Any) -> None:
     sequences = tokenize(TEXTS, letters())
     ignored = Sequences(sequences.ids, torch.full_like(sequences.labels, IGNORED), sequences.starts)
-    found = measure.measure(model, ignored, 2)
-    assert found == Measurement(0.0, 0, 0, 0)
-    assert math.isnan(found.nats_per_token) and math.isnan(found.perplexity) and found.accuracy is None
+    measurement = measure.measure(model, ignored, 2)
+    assert measurement == Measurement(0.0, 0, 0, 0)
+    assert (
+        math.isnan(measurement.nats_per_token) and math.isnan(measurement.perplexity) and measurement.accuracy is None
+    )
     assert Measurement(1000.0, 1, 0, 0).perplexity == math.inf
 
 
@@ -193,9 +195,9 @@ def test_modes_and_gradients_are_given_back(place: Path) -> None:
     model.lm_head.eval()
     advanced = []
     sequences = tokenize(TEXTS, letters())
-    found = measure.measure(model, sequences, 1, lambda tokens, note="": advanced.append(tokens))
+    measurement = measure.measure(model, sequences, 1, lambda tokens, note="": advanced.append(tokens))
     assert model.training and not model.lm_head.training
-    assert same(found, measure.measure(model.eval(), sequences, 1)), "it was measured without dropout"
+    assert same(measurement, measure.measure(model.eval(), sequences, 1)), "it was measured without dropout"
     assert advanced == sorted(advanced, reverse=True) and sum(advanced) == len(sequences.ids)
     assert torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
     sequences.ids[0] = 1000
@@ -219,9 +221,9 @@ def test_rows(place: Path, result: Evaluation) -> None:
     base = row(result, "base (base)")
     assert base.forgetting is None and base.learning is None
     for name in ("wide", "adapted"):
-        found = row(result, name)
-        assert found.forgetting == found.old.nats_per_token - base.old.nats_per_token != 0
-        assert found.learning == base.new.nats_per_token - found.new.nats_per_token != 0
+        score = row(result, name)
+        assert score.forgetting == score.old.nats_per_token - base.old.nats_per_token != 0
+        assert score.learning == base.new.nats_per_token - score.new.nats_per_token != 0
         disabled = row(result, f"{name}, expansion disabled")
         assert (disabled.old, disabled.new) == (base.old, base.new), "to the last bit"
         assert (disabled.forgetting, disabled.learning) == (0.0, 0.0)
@@ -230,16 +232,16 @@ def test_rows(place: Path, result: Evaluation) -> None:
 
 
 def test_each_is_compared_with_its_own_base_or_with_nothing(place: Path) -> None:
-    found = evaluate(place / "wide", new=[place / "new.jsonl"])
-    assert [score.old for score in found.scores] == [None] * 3
-    assert row(found, "wide").forgetting is None and row(found, "wide").learning is not None
-    found = evaluate([place / "base", place / "base", place / "other"], [place / "old.txt"])
-    assert [(score.name, score.kind, score.base) for score in found.scores] == [
+    evaluation = evaluate(place / "wide", new=[place / "new.jsonl"])
+    assert [score.old for score in evaluation.scores] == [None] * 3
+    assert row(evaluation, "wide").forgetting is None and row(evaluation, "wide").learning is not None
+    evaluation = evaluate([place / "base", place / "base", place / "other"], [place / "old.txt"])
+    assert [(score.name, score.kind, score.base) for score in evaluation.scores] == [
         ("base", "other", None),
         ("other", "other", None),
     ]
-    found = evaluate([place / "wide", place / "other-wide", place / "other"], [place / "old.txt"])
-    assert {score.name: score.base for score in found.scores if score.kind != "disabled"} == {
+    evaluation = evaluate([place / "wide", place / "other-wide", place / "other"], [place / "old.txt"])
+    assert {score.name: score.base for score in evaluation.scores if score.kind != "disabled"} == {
         "base (base)": None,
         "wide": "base (base)",
         "other (base)": None,
@@ -269,8 +271,8 @@ def test_bases_of_one_name_are_told_apart(place: Path, tmp_path: Path) -> None:
     tensors = {name: tensor * 1.01 for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     wide = expand(base, Request("1-2"), tmp_path / "wide").path
-    found = evaluate([place / "wide", wide], [place / "old.txt"])
-    assert [score.name for score in found.scores] == [
+    evaluation = evaluate([place / "wide", wide], [place / "old.txt"])
+    assert [score.name for score in evaluation.scores] == [
         "base (base)",
         str(place / "wide"),
         f"{place / 'wide'}, expansion disabled",
@@ -278,7 +280,7 @@ def test_bases_of_one_name_are_told_apart(place: Path, tmp_path: Path) -> None:
         str(wide),
         f"{wide}, expansion disabled",
     ]
-    assert found.scores[4].base == f"base (base of {wide})" and found.scores[4].forgetting == 0.0
+    assert evaluation.scores[4].base == f"base (base of {wide})" and evaluation.scores[4].forgetting == 0.0
 
 
 @pytest.mark.slow
@@ -286,12 +288,12 @@ def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path)
     model = load(place / "wide")
     model.save_pretrained(tmp_path / "saved")
     with_tokenizer(tmp_path / "saved")
-    found = evaluate([tmp_path / "saved"], [place / "old.txt"])
-    assert [(score.name, score.kind, score.base) for score in found.scores] == [
+    evaluation = evaluate([tmp_path / "saved"], [place / "old.txt"])
+    assert [(score.name, score.kind, score.base) for score in evaluation.scores] == [
         ("saved", "expanded", "saved, expansion disabled"),
         ("saved, expansion disabled", "disabled", None),
     ]
-    assert found.notes == (
+    assert evaluation.notes == (
         "saved: has no surgery.json, so its base cannot be given back as files; it is compared with itself, "
         "expansion disabled. Make an expanded folder of it: "
         f"scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT",
@@ -300,23 +302,23 @@ def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path)
     shown = run("evaluate", tmp_path / "saved", "--old", place / "old.txt").stdout
     assert " ".join(shown.split()).endswith(f"next scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT")
     wanted = evaluate([place / "wide"], [place / "old.txt"])
-    assert found.scores[0].forgetting == row(wanted, "wide").forgetting
+    assert evaluation.scores[0].forgetting == row(wanted, "wide").forgetting
 
 
 def test_other_tokens_are_not_compared(place: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(place / "base", tmp_path / "unstarted"))
     with_tokenizer(base, starts=False)
-    found = evaluate([place / "wide", base], [place / "old.txt"])
-    assert row(found, "unstarted").base is None and row(found, "unstarted").forgetting is None
-    assert found.notes == (
+    evaluation = evaluate([place / "wide", base], [place / "old.txt"])
+    assert row(evaluation, "unstarted").base is None and row(evaluation, "unstarted").forgetting is None
+    assert evaluation.notes == (
         "unstarted: reads other tokens than base (base); their losses cannot be compared, accuracies can.",
     )
 
 
 def test_windows_fit_the_shortest_context(place: Path, tmp_path: Path) -> None:
     short = with_tokenizer(save_tiny(tmp_path / "short", "llama", max_position_embeddings=16))
-    found = evaluate([place / "base", short], [place / "old.txt"])
-    assert (found.sequence_length, found.step) == (16, 8)
+    evaluation = evaluate([place / "base", short], [place / "old.txt"])
+    assert (evaluation.sequence_length, evaluation.step) == (16, 8)
     assert evaluate(short, [place / "old.txt"], sequence_length=9).step == 4
     asked = evaluate(place / "base", [place / "old.txt"], sequence_length=10, step=3)
     assert (asked.sequence_length, asked.step) == (10, 3)
@@ -325,10 +327,10 @@ def test_windows_fit_the_shortest_context(place: Path, tmp_path: Path) -> None:
 
 
 def test_dtype(place: Path) -> None:
-    found = evaluate(place / "wide", [place / "old.txt"], run=RunOptions(dtype="bfloat16"))
+    evaluation = evaluate(place / "wide", [place / "old.txt"], run=RunOptions(dtype="bfloat16"))
     expected = measure.measure(load(place / "wide", dtype=torch.bfloat16), tokenize(TEXTS[:1], letters()), 8)
-    assert replace(row(found, "wide").old, bytes=0) == expected
-    assert found.scores[0].old == found.scores[2].old and found.dtype == "bfloat16"
+    assert replace(row(evaluation, "wide").old, bytes=0) == expected
+    assert evaluation.scores[0].old == evaluation.scores[2].old and evaluation.dtype == "bfloat16"
 
 
 def test_progress(place: Path) -> None:

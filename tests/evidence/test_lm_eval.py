@@ -51,13 +51,13 @@ def harness(folder: Path, **options: Any) -> list[tuple[float, bool]]:
 
 def ours(model: Any) -> list[float]:
     """The same by `measure`; the harness does not score the end of the text."""
-    found = []
+    log_likelihoods = []
     for document in DOCUMENTS:
         sequences = tokenize([document], letters())
         labels = sequences.labels.clone()
         labels[-1] = IGNORED
-        found.append(-measure(model, Sequences(sequences.ids, labels, sequences.starts), 1).nats)
-    return found
+        log_likelihoods.append(-measure(model, Sequences(sequences.ids, labels, sequences.starts), 1).nats)
+    return log_likelihoods
 
 
 def test_expansion_on_and_off(place: Path) -> None:

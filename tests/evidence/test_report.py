@@ -47,7 +47,7 @@ REPORTED = REQUESTS | {
 # every family in each method, of which the default run takes a few in one, and other variants and half precision once
 COMPARED_FIRST = list(zip(FEW, cycle(("adapt", "grow-train", "depth")), strict=False))
 COMPARED = mostly(
-    product(FAMILIES, ("adapt", "grow-train", "depth"), ("float32",)), lambda one: one[:2] in COMPARED_FIRST
+    product(FAMILIES, ("adapt", "grow-train", "depth"), ("float32",)), lambda case: case[:2] in COMPARED_FIRST
 )
 COMPARED += [("llama", "preserve", "float32"), ("llama", "adapt_without_up_stream", "float32")]
 COMPARED += [("phi3", "grow-freeze", "float32"), ("phi3", "adapt", "bfloat16"), ("gpt2", "adapt", "bfloat16")]
@@ -85,9 +85,9 @@ def spoiled(adapt: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(adapt, tmp_path / "spoiled"))
 
 
-def parts_of(found: Report) -> dict[str, list[TensorChange]]:
+def parts_of(summary: Report) -> dict[str, list[TensorChange]]:
     parts: dict[str, list[TensorChange]] = {}
-    for tensor in found.tensors:
+    for tensor in summary.tensors:
         parts.setdefault(tensor.name, []).append(tensor)
     return parts
 
@@ -119,10 +119,10 @@ def test_changes_are_those_from_the_files_that_expand_wrote(
 ) -> None:
     written, changed = made_of(family, request_name, dtype)
     before, after = read_all(written), read_all(changed)
-    found = report(changed, files_only=True)
+    summary = report(changed, files_only=True)
     planned = [tensor.name for tensor in read_manifest(written).plan.tensors]
-    assert list(parts_of(found)) == planned and found.state == "trained" and found.notes == ()
-    for name, parts in parts_of(found).items():
+    assert list(parts_of(summary)) == planned and summary.state == "trained" and summary.notes == ()
+    for name, parts in parts_of(summary).items():
         norms = add_norms(part.norms for part in parts)
         assert norms.norm == pytest.approx(float(after[name].norm()), rel=1e-9)
         assert norms.start_norm == pytest.approx(float(before[name].norm()), rel=1e-9)
@@ -136,10 +136,10 @@ def test_ranks_and_shares_of_one_block(made_of) -> None:
     (block,) = parts_of(report(changed, files_only=True))[name]
     now, start = read_all(changed)[name], read_all(written)[name]
     base = read_all(changed)["model.layers.2.mlp.gate_proj.weight"]
-    for found, matrix in ((block.rank, now), (block.start_rank, start), (block.change_rank, now - start)):
+    for rank, matrix in ((block.rank, now), (block.start_rank, start), (block.change_rank, now - start)):
         values = torch.linalg.svdvals(matrix)
         shares = values / values.sum()
-        assert found == pytest.approx(float((-(shares * shares.log()).sum()).exp()), rel=1e-6)
+        assert rank == pytest.approx(float((-(shares * shares.log()).sum()).exp()), rel=1e-6)
     assert (block.layer, block.role, block.group, block.block, block.init) == (2, "gate", "ffn", "w21", "svd")
     assert block.norms.relative_norm == pytest.approx(float(now.norm() / base.norm()))
     assert block.norms.relative_change == pytest.approx(float((now - start).norm() / start.norm()))
@@ -175,16 +175,19 @@ def test_fused_projections_are_taken_apart_by_role(made_of) -> None:
 
 
 def test_layers_add_up_their_tensors(adapt: Path) -> None:
-    found = report(adapt, files_only=True)
+    summary = report(adapt, files_only=True)
     tensors = read_all(adapt)
     linears = ("q_proj", "k_proj", "v_proj", "o_proj")
-    (layer,) = [one for one in found.layers if (one.layer, one.group, one.block) == (1, "attn", "w12")]
+    (layer,) = [change for change in summary.layers if (change.layer, change.group, change.block) == (1, "attn", "w12")]
     whole = torch.cat(
         [tensors[f"model.layers.1.self_attn.{name}.expansions.default.w12"].flatten() for name in linears]
     )
     assert layer.norms.norm == pytest.approx(float(whole.norm()))
-    assert {(one.layer, one.group) for one in found.layers if one.block == "w12"} == {(1, "attn"), (1, "ffn")}
-    assert found.to_json()["layers"][0].keys() >= {"layer", "group", "block", "norm", "relative_norm"}
+    assert {(change.layer, change.group) for change in summary.layers if change.block == "w12"} == {
+        (1, "attn"),
+        (1, "ffn"),
+    }
+    assert summary.to_json()["layers"][0].keys() >= {"layer", "group", "block", "norm", "relative_norm"}
 
 
 def test_norms_add_up_as_squares_and_what_is_unknown_stays_unknown() -> None:
@@ -198,13 +201,13 @@ def test_norms_add_up_as_squares_and_what_is_unknown_stays_unknown() -> None:
 def test_an_untrained_model_is_reported_as_untrained_with_zeros(made_of) -> None:
     for request in ("preserve", "adapt", "grow-freeze", "depth"):
         written, changed = made_of("llama", request)
-        found = report(written)
-        assert found.state == "initial"
-        assert found.notes[0] == "Nothing was trained: every expansion tensor has the bytes that the expansion wrote."
-        assert all(tensor.norms.change == 0 and not tensor.is_trained for tensor in found.tensors)
-        assert all(tensor.change_rank is None for tensor in found.tensors)
-        assert all(tensor.rank is None for tensor in found.tensors if not tensor.norms.norm), "zeros have no rank"
-        assert found.streams is not None and found.streams.is_bit_equal
+        summary = report(written)
+        assert summary.state == "initial"
+        assert summary.notes[0] == "Nothing was trained: every expansion tensor has the bytes that the expansion wrote."
+        assert all(tensor.norms.change == 0 and not tensor.is_trained for tensor in summary.tensors)
+        assert all(tensor.change_rank is None for tensor in summary.tensors)
+        assert all(tensor.rank is None for tensor in summary.tensors if not tensor.norms.norm), "zeros have no rank"
+        assert summary.streams is not None and summary.streams.is_bit_equal
         assert report(changed, files_only=True).state == "trained"
 
 
@@ -221,8 +224,8 @@ def test_only_what_changed_counts_as_changed(spoiled: Path, made_of) -> None:
 def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
     assert report(spoiled, files_only=True).notes == ()
     edit_expansion(spoiled, lambda content: content["tensors"].update({W21: "0" * 64}))
-    found = report(spoiled, files_only=True)
-    assert found.notes == (
+    summary = report(spoiled, files_only=True)
+    assert summary.notes == (
         f"The start of {W21} was made again and has another sha256 than the one that was written: another machine, "
         "device or release rounds the last bits another way. Changes hold up to that.",
     )
@@ -234,24 +237,24 @@ def test_a_start_on_another_base_is_not_guessed(spoiled: Path) -> None:
     edit_expansion(
         spoiled, lambda content: content.update(forced_base={"expected_name": "first", "differing": differing})
     )
-    found = report(spoiled, files_only=True)
-    (block,) = parts_of(found)[W21]
+    summary = report(spoiled, files_only=True)
+    (block,) = parts_of(summary)[W21]
     assert (block.norms.start_norm, block.norms.change, block.start_rank, block.spectrum) == (None,) * 4
     assert block.norms.norm > 0 and block.rank is not None
     # zeros are zeros on any base
-    assert parts_of(found)[W12][0].norms.start_norm == 0
-    assert f"How {W21} started is not known: the expansion was made on first" in found.notes[0]
-    assert "W21" in render_page(found)
+    assert parts_of(summary)[W12][0].norms.start_norm == 0
+    assert f"How {W21} started is not known: the expansion was made on first" in summary.notes[0]
+    assert "W21" in render_page(summary)
 
 
 def test_numbers_that_are_none_are_named(spoiled: Path) -> None:
     edit_shard(spoiled, lambda tensors: tensors[W12].view(-1)[0].fill_(math.nan))
-    found = report(spoiled, files_only=True)
-    assert f"NaN or infinity in {W12}: the model is broken." in found.notes
-    content = json.loads(json.dumps(found.to_json()), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    summary = report(spoiled, files_only=True)
+    assert f"NaN or infinity in {W12}: the model is broken." in summary.notes
+    content = json.loads(json.dumps(summary.to_json()), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     (row,) = [row for row in content["tensors"] if row["name"] == W12]
     assert row["norm"] == "NaN" and row["rank"] is None
-    assert "nan" in render_page(found)
+    assert "nan" in render_page(summary)
 
 
 # copies
@@ -275,18 +278,18 @@ def test_copies_that_move_together_do_not_separate(made_of, tmp_path: Path) -> N
     apart = report(changed, files_only=True).find("w21")
     assert all(copy.separation > 0.1 for copy in apart)
     # from a frozen original it is the relative change
-    found = report(made_of("llama", "grow-freeze")[1], files_only=True)
-    assert {tensor.role for tensor in found.tensors if tensor.separation is not None} == {"gate", "up_proj"}
-    assert all(copy.separation == pytest.approx(copy.norms.relative_change) for copy in found.find("w21"))
+    summary = report(made_of("llama", "grow-freeze")[1], files_only=True)
+    assert {tensor.role for tensor in summary.tensors if tensor.separation is not None} == {"gate", "up_proj"}
+    assert all(copy.separation == pytest.approx(copy.norms.relative_change) for copy in summary.find("w21"))
 
 
 def test_copied_layers_start_as_copies_and_write_nothing(made_of) -> None:
     _, changed = made_of("llama", "depth")
-    found = report(changed, files_only=True)
-    assert {tensor.layer for tensor in found.tensors} == {0, 2} and found.method == "depth"
-    starts = {tensor.role: tensor.norms.start_norm for tensor in found.find("weight")}
+    summary = report(changed, files_only=True)
+    assert {tensor.layer for tensor in summary.tensors} == {0, 2} and summary.method == "depth"
+    starts = {tensor.role: tensor.norms.start_norm for tensor in summary.find("weight")}
     assert starts["o"] == starts["down"] == 0 and all(starts[role] > 0 for role in ("q", "k", "v", "gate", "up_proj"))
-    assert "Copied weight, from zeros" in render_page(found)
+    assert "Copied weight, from zeros" in render_page(summary)
 
 
 # the base stream
@@ -302,23 +305,23 @@ def test_copied_layers_start_as_copies_and_write_nothing(made_of) -> None:
 def test_the_base_stream_is_that_of_verify(made_of, request_name: str) -> None:
     """Which loads the base by itself, from its own files."""
     _, changed = made_of("llama", request_name)
-    found, numbers = report(changed).streams, verify(changed, probes=Probes(max_new_tokens=0), record=False).numbers
-    assert found is not None and numbers is not None
-    assert found.tokens == numbers.tokens and found.source == "random ids, there is no tokenizer"
-    assert [layer.layer for layer in found.layers] == [layer.layer for layer in numbers.layers]
-    for own, theirs in zip(found.layers, numbers.layers, strict=True):
-        assert own.drift == pytest.approx(theirs.drift, rel=1e-4)
-        assert own.cosine == pytest.approx(theirs.cosine, rel=1e-6) and own.is_bit_equal == theirs.is_bit_equal
-    assert found.is_bit_equal == (request_name == "preserve") and found.layers[0].is_bit_equal
+    streams, numbers = report(changed).streams, verify(changed, probes=Probes(max_new_tokens=0), record=False).numbers
+    assert streams is not None and numbers is not None
+    assert streams.tokens == numbers.tokens and streams.source == "random ids, there is no tokenizer"
+    assert [layer.layer for layer in streams.layers] == [layer.layer for layer in numbers.layers]
+    for layer, theirs in zip(streams.layers, numbers.layers, strict=True):
+        assert layer.drift == pytest.approx(theirs.drift, rel=1e-4)
+        assert layer.cosine == pytest.approx(theirs.cosine, rel=1e-6) and layer.is_bit_equal == theirs.is_bit_equal
+    assert streams.is_bit_equal == (request_name == "preserve") and streams.layers[0].is_bit_equal
 
 
 def test_of_a_routed_model_the_adapt_path_is_compared(adapt: Path, tmp_path: Path) -> None:
     routed = route_export(adapt, tmp_path / "routed").path
     # a dtype changes nothing: what is compared is what is stored
-    plain, found = report(adapt).streams, report(routed, run=RunOptions(dtype="bfloat16"))
-    assert found.streams is not None and found.streams.path == "adapt" and plain.path == "expanded"
-    assert found.streams.layers == plain.layers and not plain.is_bit_equal
-    assert found.notes == (
+    plain, summary = report(adapt).streams, report(routed, run=RunOptions(dtype="bfloat16"))
+    assert summary.streams is not None and summary.streams.path == "adapt" and plain.path == "expanded"
+    assert summary.streams.layers == plain.layers and not plain.is_bit_equal
+    assert summary.notes == (
         "Routed: these numbers are of the adapt path, routing disabled; the preserve path always equals the base bit "
         "for bit.",
     )
@@ -333,17 +336,17 @@ def test_own_text_is_read_whole_in_windows(tmp_path: Path) -> None:
     text, asked = tmp_path / "text.txt", tmp_path / "asked.jsonl"
     text.write_text("Once upon a time there was a fox. " * 20)
     asked.write_text('{"question": "Who?", "answer": "The fox."}\n')
-    one = report(path, [text, asked], sequence_length=32).streams
+    streams = report(path, [text, asked], sequence_length=32).streams
     same = report(path, [text, asked], sequence_length=32, run=RunOptions(batch_size=4)).streams
     whole = report(path, text).streams
     prompts = report(path).streams
-    assert one is not None and same is not None and whole is not None and prompts is not None
-    assert one.tokens == same.tokens > whole.tokens and one.source == f"{text}, {asked}"
-    for layer, other in zip(one.layers, same.layers, strict=True):
-        assert layer.drift == pytest.approx(other.drift, rel=1e-4)
-        assert layer.cosine == pytest.approx(other.cosine, rel=1e-6)
+    assert streams is not None and same is not None and whole is not None and prompts is not None
+    assert streams.tokens == same.tokens > whole.tokens and streams.source == f"{text}, {asked}"
+    for layer, batched_layer in zip(streams.layers, same.layers, strict=True):
+        assert layer.drift == pytest.approx(batched_layer.drift, rel=1e-4)
+        assert layer.cosine == pytest.approx(batched_layer.cosine, rel=1e-6)
     assert prompts.source == "built-in prompts" and prompts.layers != whole.layers
-    assert one.layers[2].is_bit_equal and not one.layers[3].is_bit_equal
+    assert streams.layers[2].is_bit_equal and not streams.layers[3].is_bit_equal
 
 
 def test_files_only_runs_no_model(adapt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,13 +371,13 @@ def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     (spoiled / "training" / "log.jsonl").write_text(
         f'{json.dumps(entry)}\n[1]\n{{"epoch": 1}}\n{TEXTS_FOR_NUMBERS}\n{{"step": 4, "lo'
     )
-    found = report(spoiled, files_only=True)
-    assert found.log == (entry,) and found.measured == measured and len(found.runs) == 2
-    page = render_page(found)
+    summary = report(spoiled, files_only=True)
+    assert summary.log == (entry,) and summary.measured == measured and len(summary.runs) == 2
+    page = render_page(summary)
     assert "Training loss" in page and "+0.2500" in page and "2 runs" in page
     assert "on text that the base wrote itself: what that keeps is measured, not proved" in page
     text = StringIO()
-    Console(file=text, width=100).print(render_report(found))
+    Console(file=text, width=100).print(render_report(summary))
     shown = " ".join(text.getvalue().split())
     assert "training 3 steps, rehearsed on text that the base wrote itself; 4 steps" in shown
 
@@ -410,8 +413,8 @@ def test_spoiled_records_are_refused(spoiled: Path) -> None:
         edit_expansion(spoiled, lambda content, change=change: content.update(change))
         with pytest.raises(CheckpointError) as caught:
             report(spoiled)
-        said = f"{spoiled}/surgery.json: is incomplete ({reason}). Restore it from where you got it."
-        assert str(caught.value) == said
+        message = f"{spoiled}/surgery.json: is incomplete ({reason}). Restore it from where you got it."
+        assert str(caught.value) == message
 
 
 def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:

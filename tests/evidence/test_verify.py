@@ -185,23 +185,23 @@ def test_a_joint_norm_is_caught(copy) -> None:
 
 def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
     """It is said first, it is no fault of the folder, and no model is run to say the same."""
-    path, other = copy("preserve"), save_tiny(tmp_path / "other", "llama")
-    tensors = load_file(other / "model.safetensors")
+    path, other_base = copy("preserve"), save_tiny(tmp_path / "other", "llama")
+    tensors = load_file(other_base / "model.safetensors")
     tensors["model.norm.weight"] += 1
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, other_base / "model.safetensors", metadata={"format": "pt"})
     full = verify(path, probes=Probes(max_new_tokens=0)).to_json()
-    result = verify(path, other)
+    result = verify(path, other_base)
     assert not result.passed
     assert json.loads((path / "surgery.json").read_text())["verification"] == full
     problems = promise(result, "recoverable").problems
-    assert len(problems) == 2 and problems[1].startswith("model.norm.weight: ") and str(other) in problems[1]
+    assert len(problems) == 2 and problems[1].startswith("model.norm.weight: ") and str(other_base) in problems[1]
     assert problems[0] == (
-        f"{other}: is not the base of {path}, 1 of 51 tensors is another. Give the one that it was made on, base, or "
-        "leave --base out."
+        f"{other_base}: is not the base of {path}, 1 of 51 tensors is another. Give the one that it was made on, base, "
+        "or leave --base out."
     )
     assert result.not_run == "the given base is another one" and result.numbers is None
-    shown = CliRunner().invoke(main, ["verify", str(path), "--base", str(other)])
-    assert " ".join(shown.output.split()).partition("problem: ")[2].startswith(f"{other}: is not the base of ")
+    shown = CliRunner().invoke(main, ["verify", str(path), "--base", str(other_base)])
+    assert " ".join(shown.output.split()).partition("problem: ")[2].startswith(f"{other_base}: is not the base of ")
 
 
 def test_a_base_that_is_none_is_refused(made: Path) -> None:
@@ -216,8 +216,8 @@ def test_a_base_that_is_none_is_refused(made: Path) -> None:
 
 
 def test_a_base_of_another_shape_or_dtype_is_another_base(made: Path, tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "other", "llama", vocab_size=101)
-    result = verify(made / "preserve", other, record=False)
+    other_base = save_tiny(tmp_path / "other", "llama", vocab_size=101)
+    result = verify(made / "preserve", other_base, record=False)
     assert not result.passed and result.numbers is None, "no model is run"
     assert any("model.embed_tokens.weight" in problem for problem in promise(result, "recoverable").problems)
     # over the same bytes
@@ -305,8 +305,8 @@ def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy, refu
     assert (path / "surgery.json").read_bytes() == before
     # warnings are for a terminal
     done = CliRunner(env={"FORCE_COLOR": "1"}).invoke(main, ["verify", str(path), "--files-only"])
-    said = " ".join(done.output.split())
-    assert done.exit_code == 0 and f"{path} cannot be written: the result is not recorded" in said
+    text = " ".join(done.output.split())
+    assert done.exit_code == 0 and f"{path} cannot be written: the result is not recorded" in text
 
 
 def test_files_only_runs_no_model(made: Path) -> None:
@@ -373,12 +373,12 @@ def test_the_text_of_the_base_s_config_that_was_changed_is_named(copy) -> None:
 
     assert problems(f"{text}\n") == ["surgery.json: its text of the base's config.json is not what it was."]
     # one that transformers no longer reads is a problem and no traceback
-    for change, found in (
+    for change, reason in (
         ({"model_type": "unheard_of"}, "model_type is 'unheard_of', expected one that"),
         ({"hidden_act": 3}, "transformers does not read it"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, found"),
     ):
-        (line,) = (line for line in problems(json.dumps(json.loads(text) | change)) if found in line)
+        (line,) = (line for line in problems(json.dumps(json.loads(text) | change)) if reason in line)
         assert line.startswith("surgery.json: its facts of the base model cannot be checked: ")
 
 
@@ -388,6 +388,6 @@ def test_a_residual_stream_that_stays_in_float32(tmp_path):
     assert config.residual_in_fp32
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     wide = expand(tmp_path / "base", Request("1"), tmp_path / "wide").path
-    found = verify(wide, tmp_path / "base")
-    assert found.passed
-    assert {"output_at_init", "base_stream_always"} <= {one.name for one in found.promises if one.holds}
+    verification = verify(wide, tmp_path / "base")
+    assert verification.passed
+    assert {"output_at_init", "base_stream_always"} <= {entry.name for entry in verification.promises if entry.holds}

@@ -71,14 +71,14 @@ def verified(place: Path) -> Callable[[str], Verification]:
 
 
 def promise(result: Verification, name: str):
-    return next(found for found in result.promises if found.name == name)
+    return next(entry for entry in result.promises if entry.name == name)
 
 
 @pytest.mark.parametrize("name", mostly(ROUTINGS, ("mixture", "cosine").__contains__))
 def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verification], name: str) -> None:
     result = verified(name)
     assert result.passed and result.routing == ROUTINGS[name].for_expansions(1) and result.state == "trained"
-    claimed = {found.name for found in result.promises if found.claimed}
+    claimed = {entry.name for entry in result.promises if entry.claimed}
     always = {"recoverable", "base_stream_always", "paths_as_alone"}
     assert claimed == always | ({"bounded_forgetting"} if name == "mixture" else set())
     assert promise(result, "base_stream_always").evidence.startswith(
@@ -115,7 +115,9 @@ def test_without_the_router_the_bound_is_broken(place: Path) -> None:
     lost = []
     for line in (place / "known.txt").read_text().splitlines():
         ids = tokenizer(line, return_tensors="pt")["input_ids"]
-        base, adapt = (own.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).sum() for own in model.path_logits(ids))
+        base, adapt = (
+            logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).sum() for logits in model.path_logits(ids)
+        )
         lost.append(float(base - adapt))
     assert max(lost) > 10 * math.log(2)
 
@@ -155,9 +157,9 @@ def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
 
 def test_inspect_says_how_it_routes(place: Path) -> None:
     for name, routing in ROUTINGS.items():
-        found = inspect(place / name).expanded
-        assert found is not None and found.routing is not None
-        assert found.routing == routing.for_expansions(1)
+        expanded = inspect(place / name).expanded
+        assert expanded is not None and expanded.routing is not None
+        assert expanded.routing == routing.for_expansions(1)
     unrouted = inspect(place / "adapt").expanded
     assert unrouted is not None and unrouted.routing is None
 
@@ -173,8 +175,8 @@ def test_the_command_names_the_router(place: Path) -> None:
 def test_paths_generate_as_the_base_says_that_is_done(tmp_path: Path) -> None:
     """A base that asks for a repetition penalty: the model that a path is alone has it too."""
     base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
-    said = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 3.0}
-    (base / "generation_config.json").write_text(json.dumps(said))
+    settings = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 3.0}
+    (base / "generation_config.json").write_text(json.dumps(settings))
     wide = expand(base, Request("3", variant="adapt", collaborate="both"), tmp_path / "wide").path
     shake(wide)
     result = verify(route_export(wide, tmp_path / "routed", PosteriorRouter(switch_rate=0)).path)

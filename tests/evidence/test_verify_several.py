@@ -46,8 +46,8 @@ def llama(made_of: Callable[..., Made]) -> Made:
 @pytest.fixture(scope="module")
 def folder(llama: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verified") / "all"
-    own = {name: llama.extracts[name] for name in NAMES}
-    return compose(llama.base, own, path, routing=mixed(switch_rate=0)).path
+    extracts = {name: llama.extracts[name] for name in NAMES}
+    return compose(llama.base, extracts, path, routing=mixed(switch_rate=0)).path
 
 
 @pytest.fixture
@@ -57,27 +57,27 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def promise(result: Verification, name: str) -> Any:
-    return next(found for found in result.promises if found.name == name)
+    return next(entry for entry in result.promises if entry.name == name)
 
 
 def broken(result: Verification) -> set[str]:
     assert not result.passed
-    return {found.name for found in result.promises if found.holds is False}
+    return {entry.name for entry in result.promises if entry.holds is False}
 
 
 def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
     before = digests(folder)
     result = verify(folder, llama.base)
     assert result.passed and result.required == CLAIMED and result.recorded
-    found = result.numbers
-    assert found is not None and [path.name for path in found.paths] == ["base", *NAMES]
-    assert all(path.is_bit_equal and path.generation_equal and path.uncached_equal for path in found.paths)
+    numbers = result.numbers
+    assert numbers is not None and [path.name for path in numbers.paths] == ["base", *NAMES]
+    assert all(path.is_bit_equal and path.generation_equal and path.uncached_equal for path in numbers.paths)
     # four prompts, two texts of each of four paths, and two halves of each of three pairs in both orders
-    mixture = found.mixture
+    mixture = numbers.mixture
     assert mixture is not None and mixture.texts == 4 + 2 * 4 + 2 * 2 * 3
     assert 0.5 < mixture.excess <= math.log(4) + mixture.rounding < 1.5
-    assert found.base_logits_bit_equal and all(layer.is_bit_equal for layer in found.layers)
-    assert not found.is_bit_equal, "the control: the mixture is not the base's output"
+    assert numbers.base_logits_bit_equal and all(layer.is_bit_equal for layer in numbers.layers)
+    assert not numbers.is_bit_equal, "the control: the mixture is not the base's output"
     assert promise(result, "bounded_forgetting").evidence.startswith("at most ln 4 = 1.39 nats a text; 24 texts lose")
     assert result.routing == mixed(switch_rate=0).for_expansions(len(NAMES)) and result.expansions == NAMES
     assert result.state == "trained" and result.trained_tensors > 30
@@ -94,20 +94,20 @@ def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> Non
     batch = Batch(random_ids(2, 9), torch.ones(2, 9, dtype=torch.long))
     runs = list(run_alone(open_checkpoint(folder), read_manifest(folder), NAMES, batch, 4, RunOptions("cpu")))
     assert torch.equal(runs[1].logits, llama.alone("law")(batch.ids).logits.flatten(0, 1))
-    for one in range(3):
-        for other in range(3):
-            found = compare_path("law", runs[one], runs[other], runs[other].logits)
-            assert found.is_bit_equal == (one == other) and bool(found.problems) == (one != other)
-    found = compare_path("law", runs[0], runs[0], runs[1].logits)
-    assert not found.is_bit_equal and found.drift == 0
-    assert found.problems == (
-        f"path law: logits drift {found.drift_beside:.3g} from the model that law is alone, expected bit-equal.",
+    for first in range(3):
+        for second in range(3):
+            comparison = compare_path("law", runs[first], runs[second], runs[second].logits)
+            assert comparison.is_bit_equal == (first == second) and bool(comparison.problems) == (first != second)
+    comparison = compare_path("law", runs[0], runs[0], runs[1].logits)
+    assert not comparison.is_bit_equal and comparison.drift == 0
+    assert comparison.problems == (
+        f"path law: logits drift {comparison.drift_beside:.3g} from the model that law is alone, expected bit-equal.",
     )
 
 
 def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path: Path) -> None:
-    own = {name: llama.extracts[name] for name in NAMES[:2]}
-    result = verify(compose(llama.base, own, tmp_path / "out").path, probes=Probes(max_new_tokens=0))
+    extracts = {name: llama.extracts[name] for name in NAMES[:2]}
+    result = verify(compose(llama.base, extracts, tmp_path / "out").path, probes=Probes(max_new_tokens=0))
     switching = promise(result, "bounded_forgetting")
     assert result.passed and not switching.claimed and "bounded_forgetting" not in result.required
     assert switching.evidence.startswith(
@@ -122,8 +122,10 @@ def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path:
 @pytest.mark.slow
 def test_who_begins_with_less_may_lose_more(llama: Made, tmp_path: Path) -> None:
     """The bound is that of the smallest weight; with all paths alike it would be broken."""
-    own = {name: llama.extracts[name] for name in NAMES}
-    result = verify(compose(llama.base, own, tmp_path / "out", routing=mixed((0.333, 0.333, 0.001, 0.333), 0)).path)
+    extracts = {name: llama.extracts[name] for name in NAMES}
+    result = verify(
+        compose(llama.base, extracts, tmp_path / "out", routing=mixed((0.333, 0.333, 0.001, 0.333), 0)).path
+    )
     assert result.passed and result.numbers is not None
     mixture = result.numbers.mixture
     assert mixture is not None and math.log(4) + 1 < mixture.excess <= -math.log(0.001) + mixture.rounding
@@ -183,9 +185,9 @@ def change_config(path: Path, change: Callable[[Any], None]) -> None:
 def test_another_plan_in_the_config_makes_a_path_another_model(copy: Path) -> None:
     """Its tensors are as they were; nothing is run before that is asked for."""
 
-    def halve(said: Any) -> None:
-        chess = next(own for own in said["expansions"] if own["name"] == "chess")
-        spec = next(own for own in chess["expanded"].values() if "share" in own)
+    def halve(settings: Any) -> None:
+        chess = next(entry for entry in settings["expansions"] if entry["name"] == "chess")
+        spec = next(entry for entry in chess["expanded"].values() if "share" in entry)
         spec["share"] /= 2
 
     change_config(copy, halve)
@@ -198,7 +200,7 @@ def test_another_plan_in_the_config_makes_a_path_another_model(copy: Path) -> No
 
 
 def test_another_prior_in_the_config_breaks_the_bound(copy: Path) -> None:
-    change_config(copy, lambda said: said["router"].update(prior=[0.333, 0.333, 0.001, 0.333]))
+    change_config(copy, lambda settings: settings["router"].update(prior=[0.333, 0.333, 0.001, 0.333]))
     result = verify(copy, run=RunOptions(trust_remote_code=True))
     assert any(
         " against its best path, expected at most 1.3" in line
@@ -208,9 +210,9 @@ def test_another_prior_in_the_config_breaks_the_bound(copy: Path) -> None:
 
 def test_another_base_is_found(llama: Made, folder: Path, tmp_path: Path) -> None:
     """What cannot be said of the folder is not said."""
-    other = Path(shutil.copytree(llama.base, tmp_path / "other"))
-    flip(other / "model.safetensors")
-    result = verify(folder, other, record=False)
+    other_base = Path(shutil.copytree(llama.base, tmp_path / "other"))
+    flip(other_base / "model.safetensors")
+    result = verify(folder, other_base, record=False)
     assert broken(result) == {"recoverable", "base_stream_always"} and result.numbers is None
     assert result.not_run == "the given base is another one"
     assert promise(result, "bounded_forgetting").holds is None
@@ -247,7 +249,7 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     assert max(len(line) for line in shown.output.splitlines() if "/" not in line) <= 80
     content = json.loads(file.read_text())
     assert content["passed"] and content["routing"]["switch_rate"] == 0
-    assert [own["name"] for own in content["numbers"]["paths"]] == ["base", *NAMES]
+    assert [path["name"] for path in content["numbers"]["paths"]] == ["base", *NAMES]
     asked = run("--promise", "output_at_init")
     assert asked.exit_code == 1 and "BROKEN" in asked.output, "a mixture of what has learned is not the base's output"
     alone = verify(llama.folders["law"], required=("paths_as_alone",))

@@ -35,11 +35,11 @@ def main() -> int:
 
 def repeat(seeds: Path, seed: int, number: int) -> int:
     """One case, with the traceback of what it found."""
-    found = case.FindingError.__init__
+    original = case.FindingError.__init__
 
     def shown(self: case.FindingError, *about: str) -> None:
         traceback.print_exc()
-        found(self, *about)
+        original(self, *about)
 
     case.FindingError.__init__ = shown  # type: ignore[method-assign]
     outcome = case.run_case(seeds, seed, number)

@@ -54,14 +54,14 @@ class Worker:
     def receive(self) -> Outcome | None:
         """What it says next; a death is a finding, and begins a new process."""
         try:
-            said = self.results.recv()
+            message = self.results.recv()
         except EOFError:
             self.process.join(1)
             return self.bury("crash")
-        if isinstance(said, Outcome):
-            self.left.remove(said.number)
-            return said
-        self.current = said
+        if isinstance(message, Outcome):
+            self.left.remove(message.number)
+            return message
+        self.current = message
         return None
 
     def bury(self, kind: str) -> Outcome | None:
@@ -85,9 +85,9 @@ def run_campaign(seeds: Path, seed: int, count: int, jobs: int) -> Iterator[Outc
     while workers:
         ready = wait([worker.results for worker in workers], timeout=PATIENCE)
         for worker in list(workers):
-            said = worker.receive() if worker.results in ready else None if ready else worker.bury("hangs")
-            if said is not None:
-                yield said
+            outcome = worker.receive() if worker.results in ready else None if ready else worker.bury("hangs")
+            if outcome is not None:
+                yield outcome
             if not worker.left:
                 worker.process.join()
                 workers.remove(worker)

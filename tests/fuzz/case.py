@@ -108,17 +108,17 @@ def _mutate(dice: random.Random, operation: Operation, call: Call, did: list[str
             break
         file = _choose(dice, left)
         try:
-            said = MUTATORS[mutator](dice, file, call.place.parent / "outside" / "canary")
+            change = MUTATORS[mutator](dice, file, call.place.parent / "outside" / "canary")
         except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
             break  # the first mutation left nothing that a second one can read
-        did.append(f"{subject.name}/{file.name}: {said}")
+        did.append(f"{subject.name}/{file.name}: {change}")
     return mutator
 
 
 def _files(subject: Path) -> list[Path]:
     """Regular files, in an order that does not depend on the disk."""
-    found = [subject] if not subject.is_dir() else sorted(subject.rglob("*"))
-    return [path for path in found if path.is_file() and not path.is_symlink()]
+    paths = [subject] if not subject.is_dir() else sorted(subject.rglob("*"))
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def _is_suitable(mutator: str, file: Path) -> bool:
@@ -185,8 +185,8 @@ def bounded() -> Iterator[None]:
 def _place_of(error: BaseException) -> str:
     """The innermost function of the program that an error passed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/scale_surgery/" in frame.filename]
-    own = frames[-1] if frames else traceback.extract_tb(error.__traceback__)[-1]
-    return f"{own.filename.rpartition('/scale_surgery/')[2]}:{own.name}"
+    frame = frames[-1] if frames else traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename.rpartition('/scale_surgery/')[2]}:{frame.name}"
 
 
 def _check_places(
@@ -222,8 +222,8 @@ def _check_printed(call: Call) -> None:
     printed = call.out.with_name("printed")
     if printed.is_file():
         text = printed.read_bytes().decode("utf-8", "surrogatepass")
-        if found := sorted(set(oracles.unprintable(text))):
-            raise FindingError("raw control characters", ", ".join(found), text[:300])
+        if characters := sorted(set(oracles.unprintable(text))):
+            raise FindingError("raw control characters", ", ".join(characters), text[:300])
 
 
 def _check_accepted(seeds: Path, operation: Operation, call: Call, model: str, answer: Any) -> None:

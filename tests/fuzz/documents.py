@@ -64,11 +64,11 @@ def mutate_document(dice: random.Random, file: Path, outside: Path) -> str:
     document = json.loads(lines[row])
     container, key = _spot(dice, document)
     change = dice.choice(CHANGES)
-    said, raw = change(dice, document, container, key)
+    description, raw = change(dice, document, container, key)
     written = json.dumps(document, indent=None if file.suffix == ".jsonl" else 2, ensure_ascii=False)
     lines[row] = written.replace(json.dumps(SLOT), raw.replace(OUTSIDE, str(outside))) + "\n"
     file.write_text("".join(lines), encoding="utf-8")
-    return f"{said} at {key!r}"
+    return f"{description} at {key!r}"
 
 
 def _spot(dice: random.Random, document: Any) -> tuple[Any, Any]:
@@ -114,26 +114,26 @@ def _duplicate(dice: random.Random, document: Any, container: Any, key: Any) -> 
 
 
 def _number(dice: random.Random, document: Any, container: Any, key: Any) -> tuple[str, str]:
-    found = container[key]
-    if isinstance(found, bool) or not isinstance(found, int | float):
+    number = container[key]
+    if isinstance(number, bool) or not isinstance(number, int | float):
         return _retype(dice, document, container, key)
-    container[key] = found + dice.choice([-1, 1, 0.5, 1000, -found])
+    container[key] = number + dice.choice([-1, 1, 0.5, 1000, -number])
     return "other number", ""
 
 
 def _swap(dice: random.Random, document: Any, container: Any, key: Any) -> tuple[str, str]:
     keys = list(container) if isinstance(container, dict) else list(range(len(container)))
-    other = dice.choice(keys)
-    container[key], container[other] = container[other], container[key]
-    return f"swap with {other!r}", ""
+    other_key = dice.choice(keys)
+    container[key], container[other_key] = container[other_key], container[key]
+    return f"swap with {other_key!r}", ""
 
 
 def _swap_hashes(dice: random.Random, document: Any, container: Any, key: Any) -> tuple[str, str]:
     places = list(_hashes(document))
     if len(places) < 2:
         return _swap(dice, document, container, key)
-    (one, a), (other, b) = dice.sample(places, 2)
-    one[a], other[b] = other[b], one[a]
+    (first, a), (second, b) = dice.sample(places, 2)
+    first[a], second[b] = second[b], first[a]
     return f"swap the hashes of {a!r} and {b!r} near", ""
 
 

@@ -123,11 +123,11 @@ def plant_code(dice: random.Random, file: Path, outside: Path) -> str:
     line = f"from pathlib import Path\nPath({str(sentinel)!r}).touch()\n"
     name = dice.choice(["pickle", "module", "own code", "config", "tokenizer", "processor"])
     if name == "pickle":
-        places = sorted(found for found in folder.rglob("*.pt")) or [folder / "pytorch_model.bin"]
+        places = sorted(path for path in folder.rglob("*.pt")) or [folder / "pytorch_model.bin"]
         place = dice.choice([*places, folder / "pytorch_model.bin", folder / "training_args.bin"])
         place.write_bytes(pickle.dumps(Planted(sentinel)))
-    elif name == "own code" and (own := sorted(folder.glob("*.py"))):
-        chosen = dice.choice(own)
+    elif name == "own code" and (sources := sorted(folder.glob("*.py"))):
+        chosen = dice.choice(sources)
         chosen.write_text(chosen.read_text(encoding="utf-8") + line, encoding="utf-8")
     else:
         module = dice.choice(["planted", "__init__", "torch", "conftest", "sitecustomize", "modeling_planted"])

@@ -20,12 +20,12 @@ Snapshot = dict[str, tuple[Any, ...]]
 
 def snapshot(place: Path) -> Snapshot:
     """Everything below a folder, without following a link or opening what is no file."""
-    found = {}
+    states = {}
     for folder, folders, files in os.walk(place):
         for name in (*folders, *files):
             path = Path(folder, name)
-            found[str(path.relative_to(place))] = _state(path)
-    return found
+            states[str(path.relative_to(place))] = _state(path)
+    return states
 
 
 def _state(path: Path) -> tuple[Any, ...]:
@@ -60,13 +60,13 @@ def _is_vouched(name: str, seed: Path) -> bool:
     return (seed / name).is_file() or (name.endswith(".py") and "/" not in name)
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def _is_same(first: Path, second: Path) -> bool:
     try:
-        if not one.is_file():  # a device has no end
+        if not first.is_file():  # a device has no end
             return False
-        if one.read_bytes() == other.read_bytes():
+        if first.read_bytes() == second.read_bytes():
             return True
-        return one.suffix == ".json" and one.name != "generation_config.json" and _says(one) == _says(other)
+        return first.suffix == ".json" and first.name != "generation_config.json" and _says(first) == _says(second)
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -77,8 +77,8 @@ def _says(file: Path) -> str:
 
 
 def _number(digits: str) -> float:
-    found = float(digits)
-    return int(found) if found.is_integer() else found
+    number = float(digits)
+    return int(number) if number.is_integer() else number
 
 
 def is_verified(model: Path) -> bool:

@@ -89,7 +89,9 @@ def draw_routing(dice: random.Random, *, is_odd: bool) -> Router:
 def _odd(dice: random.Random, usual: Any) -> Any:
     names = [field.name for field in dataclasses.fields(usual) if field.init]
     chosen = dice.sample(names, dice.randint(1, min(3, len(names))))
-    choices = {} if isinstance(usual, Router) else {name: own.choices for name, own in fields_of(type(usual)).items()}
+    choices = (
+        {} if isinstance(usual, Router) else {name: field.choices for name, field in fields_of(type(usual)).items()}
+    )
     return dataclasses.replace(usual, **{name: _value(dice, choices.get(name, ())) for name in chosen})
 
 

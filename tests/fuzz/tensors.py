@@ -44,9 +44,9 @@ def mutate_header(dice: random.Random, file: Path, outside: Path) -> str:
     parsed = json.loads(header)
     tensor = dice.choice([name for name in parsed if name != "__metadata__"])
     change = dice.choice(ENTRIES)
-    said = change(dice, parsed, tensor)
+    description = change(dice, parsed, tensor)
     file.write_bytes(_joined(json.dumps(parsed).encode(), data))
-    return f"{said} of {tensor}"
+    return f"{description} of {tensor}"
 
 
 def _joined(header: bytes, data: bytes, length: int | None = None) -> bytes:
@@ -103,10 +103,10 @@ def _renamed(dice: random.Random, header: Header, name: str) -> str:
 def _exchanged(dice: random.Random, header: Header, name: str) -> str:
     """Two tensors of one shape for each other: nothing else notices."""
     shape = header[name]["shape"]
-    alike = [own for own, entry in header.items() if own != name and entry.get("shape") == shape]
-    other = dice.choice(alike or [name])
-    header[name], header[other] = header[other], header[name]
-    return f"exchange with {other}"
+    alike = [candidate for candidate, entry in header.items() if candidate != name and entry.get("shape") == shape]
+    partner = dice.choice(alike or [name])
+    header[name], header[partner] = header[partner], header[name]
+    return f"exchange with {partner}"
 
 
 def _metadata(dice: random.Random, header: Header, name: str) -> str:
@@ -145,8 +145,20 @@ def _twice(dice: random.Random, header: bytes, data: bytes) -> bytes:
 
 
 def _length(dice: random.Random, header: bytes, data: bytes) -> bytes:
-    own = len(header)
-    wrong = [0, 1, 2, own - 1, own + 1, own + len(data), own + len(data) + 1, 100_000_001, 2**40, 2**63, 2**64 - 1]
+    length = len(header)
+    wrong = [
+        0,
+        1,
+        2,
+        length - 1,
+        length + 1,
+        length + len(data),
+        length + len(data) + 1,
+        100_000_001,
+        2**40,
+        2**63,
+        2**64 - 1,
+    ]
     return _joined(header, data, dice.choice(wrong))
 
 

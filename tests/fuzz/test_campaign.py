@@ -25,5 +25,5 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_is_found(seeds: Path) -> None:
     outcomes = [run_case(seeds, SEED, number) for number in range(CASES)]
-    assert not [own for own in outcomes if own.outcome == "finding"], findings(outcomes, SEED)
-    assert {own.outcome for own in outcomes} == {"refused", "accepted"}
+    assert not [outcome for outcome in outcomes if outcome.outcome == "finding"], findings(outcomes, SEED)
+    assert {outcome.outcome for outcome in outcomes} == {"refused", "accepted"}

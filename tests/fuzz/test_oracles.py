@@ -65,8 +65,8 @@ def outcome(seeds: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Call], 
 @pytest.mark.parametrize("kind", DEFECTS)
 def test_a_defect_is_found(seeds: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(case, "SECONDS", 1 if kind == "slow" else case.SECONDS)
-    found = outcome(seeds, monkeypatch, DEFECTS[kind])
-    assert (found.outcome, found.kind) == ("finding", kind)
+    finding = outcome(seeds, monkeypatch, DEFECTS[kind])
+    assert (finding.outcome, finding.kind) == ("finding", kind)
 
 
 def test_what_has_no_defect_is_no_finding(seeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +76,14 @@ def test_what_has_no_defect_is_no_finding(seeds: Path, monkeypatch: pytest.Monke
 
 def test_what_was_made_has_to_verify(seeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case, "MUTATORS", dict.fromkeys(case.MUTATORS, lambda dice, file, outside: "nothing"))
-    found = outcome(seeds, monkeypatch, spoil)
-    assert found.kind == "made what verify refuses", found
+    finding = outcome(seeds, monkeypatch, spoil)
+    assert finding.kind == "made what verify refuses", finding
 
 
 def test_a_case_can_be_repeated(seeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again, other = (outcome(seeds, monkeypatch, refuse, number) for number in (1, 1, 2))
-    assert first == again
-    assert first.did and first.did != other.did
+    first, repeated, second = (outcome(seeds, monkeypatch, refuse, number) for number in (1, 1, 2))
+    assert first == repeated
+    assert first.did and first.did != second.did
 
 
 def test_changed_content_is_seen(seeds: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ CODE_AND_COMMANDS = re.compile(r"^\$ (scale-surgery .*)$", re.MULTILINE)
 
 
 def device_option(name: str) -> click.Parameter | None:
-    found = (parameter for parameter in main.commands[name].params if "--device" in parameter.opts)
-    return next(found, None)
+    options = (parameter for parameter in main.commands[name].params if "--device" in parameter.opts)
+    return next(options, None)
 
 
 # results by command, each with the exit code that the page shows
@@ -57,15 +57,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Page]]:
 
 def run_page(device: str, folder: Path) -> Page:
     """Run the page from top to bottom, its Python too, which writes what commands read."""
-    found: Page = {}
+    page: Page = {}
     with workplace(folder):
         for language, body in BLOCK.findall(text_of_commands()):
             if language == "python":
                 run_python(body)
             for line in CODE_AND_COMMANDS.findall(body) if language == "console" else ():
                 words, wanted = shlex.split(line, comments=True)[1:], int("NOT verified" in body)
-                found.setdefault(words[0], []).append((CliRunner().invoke(main, on(device, words)), wanted))
-    return found
+                page.setdefault(words[0], []).append((CliRunner().invoke(main, on(device, words)), wanted))
+    return page
 
 
 def test_every_command_with_a_device_has_an_example(device: str) -> None:

@@ -161,14 +161,14 @@ def test_what_is_spoiled_is_noticed(models_of: Callable[..., Models], device: st
     models.trained.known_paths.clear()
     if spoiled == "one base stream for all":
         with never_parted():
-            found = broken(models)
+            broken_promises = broken(models)
     else:
         weight = models.trained.get_parameter("model.layers.1.mlp.down_proj.weight")
         weight.data = weight.data.clone()
         weight.data.view(torch.int32)[0, 0] ^= 1 << 22
-        found = broken(models)
-        assert "recoverable" in found
-    assert {"base_stream_always", "paths_as_alone: None"} <= found
+        broken_promises = broken(models)
+        assert "recoverable" in broken_promises
+    assert {"base_stream_always", "paths_as_alone: None"} <= broken_promises
 
 
 @pytest.mark.parametrize("request_name", ("preserve", "adapt"))
@@ -206,10 +206,10 @@ def test_a_trained_checkpoint(tmp_path: Path, device: str, real: Path, dtype: st
     assert unequal(*models) == unequal(*models, use_cache=False) == []
     prompt = {"input_ids": torch.tensor([[1]], device=device), "attention_mask": torch.ones(1, 1, device=device).long()}
     for use_cache in (True, False):
-        wanted, found = (
+        wanted, generation = (
             model.generate(**prompt, max_new_tokens=40, do_sample=False, use_cache=use_cache) for model in models
         )
-        assert torch.equal(wanted, found)
+        assert torch.equal(wanted, generation)
     result = verify(expanded, real, run=RunOptions(device=device))
     assert result.passed and result.numbers is not None and result.numbers.is_bit_equal
     assert result.numbers.generation_equal and result.numbers.uncached_equal
@@ -250,5 +250,5 @@ def test_generation_with_other_caches(trio_of: Callable[..., Trio], device: str,
     prompt = padded(random_ids(2, 9).to(device), (0, 4))
     for model in trio_of(family).trained(device_map=device):
         wanted = model.generate(**prompt, **GREEDY)
-        found = model.generate(**prompt, **GREEDY, cache_implementation=cache, disable_compile=True)
-        assert_same_generation(found, wanted)
+        generation = model.generate(**prompt, **GREEDY, cache_implementation=cache, disable_compile=True)
+        assert_same_generation(generation, wanted)

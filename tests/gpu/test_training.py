@@ -67,8 +67,8 @@ def test_gradients_in_bfloat16(
 ) -> None:
     """By autocast, of a float32 base and of a bfloat16 base with a float32 expansion."""
     which = (family, request_name, dtype)
-    found = gradients(model_of(*which).to(device), context=lambda: autocast(torch.device(device).type))
-    check_noise(found, wanted_of(*which), noise_of(*which))
+    device_gradients = gradients(model_of(*which).to(device), context=lambda: autocast(torch.device(device).type))
+    check_noise(device_gradients, wanted_of(*which), noise_of(*which))
 
 
 @pytest.mark.gpu  # a compiler takes long

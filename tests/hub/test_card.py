@@ -73,7 +73,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def own(expanded: Path, tmp_path: Path) -> Path:
+def copied(expanded: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(expanded, tmp_path / "own"))
 
 
@@ -100,14 +100,14 @@ def card(folder: Path, certificate: Any = None) -> str:
 
 
 def metadata(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = ModelCard(text).data.to_dict()  # type: ignore[no-untyped-call]
-    return found
+    fields: dict[str, Any] = ModelCard(text).data.to_dict()  # type: ignore[no-untyped-call]
+    return fields
 
 
-def test_metadata_and_text_name_a_base_on_the_hub_with_its_commit_and_licence(own: Path) -> None:
-    record(own, base_name="org/Base_1.5B", base_revision=COMMIT)
+def test_metadata_and_text_name_a_base_on_the_hub_with_its_commit_and_licence(copied: Path) -> None:
+    record(copied, base_name="org/Base_1.5B", base_revision=COMMIT)
     base_card = "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\ndatasets: [x/y]\n---\n# Base\n"
-    text = make_card(read_contents(own), REPO, base_card, "README.base.md", None).text
+    text = make_card(read_contents(copied), REPO, base_card, "README.base.md", None).text
     assert text is not None and metadata(text) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -125,9 +125,9 @@ def test_metadata_and_text_name_a_base_on_the_hub_with_its_commit_and_licence(ow
 @pytest.mark.parametrize(
     ("name", "revision"), (("secret-base", None), ("org/looks-like-one", None), ("/srv/secret/base", COMMIT))
 )
-def test_a_local_base_is_not_named(own: Path, name: str, revision: str | None) -> None:
-    record(own, base_name=name, base_revision=revision)
-    made = make_card(read_contents(own), REPO, None, None, None)
+def test_a_local_base_is_not_named(copied: Path, name: str, revision: str | None) -> None:
+    record(copied, base_name=name, base_revision=revision)
+    made = make_card(read_contents(copied), REPO, None, None, None)
     assert made.text is not None and "base_model" not in metadata(made.text)
     assert name not in made.text and "secret" not in made.text
     assert "Base: a checkpoint that is not on the Hub." in made.text
@@ -137,13 +137,13 @@ def test_a_local_base_is_not_named(own: Path, name: str, revision: str | None) -
     )
 
 
-def test_a_licence_that_is_given_is_named_in_place_of_the_base_s(own: Path) -> None:
+def test_a_licence_that_is_given_is_named_in_place_of_the_base_s(copied: Path) -> None:
     base_card = "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n# Base\n"
-    made = make_card(read_contents(own), REPO, base_card, "README.base.md", None, "apache-2.0")
-    found = metadata(str(made.text))
-    assert found["license"] == "apache-2.0" and not {"license_name", "license_link"} & set(found)
+    made = make_card(read_contents(copied), REPO, base_card, "README.base.md", None, "apache-2.0")
+    fields = metadata(str(made.text))
+    assert fields["license"] == "apache-2.0" and not {"license_name", "license_link"} & set(fields)
     assert "license is apache-2.0, as --license says; the base's card names other." in made.notes
-    plain = make_card(read_contents(own), REPO, None, None, None, "mit")
+    plain = make_card(read_contents(copied), REPO, None, None, None, "mit")
     assert metadata(str(plain.text))["license"] == "mit" and not [note for note in plain.notes if "license" in note]
 
 
@@ -184,59 +184,59 @@ def test_what_was_widened_stands_in_the_plan(pair_of: Any, expanded: Path) -> No
     assert "second stream beside" not in card(pair_of("llama", "adapt_without_up_stream").path)
 
 
-def test_training_and_what_was_measured(own: Path) -> None:
-    record_own(own, training=[{**RUN, "measured": {}}, RUN])
-    (own / "training").mkdir()
-    (own / "training" / "curves.png").write_bytes(b"")
-    text = card(own)
+def test_training_and_what_was_measured(copied: Path) -> None:
+    record_own(copied, training=[{**RUN, "measured": {}}, RUN])
+    (copied / "training").mkdir()
+    (copied / "training" / "curves.png").write_bytes(b"")
+    text = card(copied)
     assert "| 2 | 40 | 1,234 | 0.01 | 2026-01-02 |" in text
     assert "| old text | 0.0732 | – | forgetting +0.0706 |" in text
     assert "| new text | 0.2244 | 91.7% | learning -0.5000 |" in text
     assert "![Curves of the last run](training/curves.png)" in text
-    record_own(own, training=[RUN, {**RUN, "measured": {}}])
-    assert "## Evaluation" not in card(own), "numbers of an earlier run are not those of this model"
-    assert "asked to stay" not in card(own)
-    for rehearse, said in ((["self"], "text that the base wrote itself"), (["a.txt"], "other text")):
-        record_own(own, training=[RUN, {**RUN, "settings": {"learning_rate": 0.01, "rehearse": rehearse}}])
-        stays = f"In run 2 the model was also asked to stay what its base is, on {said}; what that keeps is measured"
-        assert stays in " ".join(card(own).split())
+    record_own(copied, training=[RUN, {**RUN, "measured": {}}])
+    assert "## Evaluation" not in card(copied), "numbers of an earlier run are not those of this model"
+    assert "asked to stay" not in card(copied)
+    for rehearse, phrase in ((["self"], "text that the base wrote itself"), (["a.txt"], "other text")):
+        record_own(copied, training=[RUN, {**RUN, "settings": {"learning_rate": 0.01, "rehearse": rehearse}}])
+        stays = f"In run 2 the model was also asked to stay what its base is, on {phrase}; what that keeps is measured"
+        assert stays in " ".join(card(copied).split())
 
 
-def test_numbers_of_another_model_say_so(own: Path, forms: dict[str, Path], tmp_path: Path) -> None:
+def test_numbers_of_another_model_say_so(copied: Path, forms: dict[str, Path], tmp_path: Path) -> None:
     measured = "Measured at the end of the last training run"
-    record_own(own, training=[RUN])
-    assert f"{measured}, on texts" in card(own)
-    record_own(own, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
-    assert f"{measured}, with its router, which it has no longer, on texts" in card(own)
+    record_own(copied, training=[RUN])
+    assert f"{measured}, on texts" in card(copied)
+    record_own(copied, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
+    assert f"{measured}, with its router, which it has no longer, on texts" in card(copied)
     forced = {"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]}
-    record_own(own, training=[RUN], forced_base=forced)
-    text = card(own, verify(own, probes=None, record=False).to_json())
+    record_own(copied, training=[RUN], forced_base=forced)
+    text = card(copied, verify(copied, probes=None, record=False).to_json())
     assert f"{measured}, on the base that the blocks were made on, on texts" in text
     assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
     assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
     folder = Path(shutil.copytree(forms["routed"], tmp_path / "routed"))
-    for was_routed, said in ((False, ", of the adapt path alone, not routed"), (True, "")):
+    for was_routed, phrase in ((False, ", of the adapt path alone, not routed"), (True, "")):
         record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
-        assert f"{measured}{said}, on texts" in card(folder)
+        assert f"{measured}{phrase}, on texts" in card(folder)
 
 
-def test_promises_are_those_of_the_certificate(own: Path) -> None:
-    assert "No verification is recorded" in card(own)
-    found = verify(own, record=False)
-    certificate = json.loads(json.dumps(found.to_json()))
-    text = card(own, certificate)
-    holds = next(promise for promise in found.promises if promise.name == "output_at_init")
+def test_promises_are_those_of_the_certificate(copied: Path) -> None:
+    assert "No verification is recorded" in card(copied)
+    verification = verify(copied, record=False)
+    certificate = json.loads(json.dumps(verification.to_json()))
+    text = card(copied, certificate)
+    holds = next(promise for promise in verification.promises if promise.name == "output_at_init")
     assert f"| `output_at_init` | holds | {holds.evidence} |" in text
-    assert f"`scale-surgery verify`, {found.date}, " in text
+    assert f"`scale-surgery verify`, {verification.date}, " in text
     assert "| `base_stream_always` | not claimed |" in text
     for promise in certificate["promises"]:
         promise["holds"] = None if promise["name"] == "output_at_init" else False
-    text = card(own, certificate)
+    text = card(copied, certificate)
     assert "| `recoverable` | **BROKEN** |" in text and "| `output_at_init` | not checked |" in text
 
 
 @pytest.mark.parametrize(
-    ("form", "said", "unsaid"),
+    ("form", "parts", "unsaid"),
     (
         ("expanded", ["needs `torch` and `transformers` alone", "expansion_disabled"], ["routing_disabled", "router"]),
         ("routed", ["| router | posterior, all paths alike, switch rate 0; one", "model.routing_disabled()"], []),
@@ -247,9 +247,11 @@ def test_promises_are_those_of_the_certificate(own: Path) -> None:
         ("composed", ["weighs 3 paths", "| paths | base, `law`, `art` |", "| `art` | adapt | 1 |"], ["| variant | `"]),
     ),
 )
-def test_each_form_is_told_as_what_it_is(forms: dict[str, Path], form: str, said: list[str], unsaid: list[str]) -> None:
+def test_each_form_is_told_as_what_it_is(
+    forms: dict[str, Path], form: str, parts: list[str], unsaid: list[str]
+) -> None:
     text = card(forms[form])
-    assert all(part in text for part in said)
+    assert all(part in text for part in parts)
     assert not [part for part in unsaid if part in text]
     assert ("routed" in metadata(text)["tags"]) == (form in ("routed", "composed"))
 
@@ -327,12 +329,12 @@ def test_a_card_that_somebody_edited_is_known(expanded: Path) -> None:
         assert not is_written_card(edited)
 
 
-def test_a_record_with_holes_is_one_line(own: Path) -> None:
-    record_own(own, training=[{"steps": 3}])
+def test_a_record_with_holes_is_one_line(copied: Path) -> None:
+    record_own(copied, training=[{"steps": 3}])
     with pytest.raises(CheckpointError) as error:
-        card(own)
+        card(copied)
     assert str(error.value) == (
-        f"{own / 'surgery.json'}: is incomplete ('trained_parameters'). Restore it from where you got it."
+        f"{copied / 'surgery.json'}: is incomplete ('trained_parameters'). Restore it from where you got it."
     )
 
 

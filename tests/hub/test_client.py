@@ -39,8 +39,8 @@ def served(model: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def hub(base: Path) -> Iterator[Hub]:
-    with served(base) as found:
-        yield found
+    with served(base) as server:
+        yield server
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) ->
 
 def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "own"))
-    with served(save_pine(tmp_path / "pine")) as own, asked(own):
+    with served(save_pine(tmp_path / "pine")) as server, asked(server):
         result = run("plan", REPO, "--layers", "last:1", "--json", "--trust-remote-code")
     classes = json.loads(result.stdout)["facts"]["architecture"]["own_code"]
     assert classes["AutoModelForCausalLM"] == "modeling_pine.PineForCausalLM"
@@ -79,8 +79,8 @@ def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.slow
 def test_an_expansion_downloads_once_and_records_the_commit(hub: Hub, base: Path, tmp_path: Path) -> None:
     """In a process of its own, which finds the Hub and its cache by the variables of the environment."""
-    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
+    variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | variables
     words = ["expand", REPO, "--layers", "last:1", "-o", str(tmp_path / "e"), "--json"]
     command = [sys.executable, "-m", "scale_surgery", *words]
     environment["HF_HUB_DISABLE_TELEMETRY"] = "1"

@@ -72,9 +72,14 @@ def card_of(made: tuple[Contents, dict[str, Any]], value: str, base_text: str | 
         "forced_base": {"expected_name": "x", "differing": [value]},
         "fused": {"drift": {"is_bit_equal": False, "drift": 0.1, "tokens": 1, "dtype": value}},
     }
-    promises = [one | {"name": value, "evidence": value} for one in certificate["promises"]]
-    told = certificate | {"promises": promises, "date": value, "machine": value, "versions": {value: value}}
-    return make_card(replace(contents, record=record), "lab/wide", base_text, None, told).text
+    promises = [promise | {"name": value, "evidence": value} for promise in certificate["promises"]]
+    filled_certificate = certificate | {
+        "promises": promises,
+        "date": value,
+        "machine": value,
+        "versions": {value: value},
+    }
+    return make_card(replace(contents, record=record), "lab/wide", base_text, None, filled_certificate).text
 
 
 @settings(max_examples=150, deadline=None)

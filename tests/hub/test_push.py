@@ -54,8 +54,8 @@ BASE_CARD = b"---\nlicense: mit\n---\r\n# caf\xc3\xa9, no final newline"
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A running Hub, which this process asks."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with running() as found, asked(found):
-        yield found
+    with running() as server, asked(server):
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def stock(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own(expanded: Path, tmp_path: Path) -> Path:
+def copied(expanded: Path, tmp_path: Path) -> Path:
     """A copy of the expansion, to be changed by a test."""
     return Path(shutil.copytree(expanded, tmp_path / "own"))
 
@@ -127,24 +127,26 @@ def message(hub: Hub, folder: Path, **options: Any) -> str:
 
 def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expanded: Path, tmp_path: Path) -> None:
     """The download verifies; its base and its expansions come back; its card says what lies in it."""
-    own = extract(expanded, tmp_path / "own").path
-    folder = compose(base, {"law": own, "art": own}, tmp_path / "composed").path
+    extract_folder = extract(expanded, tmp_path / "own").path
+    folder = compose(base, {"law": extract_folder, "art": extract_folder}, tmp_path / "composed").path
     done = send(hub, folder, check=True)
-    found = download(hub, tmp_path / "found")
-    assert verify(found, base, probes=None).passed
-    assert digests(strip(found, tmp_path / "back").path) == digests(base)
+    downloaded = download(hub, tmp_path / "found")
+    assert verify(downloaded, base, probes=None).passed
+    assert digests(strip(downloaded, tmp_path / "back").path) == digests(base)
     records = dict.fromkeys((".gitattributes", "README.md", "surgery.json", "extract.json"), "")
-    (blocks,) = map(load_file, own.glob("expansion-*.safetensors"))
+    (blocks,) = map(load_file, extract_folder.glob("expansion-*.safetensors"))
     for name in ("law", "art"):
-        one, other = (extract(path, tmp_path / f"{name}-{path.name}", name=name).path for path in (found, folder))
-        assert digests(one) | records == digests(other) | records
-        (taken,) = map(load_file, one.glob("expansion-*.safetensors"))
+        first, second = (
+            extract(path, tmp_path / f"{name}-{path.name}", name=name).path for path in (downloaded, folder)
+        )
+        assert digests(first) | records == digests(second) | records
+        (taken,) = map(load_file, first.glob("expansion-*.safetensors"))
         assert taken.keys() == {renamed(block, name) for block in blocks}
         assert all(torch.equal(taken[renamed(block, name)], blocks[block]) for block in blocks)
-        assert verify(apply(one, tmp_path / f"applied-{name}", base).path, base, probes=None, record=False).passed
+        assert verify(apply(first, tmp_path / f"applied-{name}", base).path, base, probes=None, record=False).passed
     assert done.form == "expanded" and done.card_origin == "written"
     assert {file.origin for file in done.files if file.name.startswith("expansion-")} == {"model"}
-    card = (found / "README.md").read_text()
+    card = (downloaded / "README.md").read_text()
     assert "| paths | base, `law`, `art` |" in card and "| `law` | adapt | 0,2 |" in card
     assert "| router | posterior, all paths alike, switch rate 0.01 |" in card
     assert "| `recoverable` | holds |" in card and "`surgery.json` holds the hashes" in card
@@ -166,19 +168,19 @@ def test_a_download_is_the_folder_and_verifies_and_strips(
     before = digests(folder)
     done = send(hub, folder, check=True)
     assert digests(folder) == before, "the folder is only read"
-    found = download(hub, tmp_path / "found")
-    after = {name: digest for name, digest in digests(found).items() if not name.startswith(".")}
+    downloaded = download(hub, tmp_path / "found")
+    after = {name: digest for name, digest in digests(downloaded).items() if not name.startswith(".")}
     moved = before.pop("README.md")
     assert after.pop("README.base.md") == moved
-    assert is_written_card((found / "README.md").read_text())
+    assert is_written_card((downloaded / "README.md").read_text())
     assert {**after, "README.md": "", "surgery.json": ""} == {**before, "README.md": "", "surgery.json": ""}
-    manifests = [json.loads((path / "surgery.json").read_text()) for path in (folder, found)]
+    manifests = [json.loads((path / "surgery.json").read_text()) for path in (folder, downloaded)]
     assert manifests[1]["base_files"]["README.md"].pop("stored_as") == "README.base.md"
     assert manifests[0]["base_files"]["README.md"].pop("stored_as") == "README.md"
     fused = [manifest.pop("fused") for manifest in manifests]
     assert manifests[0] == manifests[1] and (fused[0] is None) == (form != "fused")
-    assert verify(found, probes=None, record=False).passed
-    blocks = merge(found, tmp_path / "blocks", "blocks").path if form == "fused" else found
+    assert verify(downloaded, probes=None, record=False).passed
+    blocks = merge(downloaded, tmp_path / "blocks", "blocks").path if form == "fused" else downloaded
     strip(blocks, tmp_path / "base")
     assert digests(tmp_path / "base") == digests(base)
     assert done.commit and done.url == f"{hub.address}/{REPO}/commit/{done.commit}"
@@ -187,10 +189,10 @@ def test_a_download_is_the_folder_and_verifies_and_strips(
 
 
 def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Path) -> None:
-    first, again = send(hub, expanded, check=True), send(hub, expanded, check=True)
-    assert again.commit == first.commit and len(hub.repositories[REPO].messages) == 1
-    assert (first.is_unchanged, again.is_unchanged) == (False, True)
-    for done, title in ((first, "pushed"), (again, "nothing to push: the Hub has it all")):
+    first, second = send(hub, expanded, check=True), send(hub, expanded, check=True)
+    assert second.commit == first.commit and len(hub.repositories[REPO].messages) == 1
+    assert (first.is_unchanged, second.is_unchanged) == (False, True)
+    for done, title in ((first, "pushed"), (second, "nothing to push: the Hub has it all")):
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(render_pushed(done))
         shown = console.export_text().splitlines()
@@ -201,11 +203,11 @@ def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Pa
 @pytest.mark.slow
 def test_a_downloaded_push_is_pushed_again_with_a_new_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
     send(hub, expanded)
-    found = download(hub, tmp_path / "found")
-    record = json.loads((found / "surgery.json").read_text())
+    downloaded = download(hub, tmp_path / "found")
+    record = json.loads((downloaded / "surgery.json").read_text())
     record["expansions"]["default"]["training"] = [{"steps": 3, "trained_parameters": 5, "begun": "2026-01-02"}]
-    edit_json(found / "surgery.json", expansions=record["expansions"])
-    send(hub, found, repo="me/other")
+    edit_json(downloaded / "surgery.json", expansions=record["expansions"])
+    send(hub, downloaded, repo="me/other")
     files = hub.files("me/other")
     assert files["README.md"].startswith(b"---\n") and b"# other\n" in files["README.md"]
     assert files["README.base.md"] == BASE_CARD and "README.base-2.md" not in files
@@ -222,39 +224,39 @@ def test_what_the_hub_has_already_is_not_sent(hub: Hub, base: Path, expanded: Pa
     assert len(shards) > 1 and {file.name for file in done.files if file.origin == "base"} >= set(shards)
 
 
-def test_code_that_no_release_wrote_is_told(hub: Hub, own: Path) -> None:
-    record = json.loads((own / "surgery.json").read_text())
-    (own / "expanded_model.py").write_text("# edited\n")
-    digest = digests(own)["expanded_model.py"]
-    edit_json(own / "surgery.json", code={**record["code"], "expanded_model.py": digest})
-    (note,) = [note for note in send(hub, own, check=True).notes if "expanded_model.py" in note]
+def test_code_that_no_release_wrote_is_told(hub: Hub, copied: Path) -> None:
+    record = json.loads((copied / "surgery.json").read_text())
+    (copied / "expanded_model.py").write_text("# edited\n")
+    digest = digests(copied)["expanded_model.py"]
+    edit_json(copied / "surgery.json", code={**record["code"], "expanded_model.py": digest})
+    (note,) = [note for note in send(hub, copied, check=True).notes if "expanded_model.py" in note]
     assert "Read it before you let it run" in note
 
 
-def test_nothing_goes_up_but_the_model_s_files(hub: Hub, own: Path, tmp_path: Path) -> None:
+def test_nothing_goes_up_but_the_model_s_files(hub: Hub, copied: Path, tmp_path: Path) -> None:
     """No secrets, no links to elsewhere, no states of trainers, no pickles, no weights that no index names."""
     (tmp_path / "secret").write_text("key")
     left = (".env", ".ssh/id_rsa", "checkpoint-500/trainer_state.json", "runs/host/events.out.tfevents.1.host")
     left += ("training/checkpoint-7/optimizer.pt", "old.bin", "stray.safetensors", "x.tmp")
     for name in (*left, ".cache/lock", ".gitattributes", "notes.txt", "training/log.jsonl"):
-        (own / name).parent.mkdir(parents=True, exist_ok=True)
-        (own / name).write_bytes(b"x")
-    (own / "link.txt").symlink_to(tmp_path / "secret")
-    (own / "folder").symlink_to(tmp_path)
-    (own / "inside.txt").symlink_to("notes.txt")
-    done = send(hub, own)
+        (copied / name).parent.mkdir(parents=True, exist_ok=True)
+        (copied / name).write_bytes(b"x")
+    (copied / "link.txt").symlink_to(tmp_path / "secret")
+    (copied / "folder").symlink_to(tmp_path)
+    (copied / "inside.txt").symlink_to("notes.txt")
+    done = send(hub, copied)
     assert set(done.left_out) == {*left, "link.txt", "folder"}
     assert {".gitattributes", "notes.txt", "inside.txt", "training/log.jsonl"} <= set(hub.files(REPO))
     assert not {*left, "link.txt", ".cache/lock"} & set(hub.files(REPO))
 
 
-def test_a_base_file_that_became_a_link_to_elsewhere_is_not_sent(hub: Hub, own: Path, tmp_path: Path) -> None:
+def test_a_base_file_that_became_a_link_to_elsewhere_is_not_sent(hub: Hub, copied: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
-    (own / "generation_config.json").unlink()
-    (own / "generation_config.json").symlink_to(tmp_path / "secret")
+    (copied / "generation_config.json").unlink()
+    (copied / "generation_config.json").symlink_to(tmp_path / "secret")
     for check in (True, False):
         with pytest.raises(CheckpointError, match=r"^generation_config\.json: is a symbolic link that leads out of"):
-            send(hub, own, check=check)
+            send(hub, copied, check=check)
 
 
 def test_a_snapshot_of_the_hubs_cache_is_made_of_links(hub: Hub, expanded: Path, tmp_path: Path) -> None:
@@ -268,12 +270,12 @@ def test_a_snapshot_of_the_hubs_cache_is_made_of_links(hub: Hub, expanded: Path,
 
 def test_a_stock_export_is_pushed(hub: Hub, stock: Path, tmp_path: Path) -> None:
     done = send(hub, stock, check=True)
-    found = download(hub, tmp_path / "found")
-    assert done.form == "stock" and "the code of `helper.py`" in (found / "README.md").read_text()
-    assert (found / "README.base.md").read_bytes() == BASE_CARD
-    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (stock, found)))
-    again = send(hub, found, repo="me/again", check=True)
-    assert "license: mit\n" in again.card and "README.base-2.md" not in hub.files("me/again")
+    downloaded = download(hub, tmp_path / "found")
+    assert done.form == "stock" and "the code of `helper.py`" in (downloaded / "README.md").read_text()
+    assert (downloaded / "README.base.md").read_bytes() == BASE_CARD
+    assert torch.equal(*(load(path)(torch.arange(6)[None]).logits for path in (stock, downloaded)))
+    repeated = send(hub, downloaded, repo="me/again", check=True)
+    assert "license: mit\n" in repeated.card and "README.base-2.md" not in hub.files("me/again")
 
 
 def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_path: Path) -> None:
@@ -286,13 +288,13 @@ def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_
     (folder / "evil.py").write_text("import os\n")
     (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "a/b--c.D"}}')
     (folder / "notes.txt").write_text("welcome")
-    found, expected = (digest[:16] for digest in (digests(folder)[name], written[name]["sha256"]))
+    actual, expected = (digest[:16] for digest in (digests(folder)[name], written[name]["sha256"]))
     code = "is code, or names some, and merge did not write it. Read it before you let it run."
     with pytest.raises(CheckpointError) as error:
         send(hub, folder, check=True)
     assert str(error.value).splitlines() == [
         f"LICENSE: not found in {folder}.",
-        f"{name}: sha256 {found}..., expected {expected}... from merge.json.",
+        f"{name}: sha256 {actual}..., expected {expected}... from merge.json.",
         f"evil.py: {code}",
         f"processor_config.json: {code}",
         f"{folder}: not pushed, it is not what merge wrote. Restore what is named.",
@@ -314,9 +316,9 @@ def test_an_extract_comes_back_whole_has_the_licence_and_is_checked(
     done = send(hub, folder, check=True)
     assert done.form == "extract" and not [file for file in done.files if file.origin == "base"]
     assert "license: mit\n" in done.card and not any("license" in note for note in done.notes)
-    found = download(hub, tmp_path / "found")
-    assert digests(apply(found, tmp_path / "whole", base=base).path) == digests(expanded)
-    assert send(hub, found, repo="me/again", check=True).form == "extract"
+    downloaded = download(hub, tmp_path / "found")
+    assert digests(apply(downloaded, tmp_path / "whole", base=base).path) == digests(expanded)
+    assert send(hub, downloaded, repo="me/again", check=True).form == "extract"
     edit_json(folder / "extract.json", licence={"tags": ["x"]})
     assert "license" not in send(hub, folder, dry_run=True).card
     flip_last_byte(folder / "expansion-default-00001-of-00001.safetensors")
@@ -334,8 +336,8 @@ def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> N
     wanted = {f"/lfs/{digests(expanded)[file.name]}" for file in expanded.glob("*.safetensors")}
     lost = f"/lfs/{digests(expanded)['expansion-default-00001-of-00001.safetensors']}"
     hub.faults = [Fault(f"PUT {lost}", 403, message="Request has expired")]
-    found = message(hub, expanded)
-    assert found == f"{REPO}: not pushed (403 Request has expired). {NO_ACCESS} {AGAIN}"
+    refusal = message(hub, expanded)
+    assert refusal == f"{REPO}: not pushed (403 Request has expired). {NO_ACCESS} {AGAIN}"
     assert REPO in hub.repositories and hub.files(REPO) == {".gitattributes": b"\n"}, "nothing, not a part"
     arrived = {f"/lfs/{oid}" for oid in hub.objects}
     assert arrived and lost not in arrived
@@ -359,32 +361,32 @@ def test_a_refusal_says_what_to_do(hub: Hub, expanded: Path, status: int, advice
     assert message(hub, expanded) == f"{REPO}: not pushed ({status} as the test asked). {advice}"
 
 
-def test_a_file_that_does_not_arrive_as_it_is_is_named(hub: Hub, own: Path) -> None:
+def test_a_file_that_does_not_arrive_as_it_is_is_named(hub: Hub, copied: Path) -> None:
     """The Hub keeps what it has of a file that a .gitignore covers."""
     name = "expansion-default-00001-of-00001.safetensors"
-    send(hub, own)
-    shake(own)
-    (own / "more.txt").write_text("new")
+    send(hub, copied)
+    shake(copied)
+    (copied / "more.txt").write_text("new")
     hub.gitignore = (".safetensors", ".txt")
-    assert message(hub, own).splitlines() == [
+    assert message(hub, copied).splitlines() == [
         f"{REPO}: more.txt did not arrive. Is it in a .gitignore? Push again.",
         f"{REPO}: {name} has another content there. Is it in a .gitignore? Push again.",
     ]
     hub.gitignore = None
-    assert send(hub, own).commit
+    assert send(hub, copied).commit
 
 
 def test_a_hub_that_is_not_there_or_does_not_answer(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.3)
     hub.faults = [Fault(f"GET /api/models/{REPO}", act=lambda: time.sleep(1))]
-    found = message(hub, expanded)
-    assert found.startswith(f"{REPO}: ") and "timed out" in found
-    assert found.endswith("Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.")
+    failure = message(hub, expanded)
+    assert failure.startswith(f"{REPO}: ") and "timed out" in failure
+    assert failure.endswith("Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.")
     # the Hub's own address comes back before the Hub is stopped
     with monkeypatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        found = message(hub, expanded)
-    assert found == (
+        failure = message(hub, expanded)
+    assert failure == (
         f"{REPO}: not pushed ([Errno 111] Connection refused). Check the network, HF_ENDPOINT and HF_HUB_OFFLINE."
     )
 
@@ -433,20 +435,22 @@ def test_no_token_and_no_write_access(hub: Hub, expanded: Path) -> None:
     # of a repository that is there the Hub says it
     hub.repositories |= {repo: Repository(private=False) for repo in ("they/wide", REPO)}
     for token, repo in (("hf_writer", "they/wide"), ("hf_reader", REPO)):
-        found = message(hub, expanded, token=token, repo=repo)
-        assert found.startswith(f"{repo}: not pushed (403 ") and found.endswith(NO_ACCESS)
+        refusal = message(hub, expanded, token=token, repo=repo)
+        assert refusal.startswith(f"{repo}: not pushed (403 ") and refusal.endswith(NO_ACCESS)
     assert changing(hub) == []
 
 
-def test_a_folder_that_does_not_verify_is_not_pushed(hub: Hub, own: Path) -> None:
-    shard = next(own.glob("model-*.safetensors"))
+def test_a_folder_that_does_not_verify_is_not_pushed(hub: Hub, copied: Path) -> None:
+    shard = next(copied.glob("model-*.safetensors"))
     content = flip_last_byte(shard)
     with pytest.raises(CheckpointError) as error:
-        send(hub, own, check=True)
+        send(hub, copied, check=True)
     assert f"{shard.name}: bytes differ from the base's" in str(error.value)
-    assert str(error.value).endswith(f"{own}: not pushed, it does not verify. scale-surgery verify {own} shows all.")
+    assert str(error.value).endswith(
+        f"{copied}: not pushed, it does not verify. scale-surgery verify {copied} shows all."
+    )
     assert changing(hub) == []
-    assert not send(hub, own).is_checked
+    assert not send(hub, copied).is_checked
     assert hub.files(REPO)[shard.name] == content
 
 
@@ -475,26 +479,26 @@ def test_a_repository_is_private_unless_public_is_asked_for_and_one_that_exists_
     assert [len(hub.repositories[repo].messages) for repo in (REPO, "me/hidden")] == [1, 1]
 
 
-def test_a_licence_is_for_a_card_that_is_written(hub: Hub, own: Path) -> None:
-    assert "license: apache-2.0\n" in send(hub, own, license="apache-2.0").card
+def test_a_licence_is_for_a_card_that_is_written(hub: Hub, copied: Path) -> None:
+    assert "license: apache-2.0\n" in send(hub, copied, license="apache-2.0").card
     hub.repositories["me/carded"] = Repository(private=True)
     hub.repositories["me/carded"].branches["main"] = {"README.md": b"# Mine\n"}
-    found = message(hub, own, repo="me/carded", license="mit")
-    assert found == (
+    refusal = message(hub, copied, repo="me/carded", license="mit")
+    assert refusal == (
         "--license mit: README.md in me/carded was written by somebody and stays as it is. Name the licence there, or "
         "give --write-card, which writes a new card from facts."
     )
-    (own / "README.md").write_text("# Mine\n")
-    assert message(hub, own, repo="me/other", license="mit").startswith(f"--license mit: {own / 'README.md'} was")
-    assert "license: mit\n" in send(hub, own, repo="me/other", license="mit", write_card=True).card
+    (copied / "README.md").write_text("# Mine\n")
+    assert message(hub, copied, repo="me/other", license="mit").startswith(f"--license mit: {copied / 'README.md'} was")
+    assert "license: mit\n" in send(hub, copied, repo="me/other", license="mit", write_card=True).card
 
 
 def test_another_model_s_files_are_not_mixed_with_it(hub: Hub, expanded: Path) -> None:
     hub.repositories[REPO] = Repository(private=False)
     there = hub.repositories[REPO].branches["main"]
     there |= {"model.safetensors": b"another model", "odd [1].py": b"", "notes.txt": b"stays"}
-    found = message(hub, expanded)
-    assert found == (
+    refusal = message(hub, expanded)
+    assert refusal == (
         f"{REPO}: holds model files that the folder does not have (model.safetensors, odd [1].py); beside them it "
         "would be another model. Push to another repository or --revision, or give --replace: they leave in the same "
         "commit, and its history keeps them."
@@ -521,22 +525,22 @@ def test_a_model_of_somebody_else_is_not_overwritten(hub: Hub, base: Path, expan
 
 
 def test_a_model_on_another_base_is_not_overwritten(
-    hub: Hub, base_of: Any, own: Path, stock: Path, tmp_path: Path
+    hub: Hub, base_of: Any, copied: Path, stock: Path, tmp_path: Path
 ) -> None:
-    send(hub, own)
-    other = expand(base_of("llama", tied=True, dtype="bfloat16"), REQUESTS["adapt"], tmp_path / "other").path
+    send(hub, copied)
+    other_folder = expand(base_of("llama", tied=True, dtype="bfloat16"), REQUESTS["adapt"], tmp_path / "other").path
     before = hub.files(REPO)
     expected = (
         f"{REPO}: holds a model on another base, by its surgery.json. Push to another repository or --revision, or "
         "give --replace, which makes this model of it; its history keeps the other."
     )
-    assert message(hub, other) == expected
-    assert send(hub, other, dry_run=True).obstacle == expected
+    assert message(hub, other_folder) == expected
+    assert send(hub, other_folder, dry_run=True).obstacle == expected
     assert hub.files(REPO) == before
-    assert send(hub, shake(own)).commit, "the same base, other blocks"
-    assert send(hub, other, replace=True).commit
+    assert send(hub, shake(copied)).commit, "the same base, other blocks"
+    assert send(hub, other_folder, replace=True).commit
     send(hub, stock, repo="me/stock")
-    assert "on another base, by its merge.json" in message(hub, other, repo="me/stock")
+    assert "on another base, by its merge.json" in message(hub, other_folder, repo="me/stock")
 
 
 def test_bases_are_compared_by_their_shards() -> None:
@@ -603,34 +607,34 @@ def test_a_card_of_the_user_s_own_is_pushed_as_it_is(hub: Hub, base_of: Any, tmp
 
 
 @pytest.mark.slow
-def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, own: Path, tmp_path: Path) -> None:
+def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, copied: Path, tmp_path: Path) -> None:
     mine = tmp_path / "card.md"
     mine.write_text("---\nlicense: mit\n---\nMine.\n")
-    shutil.copyfile(mine, own / "README.md")
+    shutil.copyfile(mine, copied / "README.md")
     for options in ({}, {"write_card": True}):
         with pytest.raises(CheckpointError) as error:
-            send(hub, own, check=True, **options)
+            send(hub, copied, check=True, **options)
         assert str(error.value).splitlines() == [
             "README.md: bytes differ from the base's README.md.",
             "README.md: has to stay the base's, so that strip gives it back. Give a card of your own by --card.",
-            f"{own}: not pushed, it does not verify. scale-surgery verify {own} shows all.",
+            f"{copied}: not pushed, it does not verify. scale-surgery verify {copied} shows all.",
         ]
     assert changing(hub) == []
-    assert send(hub, own).card_origin == "own"
+    assert send(hub, copied).card_origin == "own"
     assert hub.files(REPO)["README.md"] == mine.read_bytes() and "README.base.md" not in hub.files(REPO)
-    (own / "README.md").write_bytes(BASE_CARD)
-    send(hub, own, card=mine, check=True)
+    (copied / "README.md").write_bytes(BASE_CARD)
+    send(hub, copied, card=mine, check=True)
     files = hub.files(REPO)
     assert (files["README.md"], files["README.base.md"]) == (mine.read_bytes(), BASE_CARD)
 
 
-def test_a_certificate_is_shown_until_the_model_changes(hub: Hub, own: Path) -> None:
+def test_a_certificate_is_shown_until_the_model_changes(hub: Hub, copied: Path) -> None:
     for seed in (1, 2):  # the second time as many tensors are trained as before, but they are others
-        date = verify(own, probes=Probes(max_new_tokens=0)).date
+        date = verify(copied, probes=Probes(max_new_tokens=0)).date
         shown = f"`scale-surgery verify`, {date}, "
-        assert shown in send(hub, own, check=True).card
-        assert "No verification is recorded" in send(hub, own).card, "nobody looked"
-        card = send(hub, shake(own, seed), check=True).card
+        assert shown in send(hub, copied, check=True).card
+        assert "No verification is recorded" in send(hub, copied).card, "nobody looked"
+        card = send(hub, shake(copied, seed), check=True).card
         assert shown not in card and "`scale-surgery verify --files-only`" in card
 
 
@@ -667,9 +671,9 @@ def test_the_hub_s_word_on_a_card(hub: Hub, expanded: Path, tmp_path: Path) -> N
 
 
 def test_the_command_in_a_process_of_its_own(hub: Hub, expanded: Path, tmp_path: Path) -> None:
-    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    own |= {"HF_TOKEN": "hf_writer", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
+    variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    variables |= {"HF_TOKEN": "hf_writer", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | variables
     command = [sys.executable, "-m", "scale_surgery", "push", str(expanded), REPO, "--json", "--no-verify"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -683,17 +687,17 @@ def run(*arguments: object) -> Any:
 
 
 @pytest.mark.slow
-def test_the_command_lists_what_it_sends(hub: Hub, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (own / "old.bin").write_bytes(b"x")
-    shown = run(own, REPO, "--token", "hf_writer", "--dry-run", "--show-card")
+def test_the_command_lists_what_it_sends(hub: Hub, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copied / "old.bin").write_bytes(b"x")
+    shown = run(copied, REPO, "--token", "hf_writer", "--dry-run", "--show-card")
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())
     for part in ("LICENSE 3 B the base's, as it is", "left out: old.bin", "# wide", "would be pushed"):
         assert part in text
     assert f"repository {REPO}, private" in text and "Hub would take it" in text and "hf_writer" not in text
-    assert all(len(line.rstrip()) <= 80 for line in run(own, REPO, "--dry-run").output.splitlines())
-    assert run(own, REPO, "--dry-run").exit_code == 1, "there is no token"
-    sent = run(own, REPO, "--token", "hf_writer")
+    assert all(len(line.rstrip()) <= 80 for line in run(copied, REPO, "--dry-run").output.splitlines())
+    assert run(copied, REPO, "--dry-run").exit_code == 1, "there is no token"
+    sent = run(copied, REPO, "--token", "hf_writer")
     assert sent.exit_code == 0, sent.output
     assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
 

@@ -29,25 +29,29 @@ def data(tmp_path: Path) -> Path:
 
 
 def read(done: HeldOut) -> dict[str, list[tuple[str, str]]]:
-    found = {part: part_file(done.path, part) for part in (LEARN, *ASIDE)}
-    return {part: [said(own) for own in read_documents([file])] for part, file in found.items() if file.exists()}
+    files = {part: part_file(done.path, part) for part in (LEARN, *ASIDE)}
+    return {
+        part: [identity(document) for document in read_documents([file])]
+        for part, file in files.items()
+        if file.exists()
+    }
 
 
-def said(document: Document) -> tuple[str, str]:
+def identity(document: Document) -> tuple[str, str]:
     return document.prompt, document.text
 
 
 def test_every_document_is_in_one_part_and_says_what_it_said(data, tmp_path):
     done = hold_out(data, tmp_path / "out")
     parts = read(done)
-    whole = Counter(said(own) for own in read_documents([data]))
-    assert Counter(own for part in parts.values() for own in part) == whole
-    assert {part: len(own) for part, own in parts.items()} == done.documents
+    whole = Counter(identity(document) for document in read_documents([data]))
+    assert Counter(document for part in parts.values() for document in part) == whole
+    assert {part: len(documents) for part, documents in parts.items()} == done.documents
     # a tenth of 120 in each
     assert done.documents == {"learn": 96, "calibrate": 12, "measure": 12}
     # what is learned stays in its order
-    order = [said(own) for own in read_documents([data])]
-    assert parts["learn"] == [own for own in order if own in parts["learn"]]
+    order = [identity(document) for document in read_documents([data])]
+    assert parts["learn"] == [document for document in order if document in parts["learn"]]
 
 
 @pytest.mark.parametrize("count", [60, 5])
@@ -73,22 +77,22 @@ def test_equal_documents_go_the_same_way(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in (*TEXTS, *TEXTS, *TEXTS)))
     parts = read(hold_out(file, tmp_path / "out"))
     assert all(parts.values())
-    sets = [set(own) for own in parts.values()]
+    sets = [set(documents) for documents in parts.values()]
     assert sum(map(len, sets)) == len(set.union(*sets))
 
 
 def test_a_second_run_draws_the_same_and_another_seed_does_not(data, tmp_path):
-    one, two = (digests(hold_out(data, tmp_path / name).path) for name in ("one", "two"))
-    assert one == two
-    other = hold_out(data, tmp_path / "three", HoldOutSettings(seed=1))
-    assert digests(other.path) != one
+    first, second = (digests(hold_out(data, tmp_path / name).path) for name in ("one", "two"))
+    assert first == second
+    third = hold_out(data, tmp_path / "three", HoldOutSettings(seed=1))
+    assert digests(third.path) != first
 
 
 def test_of_one_long_text_the_ends_are_set_aside(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text(BOOK)
     parts = read(hold_out(file, tmp_path / "out"))
-    whole = "\n\n".join(own for part in (LEARN, *ASIDE) for _, own in parts[part])
+    whole = "\n\n".join(text for part in (LEARN, *ASIDE) for _, text in parts[part])
     assert whole == BOOK.strip()
     assert all(0.05 < len(parts[part][0][1]) / len(BOOK) < 0.2 for part in ASIDE)
     # among many, a long one is not cut
@@ -143,8 +147,8 @@ def test_one_part_alone(data, tmp_path, part):
     book.write_text(BOOK)
     parts = read(hold_out(book, tmp_path / "other", HoldOutSettings(parts=(part,))))
     assert "\n\n".join(parts[name][0][1] for name in (LEARN, part)) == BOOK
-    for wrong, said in (((), "nothing"), (("learn", part), "learn")):
-        with pytest.raises(PlanError, match=f"--parts is {said}, expected some of: calibrate, measure"):
+    for wrong, value in (((), "nothing"), (("learn", part), "learn")):
+        with pytest.raises(PlanError, match=f"--parts is {value}, expected some of: calibrate, measure"):
             hold_out(data, tmp_path / "wrong", HoldOutSettings(parts=wrong))
 
 
@@ -155,4 +159,4 @@ def test_the_command(data, tmp_path):
     lines = [line.split() for line in result.stdout.splitlines()]
     counts = {line[0]: int(line[1]) for line in lines[2:]}
     assert sum(counts.values()) == 120 and all(20 < counts[part] < 28 for part in ASIDE)
-    assert {name: own for name, own in digests(data.parent).items() if name in before} == before
+    assert {name: digest for name, digest in digests(data.parent).items() if name in before} == before

@@ -60,8 +60,14 @@ def texts(tmp_path_factory) -> Path:
     """New and old text."""
     folder = tmp_path_factory.mktemp("texts")
     old, new = people(12), people(8, start=400)
-    asked = {name: [own for one in some for own in questions(one)] for name, some in (("old", old), ("new", new))}
-    rows = {name: [{"question": own.prompt, "answer": own.answer} for own in some] for name, some in asked.items()}
+    asked = {
+        name: [question for person in some for question in questions(person)]
+        for name, some in (("old", old), ("new", new))
+    }
+    rows = {
+        name: [{"question": question.prompt, "answer": question.answer} for question in some]
+        for name, some in asked.items()
+    }
     rows["new"] += [{"text": biography(person, style)} for person in new for style in range(3)]
     for name, some in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
@@ -69,15 +75,15 @@ def texts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(texts) -> dict[str, Any]:
+def settings(texts) -> dict[str, Any]:
     """A short job, as it is said."""
     data, old = (str(texts / f"{name}.jsonl") for name in ("new", "old"))
     return {"model": str(SHIPPED_MODEL), "data": (data,), "old": (old,)} | SHORT
 
 
 @pytest.fixture(scope="module")
-def recipe(said) -> Recipe:
-    return resolve_recipe(said)
+def recipe(settings) -> Recipe:
+    return resolve_recipe(settings)
 
 
 class Interrupt:
@@ -108,7 +114,7 @@ class Done:
 
     learned: Learned
     lines: dict[str, str]
-    said: dict[str, str]
+    interruptions: dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -116,24 +122,26 @@ def done(recipe, tmp_path_factory) -> Done:
     """A job that was interrupted in each stage, and then ended after it; so it took two runs for each, and one more."""
     folder = tmp_path_factory.mktemp("job") / "job"
     lines: dict[str, str] = {}
-    said = {}
+    messages = {}
     for stage in [stage.name for stage in prepare(recipe, folder).estimate.stages]:
         # the first bar is that of the plan before the job
         with pytest.raises(TrainingError) as interrupted:
             learn(recipe, folder, track=Interrupt(2))
-        said[stage] = str(interrupted.value)
+        messages[stage] = str(interrupted.value)
         with pytest.raises(EnoughError):
             learn(
                 recipe,
                 folder,
                 events=JobEvents(begins=lambda name, line, number: lines.update({name: line}), ends=enough),
             )
-    return Done(learn(recipe, folder), lines, said)
+    return Done(learn(recipe, folder), lines, messages)
 
 
 def outputs(folder: Path) -> dict[str, str]:
     """Digests of what a job made, without what differs from run to run."""
-    return {name: own for name, own in digests(folder).items() if not name.endswith(UNLIKE) and ".lock" not in name}
+    return {
+        name: digest for name, digest in digests(folder).items() if not name.endswith(UNLIKE) and ".lock" not in name
+    }
 
 
 def test_a_job_learns_and_keeps_its_base(done, recipe):
@@ -150,11 +158,11 @@ def test_a_job_learns_and_keeps_its_base(done, recipe):
 
 
 @pytest.mark.slow
-def test_a_job_adds_to_a_model_that_has_learned_before(done, said, tmp_path):
+def test_a_job_adds_to_a_model_that_has_learned_before(done, settings, tmp_path):
     """What stands beside the first expansion learns alone: the first one's file keeps its bytes."""
     before = done.learned.result
-    own = said | {"model": str(before), "expansion.name": "more", "expansion.layers": "last:1"}
-    learned = learn(resolve_recipe(own), tmp_path / "job")
+    values = settings | {"model": str(before), "expansion.name": "more", "expansion.layers": "last:1"}
+    learned = learn(resolve_recipe(values), tmp_path / "job")
     assert learned.verified and [row.name for row in learned.rows] == ["base", "learned", "routed"]
     base, trained, _ = learned.rows
     assert trained.new.loss < base.new.loss
@@ -163,7 +171,7 @@ def test_a_job_adds_to_a_model_that_has_learned_before(done, said, tmp_path):
     train = next(stage.line for stage in learned.stages if stage.name == "train")
     assert "--name more" in train
     with pytest.raises(CheckpointError, match="has an expansion called more already"):
-        learn(resolve_recipe(own | {"model": str(learned.result)}), tmp_path / "again")
+        learn(resolve_recipe(values | {"model": str(learned.result)}), tmp_path / "again")
 
 
 def test_the_page_says_it(done):
@@ -199,8 +207,8 @@ def test_the_lines_typed_by_hand_make_the_same(done, tmp_path, monkeypatch):
     Path("by-hand/learn.json").touch()
     ours, theirs = outputs(learned.path), outputs(tmp_path / "by-hand")
     measured = {"evaluation.json", "verification.json", "report.json", "plan.json"}  # these name their folder
-    assert {name: own for name, own in ours.items() if name not in measured} == {
-        name: own for name, own in theirs.items() if name not in measured
+    assert {name: digest for name, digest in ours.items() if name not in measured} == {
+        name: digest for name, digest in theirs.items() if name not in measured
     }
     scores = [
         json.loads((place / "evaluation.json").read_text())["scores"] for place in (learned.path, Path("by-hand"))
@@ -210,7 +218,7 @@ def test_the_lines_typed_by_hand_make_the_same(done, tmp_path, monkeypatch):
 
 def test_an_interrupt_in_any_stage_says_how_to_go_on(done):
     folder = done.learned.path
-    assert done.said == {
+    assert done.interruptions == {
         stage: f"{folder}: interrupted in the stage {stage}. Type the same line again to go on." for stage in done.lines
     }
     assert not list(folder.rglob("*.partial"))
@@ -234,18 +242,18 @@ def test_what_a_job_took_is_all_the_time_of_all_its_runs(done, recipe, tmp_path)
 def test_a_finished_job_says_its_end_again_and_does_nothing(done, recipe):
     learned = done.learned
     before, begun = digests(learned.path), []
-    again = learn(recipe, learned.path, events=JobEvents(begins=lambda name, line, number: begun.append(name)))
-    assert again == learned and not begun
-    assert {name: own for name, own in digests(learned.path).items() if "lock" not in name} == before
+    repeated = learn(recipe, learned.path, events=JobEvents(begins=lambda name, line, number: begun.append(name)))
+    assert repeated == learned and not begun
+    assert {name: digest for name, digest in digests(learned.path).items() if "lock" not in name} == before
 
 
 def test_what_is_gone_of_a_finished_job_is_said(done, recipe):
     learned = done.learned
     for name in ("expanded", "learn.html"):
         (learned.path / name).rename(learned.path / f"{name}.away")
-    again = learn(recipe, learned.path)
-    assert again.warnings[-1] == f"gone since the job was done: {learned.path / 'expanded'}, {learned.page}."
-    assert replace(again, warnings=again.warnings[:-1]) == learned
+    repeated = learn(recipe, learned.path)
+    assert repeated.warnings[-1] == f"gone since the job was done: {learned.path / 'expanded'}, {learned.page}."
+    assert replace(repeated, warnings=repeated.warnings[:-1]) == learned
     for name in ("expanded", "learn.html"):
         (learned.path / f"{name}.away").rename(learned.path / name)
     learned.result.rename(learned.path / "away")
@@ -258,10 +266,10 @@ def test_what_is_gone_of_a_finished_job_is_said(done, recipe):
     )
 
 
-def test_another_recipe_and_other_texts_are_refused(done, said, recipe, texts, tmp_path):
+def test_another_recipe_and_other_texts_are_refused(done, settings, recipe, texts, tmp_path):
     learned = done.learned
     with pytest.raises(CheckpointError) as refused:
-        learn(resolve_recipe(said | {"training.steps": 5, "expansion.layers": "last:1"}), learned.path)
+        learn(resolve_recipe(settings | {"training.steps": 5, "expansion.layers": "last:1"}), learned.path)
     assert refused.value.lines == (
         f"{learned.path}: was begun with expansion.layers auto, now last:1.",
         f"{learned.path}: was begun with training.steps 4, now 5.",
@@ -308,7 +316,7 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
     with pytest.raises(EnoughError):
         learn(recipe, folder, events=JobEvents(begins=enough))
     (folder / "learned").mkdir()
-    other = replace(recipe, training=replace(recipe.training, steps=5))
+    other_recipe = replace(recipe, training=replace(recipe.training, steps=5))
     remove = shutil.rmtree
 
     def interrupted(place: Path, **given: Any) -> None:
@@ -318,12 +326,12 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="interrupted between stages"):
         patch.setattr(shutil, "rmtree", interrupted)
-        learn(other, folder, overwrite=True)
+        learn(other_recipe, folder, overwrite=True)
     assert (folder / "learned").is_dir()
     with pytest.raises(CheckpointError, match=r"was begun with training\.steps 5, now 4"):
         learn(recipe, folder)
     with pytest.raises(EnoughError):
-        learn(other, folder, events=JobEvents(begins=enough))
+        learn(other_recipe, folder, events=JobEvents(begins=enough))
     assert not (folder / "learned").exists()
 
 
@@ -359,22 +367,22 @@ def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, mon
     assert not (tmp_path / "job").exists()
 
 
-def test_gates_without_rehearsal_are_refused_before_anything_is_written(said, tmp_path):
-    gated = resolve_recipe(said | {"expansion.variant": "gated", "expansion.collaborate": "both"})
+def test_gates_without_rehearsal_are_refused_before_anything_is_written(settings, tmp_path):
+    gated = resolve_recipe(settings | {"expansion.variant": "gated", "expansion.collaborate": "both"})
     with pytest.raises(TrainingError, match="its gates learn from rehearsal which text they leave to the base"):
         learn(gated, tmp_path / "job")
     assert not (tmp_path / "job").exists()
 
 
 def test_the_page_says_of_each_promise_what_came_out():
-    for claimed, holds, said in (
+    for claimed, holds, expected in (
         (True, True, "holds: 3 tokens"),
         (True, False, "BROKEN: 3 tokens"),
         (True, None, "not checked: 3 tokens"),
         (False, None, "not claimed"),
         (False, False, "not claimed"),
     ):
-        assert _promised({"claimed": claimed, "holds": holds, "evidence": "3 tokens"}) == said
+        assert _promised({"claimed": claimed, "holds": holds, "evidence": "3 tokens"}) == expected
 
 
 def test_help_names_no_default_that_a_preset_changes():
@@ -382,13 +390,13 @@ def test_help_names_no_default_that_a_preset_changes():
     assert text.count("[default: that of the preset") == 3 and "default: 0.001" not in text
 
 
-def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(said, tmp_path):
-    wanted = {"tokens.token_texts": said["data"], "tokens.token_count": 30, "expansion.layers": "none"}
-    done = learn(resolve_recipe(said | wanted), tmp_path / "job")
+def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(settings, tmp_path):
+    wanted = {"tokens.token_texts": settings["data"], "tokens.token_count": 30, "expansion.layers": "none"}
+    done = learn(resolve_recipe(settings | wanted), tmp_path / "job")
     made = json.loads((tmp_path / "job" / "plan.json").read_text("utf-8"))["request"]["new_tokens"]
     learned, whole = (
         choose_new_tokens(SHIPPED_MODEL, [text], 30, 1152).new_tokens
-        for text in (tmp_path / "job" / "texts-new" / "learn.jsonl", *said["data"])
+        for text in (tmp_path / "job" / "texts-new" / "learn.jsonl", *settings["data"])
     )
     assert tuple(made["tokens"]) == learned.tokens != whole.tokens
     scores = json.loads((tmp_path / "job" / "evaluation.json").read_text("utf-8"))["scores"]
@@ -399,8 +407,8 @@ def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(said,
 
 
 @pytest.mark.slow
-def test_without_old_text_and_without_a_router(said, tmp_path):
-    values = {name: value for name, value in said.items() if name != "old"}
+def test_without_old_text_and_without_a_router(settings, tmp_path):
+    values = {name: value for name, value in settings.items() if name != "old"}
     recipe = resolve_recipe(values | {"expansion.layers": "last:1", "route": False})
     learned = learn(recipe, tmp_path / "job")
     assert [row.name for row in learned.rows] == ["base", "learned"] and learned.rows[1].old is None
@@ -410,31 +418,31 @@ def test_without_old_text_and_without_a_router(said, tmp_path):
     ]
 
 
-def test_what_is_given_to_measure_on_is_not_set_aside(said, texts, tmp_path):
+def test_what_is_given_to_measure_on_is_not_set_aside(settings, texts, tmp_path):
     given = {"measure_new": (str(texts / "new.jsonl"),), "measure_old": (str(texts / "old.jsonl"),)}
     layers = {"expansion.layers": "last:1"}
-    both = prepare(resolve_recipe(said | given | layers), tmp_path / "job").work
+    both = prepare(resolve_recipe(settings | given | layers), tmp_path / "job").work
     assert (both.new_parts, both.old_parts) == (("calibrate",), ("calibrate",))
-    alone = prepare(resolve_recipe({**said, **given, **layers, "route": False}), tmp_path / "job")
+    alone = prepare(resolve_recipe({**settings, **given, **layers, "route": False}), tmp_path / "job")
     assert [stage.name for stage in alone.estimate.stages][:2] == ["plan", "expand"]
-    assert f"--data {said['data'][0]} " in alone.estimate.stages[2].line
-    neither = prepare(resolve_recipe(said | layers), tmp_path / "job").work
+    assert f"--data {settings['data'][0]} " in alone.estimate.stages[2].line
+    neither = prepare(resolve_recipe(settings | layers), tmp_path / "job").work
     assert neither.new_parts == neither.old_parts == ("calibrate", "measure"), "the control"
 
 
-def test_what_cannot_be_routed_gets_no_router(said, tmp_path):
-    recipe = resolve_recipe(said | {"expansion.method": "depth", "expansion.layers": "last:1"})
+def test_what_cannot_be_routed_gets_no_router(settings, tmp_path):
+    recipe = resolve_recipe(settings | {"expansion.method": "depth", "expansion.layers": "last:1"})
     job = prepare(recipe, tmp_path / "job")
     assert "route" not in [stage.name for stage in stages_of(job.work)]
     assert job.estimate.notes[0].startswith("no router: It is a stock checkpoint")
     assert not (tmp_path / "job").exists()
 
 
-def test_what_does_not_fit_the_model_is_said_first(said, tmp_path):
+def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
     with pytest.raises(PlanError, match="layers"):
-        prepare(resolve_recipe(said | {"expansion.layers": "7"}), tmp_path / "job")
+        prepare(resolve_recipe(settings | {"expansion.layers": "7"}), tmp_path / "job")
     with pytest.raises(SurgeryError, match="expected at most"):
-        prepare(resolve_recipe(said | {"training.sequence_length": 10**6}), tmp_path / "job")
+        prepare(resolve_recipe(settings | {"training.sequence_length": 10**6}), tmp_path / "job")
 
 
 def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
@@ -447,12 +455,21 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     assert estimate.free_bytes > estimate.disk_bytes and 10**8 < estimate.memory_bytes < 10**10
 
 
-def test_the_command_shows_what_it_would_do(said, tmp_path):
-    words = ["learn", said["model"], "--data", said["data"][0], "--old", said["old"][0], "--layers", "last:1"]
+def test_the_command_shows_what_it_would_do(settings, tmp_path):
+    words = [
+        "learn",
+        settings["model"],
+        "--data",
+        settings["data"][0],
+        "--old",
+        settings["old"][0],
+        "--layers",
+        "last:1",
+    ]
     result = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "job"), "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "tokens" in result.output and not re.search(r"\d (s|min)\b|a second|\btime\b", result.output)
-    assert f"scale-surgery expand {said['model']} --plan" in result.output
+    assert f"scale-surgery expand {settings['model']} --plan" in result.output
     assert not (tmp_path / "job").exists()
 
 
@@ -465,16 +482,16 @@ def test_a_command_that_meets_the_folder_of_a_job_says_where_the_models_are(done
     )
 
 
-def test_the_command_goes_on_and_ends_with_a_table(done, said):
+def test_the_command_goes_on_and_ends_with_a_table(done, settings):
     learned = done.learned
-    words = [f"--set={name}={value}" for name, value in said.items() if name in SHORT]
+    words = [f"--set={name}={value}" for name, value in settings.items() if name in SHORT]
     given = [
         "learn",
-        said["model"],
+        settings["model"],
         "--data",
-        said["data"][0],
+        settings["data"][0],
         "--old",
-        said["old"][0],
+        settings["old"][0],
         "-o",
         str(learned.path),
         *words,

@@ -27,7 +27,7 @@ from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.processes import SIGNALS, launch_options, run_launched
 from tests.learning.test_killed import NAMED
-from tests.learning.test_learn import SHORT, outputs, said, texts  # noqa: F401  (fixtures)
+from tests.learning.test_learn import SHORT, outputs, settings, texts  # noqa: F401  (fixtures)
 from tests.training.test_distributed import ALLOWED_AFTER_TRAINING, FSDP2, ROOT, largest_difference, trained
 
 # long enough to be killed between two checkpoints
@@ -48,12 +48,21 @@ def launched() -> Iterator[Callable[..., Any]]:
     gc.collect()
 
 
-def two(said: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
-    return {name: value for name, value in said.items() if name not in SHORT} | JOB | {"processes": 2}
+def two(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in SHORT} | JOB | {"processes": 2}
 
 
-def test_stages_that_train_and_measure_are_lines_for_the_launcher(said, tmp_path):  # noqa: F811
-    words = ["learn", said["model"], "--data", said["data"][0], "--layers", "last:1", "-o", str(tmp_path / "job")]
+def test_stages_that_train_and_measure_are_lines_for_the_launcher(settings, tmp_path):  # noqa: F811
+    words = [
+        "learn",
+        settings["model"],
+        "--data",
+        settings["data"][0],
+        "--layers",
+        "last:1",
+        "-o",
+        str(tmp_path / "job"),
+    ]
     two, eight = ["--multi_gpu", "--num_processes", "2"], ["--num_processes", "8"]
     sharded = {"train": ["--config_file", str(FSDP2), *eight], "evaluate": ["--multi_gpu", *eight]}
     for given, options in (
@@ -74,8 +83,8 @@ def test_stages_that_train_and_measure_are_lines_for_the_launcher(said, tmp_path
             main.commands[name].make_context(name, parsed.training_script_args[1:])
 
 
-def test_a_launcher_around_it_is_refused_with_what_to_type(said, tmp_path, monkeypatch):  # noqa: F811
-    recipe = resolve_recipe(two(said))
+def test_a_launcher_around_it_is_refused_with_what_to_type(settings, tmp_path, monkeypatch):  # noqa: F811
+    recipe = resolve_recipe(two(settings))
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(TrainingError) as refused:
         learn(recipe, tmp_path / "job")
@@ -86,15 +95,15 @@ def test_a_launcher_around_it_is_refused_with_what_to_type(said, tmp_path, monke
     assert not (tmp_path / "job").exists()
 
 
-def test_settings_for_processes_that_do_not_fit_are_refused(said, tmp_path):  # noqa: F811
+def test_settings_for_processes_that_do_not_fit_are_refused(settings, tmp_path):  # noqa: F811
     for changed, message in (
         ({"processes": 1, "accelerate_config": str(FSDP2)}, f"--accelerate-config is {FSDP2}, with one process"),
         ({"accelerate_config": "nowhere.yaml"}, "nowhere.yaml: there is no such file"),
     ):
         with pytest.raises(PlanError, match=message):
-            learn(resolve_recipe(two(said) | changed), tmp_path / "job")
+            learn(resolve_recipe(two(settings) | changed), tmp_path / "job")
     with pytest.raises(PlanError, match="processes is 0, expected at least 1"):
-        resolve_recipe(two(said) | {"processes": 0})
+        resolve_recipe(two(settings) | {"processes": 0})
 
 
 def test_a_preset_counts_the_batches_of_all_processes():
@@ -113,17 +122,17 @@ def test_a_preset_counts_the_batches_of_all_processes():
 
 
 @open_files
-def test_evaluate_in_two_processes_gives_the_numbers_of_one(launched, said, tmp_path):  # noqa: F811
+def test_evaluate_in_two_processes_gives_the_numbers_of_one(launched, settings, tmp_path):  # noqa: F811
     """Bit for bit: an odd number of batches, so that the second process has one less."""
     wide = expand(SHIPPED_MODEL, Request("last:1"), tmp_path / "wide").path
-    sides = {"old": said["old"][0], "new": said["data"][0]}
+    sides = {"old": settings["old"][0], "new": settings["data"][0]}
     words = ["evaluate", wide, "--old", sides["old"], "--new", sides["new"], "--batch-size", "25", "--device", "cpu"]
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    found = launched([*words, "-o", tmp_path / "scores.json"], launch_options(2))
+    record = launched([*words, "-o", tmp_path / "scores.json"], launch_options(2))
     assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
     alone = evaluate(wide, sides["old"], sides["new"], run=RunOptions(device="cpu", batch_size=25))
-    assert found == alone.to_json() == json.loads((tmp_path / "scores.json").read_text())
-    assert read_record(found, Evaluation) == alone
+    assert record == alone.to_json() == json.loads((tmp_path / "scores.json").read_text())
+    assert read_record(record, Evaluation) == alone
 
 
 @open_files
@@ -150,10 +159,10 @@ def begin(recipe: dict[str, Any], folder: Path, place: Path) -> subprocess.Popen
 
 
 @pytest.fixture(scope="module")
-def whole(said, tmp_path_factory) -> Path:  # noqa: F811
+def whole(settings, tmp_path_factory) -> Path:  # noqa: F811
     """A job in two processes that nothing disturbs."""
     place = tmp_path_factory.mktemp("two")
-    job = begin(two(said), place / "job", place)
+    job = begin(two(settings), place / "job", place)
     _, errors = job.communicate()
     assert job.returncode == 0, errors
     return place / "job"
@@ -171,9 +180,9 @@ KILLS: dict[str, tuple[Callable[[psutil.Process, list[psutil.Process]], list[psu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", KILLS)
-def test_killed_processes_and_the_same_line_again_make_the_same(kill, said, whole, tmp_path):  # noqa: F811
+def test_killed_processes_and_the_same_line_again_make_the_same(kill, settings, whole, tmp_path):  # noqa: F811
     folder, (killed, message) = tmp_path / "job", KILLS[kill]
-    job = begin(two(said), folder, tmp_path)
+    job = begin(two(settings), folder, tmp_path)
     checkpoints = folder / "learned" / "training"
     while not list(checkpoints.glob("checkpoint-*/complete.json")):
         assert job.poll() is None, job.communicate()
@@ -184,20 +193,20 @@ def test_killed_processes_and_the_same_line_again_make_the_same(kill, said, whol
     _, errors = job.communicate()
     assert job.returncode == (1 if message else -signal.SIGKILL) and message in " ".join(errors.split())
     assert not json.loads((checkpoints / "settings.json").read_text()).get("finished"), "it came too late"
-    again = begin(two(said), folder, tmp_path)
-    _, errors = again.communicate()
-    assert again.returncode == 0, errors
-    made, found = outputs(whole), outputs(folder)
-    assert found.keys() == made.keys()
-    assert {name for name, digest in found.items() if made[name] != digest} <= NAMED
+    second_job = begin(two(settings), folder, tmp_path)
+    _, errors = second_job.communicate()
+    assert second_job.returncode == 0, errors
+    made, job_digests = outputs(whole), outputs(folder)
+    assert job_digests.keys() == made.keys()
+    assert {name for name, digest in job_digests.items() if made[name] != digest} <= NAMED
 
 
 @pytest.mark.slow
-def test_fsdp2_learns_what_ddp_learns_and_one_process_something_else(said, whole, tmp_path):  # noqa: F811
-    job = begin({**two(said), "accelerate_config": str(FSDP2)}, tmp_path / "job", tmp_path)
+def test_fsdp2_learns_what_ddp_learns_and_one_process_something_else(settings, whole, tmp_path):  # noqa: F811
+    job = begin({**two(settings), "accelerate_config": str(FSDP2)}, tmp_path / "job", tmp_path)
     _, errors = job.communicate()
     assert job.returncode == 0, errors
     by_ddp = trained(whole / "learned")
     assert largest_difference(trained(tmp_path / "job" / "learned"), by_ddp) < ALLOWED_AFTER_TRAINING
-    alone = learn(resolve_recipe(two(said) | {"processes": 1}), tmp_path / "alone")
+    alone = learn(resolve_recipe(two(settings) | {"processes": 1}), tmp_path / "alone")
     assert alone.verified and largest_difference(trained(alone.path / "learned"), by_ddp) > ALLOWED_AFTER_TRAINING

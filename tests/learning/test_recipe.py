@@ -46,16 +46,16 @@ def problems(text: str | bytes | None, folder: Path) -> list[str]:
 )
 def test_any_text_and_number_reads_back(model, rate, files):
     files = [file.strip() for file in files]
-    said = {
+    values = {
         "model": model,
         "data": files,
         "training.learning_rate": rate,
         "training.groups": "w12, w21",
         "route": False,
     }
-    recipe = make_recipe(said | {"expansion.layers": 4})
+    recipe = make_recipe(values | {"expansion.layers": 4})
     assert (recipe.data, recipe.expansion.layers) == (tuple(files), "4")
-    assert make_recipe(said | {"training.warmup": 0.1}) != recipe, "the control: another value is another recipe"
+    assert make_recipe(values | {"training.warmup": 0.1}) != recipe, "the control: another value is another recipe"
     with tempfile.TemporaryDirectory() as folder:
         write_recipe(recipe, Path(folder) / "recipe.yaml")
         assert make_recipe(read_recipe(Path(folder) / "recipe.yaml")) == recipe
@@ -105,20 +105,20 @@ def test_hostile_files_are_refused(text, message, tmp_path):
 
 
 def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
-    said = {"model": str(SHIPPED_MODEL), "data": str(data)}
-    usual = resolve_recipe(said)
+    values = {"model": str(SHIPPED_MODEL), "data": str(data)}
+    usual = resolve_recipe(values)
     assert (usual.expansion.variant, usual.expansion.collaborate, usual.training.learning_rate) == (
         "adapt",
         "both",
         2e-3,
     )
-    assert resolve_recipe(said | {"training.learning_rate": 0.5}).training.learning_rate == 0.5
+    assert resolve_recipe(values | {"training.learning_rate": 0.5}).training.learning_rate == 0.5
     # another method brings its own variant, and said steps their own length
-    grown = resolve_recipe(said | {"expansion.method": "grow", "training.steps": 3})
+    grown = resolve_recipe(values | {"expansion.method": "grow", "training.steps": 3})
     assert (grown.expansion.variant, grown.expansion.collaborate) == (None, None)
     assert (grown.training.epochs, grown.training.batch_size) == (1.0, 8)
     with pytest.raises(PlanError, match="preset is 'best', expected one of: default, one-path, paper"):
-        resolve_recipe(said | {"preset": "best"})
+        resolve_recipe(values | {"preset": "best"})
 
 
 def test_the_paper_is_as_published_and_the_default_fits_any_text(data):
@@ -149,8 +149,8 @@ def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
     assert result.exit_code == 0 and f"written to {file}" in result.output.replace("\n", "")
     values = values_of(make_recipe(read_recipe(file)))
     assert (values["training.warmup"], values["training.steps"]) == (0.1, 7)
-    again = CliRunner().invoke(main, ["learn", "--recipe", str(file), "--write-recipe", str(tmp_path / "again.yaml")])
-    assert again.exit_code == 0 and (tmp_path / "again.yaml").read_text() == file.read_text()
+    rerun = CliRunner().invoke(main, ["learn", "--recipe", str(file), "--write-recipe", str(tmp_path / "again.yaml")])
+    assert rerun.exit_code == 0 and (tmp_path / "again.yaml").read_text() == file.read_text()
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ class Alone:
     routed: dict[str, tuple[Trio, Any]]
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = torch.load(self.place / f"{name}.pt")
-        return found
+        tensors: dict[str, torch.Tensor] = torch.load(self.place / f"{name}.pt")
+        return tensors
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +111,14 @@ def alone(pair_of: Any, trio_of: Any, made: Any, tmp_path_factory: pytest.TempPa
 
 
 def saved_routed(trio_of: Callable[..., Trio], place: Path) -> dict[str, tuple[Trio, Any]]:
-    found = {}
+    saved = {}
     for family, routing in (("llama", "posterior"), ("gemma3_text", "cosine")):
         trio = trio_of(family, "deep", routing)
         model = train(load(trio.path))
         folder = Path(shutil.copytree(trio.path, place / f"{family}_{routing}"))
         model.save_pretrained(folder)
-        found[folder.name] = trio, model
-    return found
+        saved[folder.name] = trio, model
+    return saved
 
 
 def pair_with(pair_of: Callable[..., Pair]) -> Callable[[str], Pair]:
@@ -130,7 +130,7 @@ def test_it_computes_what_the_base_does_and_is_saved_and_loaded_again(
     alone: Alone, pair_of: Callable[..., Pair], family: str
 ) -> None:
     pair = pair_with(pair_of)(family)
-    report, found = alone.report[pair.path.name], alone.tensors(pair.path.name)
+    report, tensors = alone.report[pair.path.name], alone.tensors(pair.path.name)
     assert report["config"][0] == f"scale_{family}"
     assert report["class"] == type(pair.expanded).__name__
     assert report["class"].startswith("Scale")
@@ -139,10 +139,10 @@ def test_it_computes_what_the_base_does_and_is_saved_and_loaded_again(
     assert report["trainable"] == report["trainable_saved"] == trainable
     with torch.no_grad():
         wanted = pair.base(IDS, output_hidden_states=True)
-    assert torch.equal(found["logits"], wanted.logits) and torch.equal(found["last"], wanted.logits)
+    assert torch.equal(tensors["logits"], wanted.logits) and torch.equal(tensors["last"], wanted.logits)
     width = pair.base.config.hidden_size
-    assert found["hidden"].shape[-1] == width + pair.expansion.plan.widths.up_width
-    assert torch.equal(found["hidden"][..., :width], wanted.hidden_states[-1])
+    assert tensors["hidden"].shape[-1] == width + pair.expansion.plan.widths.up_width
+    assert torch.equal(tensors["hidden"][..., :width], wanted.hidden_states[-1])
 
 
 def test_every_folder_name_loads_and_none_without_remote_code(alone: Alone) -> None:
@@ -156,13 +156,13 @@ def test_routed_models(alone: Alone) -> None:
     """Trained and saved here and there: the same logits; without a head there is nothing to route: the adapt path."""
     assert len(alone.routed) == 2
     for name, (trio, model) in alone.routed.items():
-        report, found = alone.report[name], alone.tensors(name)
+        report, tensors = alone.report[name], alone.tensors(name)
         with torch.no_grad():
             wanted = model(IDS).logits
             assert (load(trio.path)(IDS).logits - wanted).abs().max() > 0.1, "the control"
-            assert torch.equal(found["logits"], wanted) and torch.equal(found["last"], wanted)
+            assert torch.equal(tensors["logits"], wanted) and torch.equal(tensors["last"], wanted)
             with model.routing_disabled():
-                assert torch.equal(found["hidden"], model.get_decoder()(IDS)[0])
+                assert torch.equal(tensors["hidden"], model.get_decoder()(IDS)[0])
         assert not any(report["info"].values()), "no key missing, unexpected or mismatched"
         assert report["trainable"] == sorted(key for key, p in model.named_parameters() if p.requires_grad)
 
@@ -175,12 +175,12 @@ def test_classes_that_are_made_when_they_are_named(alone: Alone, made: Callable[
     }
     auto = {"gemma3": AutoModelForImageTextToText}
     for name in GENERIC:
-        report, found = alone.report[name], alone.tensors(name)
+        report, tensors = alone.report[name], alone.tensors(name)
         assert (report["config"][1], report["class"]) == classes[name]
         assert report["modules"][1].split(".")[0] == "transformers_modules" and report["pickled"]
         base = auto.get(name, AutoModelForCausalLM).from_pretrained(made(name)[0]).eval()
         with torch.no_grad():
-            assert torch.equal(found["logits"], found["last"]) and torch.equal(found["last"], base(IDS).logits)
+            assert torch.equal(tensors["logits"], tensors["last"]) and torch.equal(tensors["last"], base(IDS).logits)
         saved = alone.place / name / "twice"
         assert {file.name for file in saved.glob("*.py")} == set(CODE_FILES)
         names = set().union(*(load_file(file) for file in saved.glob("*.safetensors")))

@@ -52,7 +52,7 @@ def gated_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 def set_gates(model: Any, bias: float) -> list[tuple[str, Tensor]]:
     """Give every gate a bias alone."""
-    gates = [(name, own) for name, own in model.named_parameters() if name.endswith(".gate")]
+    gates = [(name, parameter) for name, parameter in model.named_parameters() if name.endswith(".gate")]
     for _, gate in gates:
         gate.data.zero_()
         gate.data[-1] = bias
@@ -133,11 +133,11 @@ def test_a_server_that_has_a_head_of_its_own_finds_the_gate_of_the_head(
     with torch.no_grad():
         served = model.get_output_embeddings()(body(input_ids=IDS).last_hidden_state)
         body.norm.gate.data[-1] = SHUT
-        other = model.get_output_embeddings()(body(input_ids=IDS).last_hidden_state)
+        shut_logits = model.get_output_embeddings()(body(input_ids=IDS).last_hidden_state)
 
     assert torch.equal(served, logits(model))
     # the control
-    assert not torch.equal(other, served)
+    assert not torch.equal(shut_logits, served)
 
 
 def test_modules_of_one_class_are_split_alike(gated_of: Callable[..., Any], tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_modules_of_one_class_are_split_alike(gated_of: Callable[..., Any], tmp_
     kinds: dict[str, set[tuple[str, ...]]] = {}
     model = load(merge(folder, tmp_path / "fused").path)
     for module in model.modules():
-        kinds.setdefault(type(module).__name__, set()).add(tuple(type(own).__name__ for own in module.children()))
+        kinds.setdefault(type(module).__name__, set()).add(tuple(type(child).__name__ for child in module.children()))
 
     attention = type(model.model.layers[0].self_attn).__name__
     assert kinds[attention] == {("PathLinear",) * 4}
@@ -172,8 +172,8 @@ def store_gates(folder: Path, bias: float) -> None:
 
 
 def promise_of(folder: Path, base: Path, **run: Any) -> Promise:
-    found = verify(folder, base, required=("shut_gates",), **run)
-    return next(promise for promise in found.promises if promise.name == "shut_gates")
+    verification = verify(folder, base, required=("shut_gates",), **run)
+    return next(promise for promise in verification.promises if promise.name == "shut_gates")
 
 
 def test_verify_counts_the_tokens_up_to_which_gates_are_shut(
@@ -210,8 +210,8 @@ def test_verify_counts_the_tokens_up_to_which_gates_are_shut(
     broken = promise_of(folder, base)
     assert broken.holds is False
     assert any(line.startswith("logits where all gates were shut so far: drift ") for line in broken.problems)
-    other = promise_of(expand(base, Request("all", variant="adapt"), tmp_path / "adapt").path, base)
-    assert (other.claimed, other.problems) == (False, ("this model has no gates.",))
+    ungated = promise_of(expand(base, Request("all", variant="adapt"), tmp_path / "adapt").path, base)
+    assert (ungated.claimed, ungated.problems) == (False, ("this model has no gates.",))
 
 
 def test_what_follows_an_expansion_follows_one_with_gates(gated_of: Callable[..., Any], tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def logits(model: Any, prompt: dict[str, Tensor], **options: Any) -> Tensor:
 @torch.no_grad()
 def in_pieces(model: Any, prompt: dict[str, Tensor], sizes: tuple[int, ...], cache: Any = None) -> Tensor:
     """Logits of a prompt that is read piece by piece into one cache."""
-    ids, found, start = prompt["input_ids"], [], 0
+    ids, pieces, start = prompt["input_ids"], [], 0
     mask = prompt.get("attention_mask", torch.ones_like(ids))
     for size in sizes:
         now = slice(start, start + size)
@@ -72,18 +72,18 @@ def in_pieces(model: Any, prompt: dict[str, Tensor], sizes: tuple[int, ...], cac
             past_key_values=cache,
             use_cache=True,
         )
-        cache, start, found = output.past_key_values, now.stop, [*found, output.logits]
-    return torch.cat(found, 1)
+        cache, start, pieces = output.past_key_values, now.stop, [*pieces, output.logits]
+    return torch.cat(pieces, 1)
 
 
-def assert_close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, atol=DRIFT, rtol=1e-4)
+def assert_close(actual: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(actual, wanted, atol=DRIFT, rtol=1e-4)
 
 
-def assert_same_generation(found: Any, wanted: Any) -> None:
-    assert torch.equal(found.sequences, wanted.sequences)
-    for one, other in zip(found.logits, wanted.logits, strict=True):
-        assert_close(one, other)
+def assert_same_generation(actual: Any, wanted: Any) -> None:
+    assert torch.equal(actual.sequences, wanted.sequences)
+    for first, second in zip(actual.logits, wanted.logits, strict=True):
+        assert_close(first, second)
 
 
 @each_run
@@ -127,11 +127,11 @@ def test_texts_that_are_padded_or_packed_are_texts_of_their_own(
     batch = model.generate(**padded(ids, counts), **GREEDY, pad_token_id=0)
     for row, count in enumerate(counts):
         alone = model.generate(ids[row : row + 1, count:], **GREEDY, pad_token_id=0)
-        own = alone.sequences[0, 10 - count :]
-        assert torch.equal(batch.sequences[row, 10 : 10 + len(own)], own)
+        tokens = alone.sequences[0, 10 - count :]
+        assert torch.equal(batch.sequences[row, 10 : 10 + len(tokens)], tokens)
         # a text that ends alone goes on as padding in a batch
-        for one, other in zip(batch.logits, alone.logits, strict=False):
-            assert_close(one[row], other[0])
+        for first, second in zip(batch.logits, alone.logits, strict=False):
+            assert_close(first[row], second[0])
     behind = torch.nn.functional.pad(ids, (0, 4))
     mask = torch.nn.functional.pad(torch.ones_like(ids), (0, 4))
     assert_close(
@@ -174,9 +174,9 @@ def test_a_state_that_does_not_follow_its_beam_is_noticed(model_of: Callable[...
     options = GREEDY | {"num_beams": 4, "num_return_sequences": 4, "output_scores": True, "max_new_tokens": 16}
     wanted = model.generate(random_ids(1, 7), **options)
     monkeypatch.setattr(RouterState, "reorder_cache", lambda *_: None)
-    found = model.generate(random_ids(1, 7), **options)
-    same_text = torch.equal(found.sequences, wanted.sequences)
-    assert not same_text or (found.sequences_scores - wanted.sequences_scores).abs().max() > 1e-3
+    output = model.generate(random_ids(1, 7), **options)
+    same_text = torch.equal(output.sequences, wanted.sequences)
+    assert not same_text or (output.sequences_scores - wanted.sequences_scores).abs().max() > 1e-3
 
 
 @each_run
@@ -212,7 +212,7 @@ def test_an_offloaded_cache_fetches_the_first_layer_after_the_last(
     trio_of: Callable[..., Trio], family: str, only_full: bool
 ) -> None:
     """On an accelerator a layer that was not fetched fails; here it is seen who is asked."""
-    found = []
+    fetches = []
     for model in trio_of(family).trained()[1:]:
         cache = DynamicCache(config=model.config)
         model(random_ids(1, 6), past_key_values=cache, use_cache=True)
@@ -220,8 +220,8 @@ def test_an_offloaded_cache_fetches_the_first_layer_after_the_last(
         for index in range(3):
             cache.layers[index].prefetch = lambda index=index, fetched=fetched: fetched.append(index)
         cache.prefetch(3, only_non_sliding=only_full)
-        found.append(fetched)
-    assert found[0] == found[1] == [1 if only_full and family == "gemma2" else 0]
+        fetches.append(fetched)
+    assert fetches[0] == fetches[1] == [1 if only_full and family == "gemma2" else 0]
 
 
 @pytest.mark.parametrize("run", ("posterior", "three"))
@@ -234,11 +234,11 @@ def test_rows_of_the_cache_move_together(model_of: Callable[..., Any], run: str)
     moved = copy.deepcopy(cache)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3, 5]))
-    for own, picked in ((moved, rows), (cache, rows[[0, 1, 2]])):
-        found = model(ids[:, 7:], past_key_values=own).logits
+    for changed_cache, picked in ((moved, rows), (cache, rows[[0, 1, 2]])):
+        actual = model(ids[:, 7:], past_key_values=changed_cache).logits
         whole = logits(model, {"input_ids": torch.cat((ids[picked, :7], ids[:, 7:]), 1)})
-        assert_close(found, whole[:, 7:])
-    assert (found[0] - found[1]).abs().max() > DRIFT, "the control: rows differ"
+        assert_close(actual, whole[:, 7:])
+    assert (actual[0] - actual[1]).abs().max() > DRIFT, "the control: rows differ"
 
 
 @pytest.mark.parametrize("run", ("posterior", "three"))
@@ -251,14 +251,14 @@ def test_a_cropped_cache_goes_on(model_of: Callable[..., Any], run: str) -> None
         cache.crop(-removed)
         now = ids[:, before - removed : before + 4]
         # what several logits are asked for is remembered as long
-        found = model(now, past_key_values=cache, logits_to_keep=now.shape[1]).logits
-        assert_close(found, logits(model, {"input_ids": ids[:, : before + 4]})[:, before - removed :])
+        actual = model(now, past_key_values=cache, logits_to_keep=now.shape[1]).logits
+        assert_close(actual, logits(model, {"input_ids": ids[:, : before + 4]})[:, before - removed :])
     # as assisted generation asks: so many logits, and all guesses but the first few were wrong
     read = cache.get_seq_length()
     model(ids[:, read : read + 41], past_key_values=cache, logits_to_keep=41)
     cache.crop(-38)
-    found = model(ids[:, read + 3 : read + 10], past_key_values=cache).logits
-    assert_close(found, logits(model, {"input_ids": ids})[:, read + 3 : read + 10])
+    actual = model(ids[:, read + 3 : read + 10], past_key_values=cache).logits
+    assert_close(actual, logits(model, {"input_ids": ids})[:, read + 3 : read + 10])
     cache.crop(-20)
     with pytest.raises(ValueError, match=r"^past_key_values: holds 12 tokens that this router has not read, or f"):
         model(ids[:, :1], past_key_values=cache)
@@ -310,8 +310,8 @@ def test_a_cache_of_another_model_is_refused(
     """Also where keys and values are those of the model without a router: what it has read is not known."""
     base, expanded, model = trio_of(family, request_name, routing).trained()
     ids = random_ids(2, 9)
-    for other in (base, expanded):
-        cache = other(ids, use_cache=True).past_key_values
+    for foreign_model in (base, expanded):
+        cache = foreign_model(ids, use_cache=True).past_key_values
         with pytest.raises(ValueError, match=f"^past_key_values: holds 9 tokens {FOREIGN}.*Begin with an empty one"):
             model(ids[:, :1], past_key_values=cache)
     cache = model(ids, use_cache=True).past_key_values

@@ -67,12 +67,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 def test_a_class_is_made_once_of_the_stock_one():
-    own = modeling_scale.ScaleSmolLM3ForCausalLM
-    assert own is modeling_scale.ScaleSmolLM3ForCausalLM and own.__bases__[1] is transformers.SmolLM3ForCausalLM
-    assert own.config_class is configuration_scale.ScaleSmolLM3Config
-    assert own.config_class.model_type == "scale_smollm3"
-    assert pickle.loads(pickle.dumps(own)) is own
-    assert (own.__module__, own.__qualname__) == ("scale_surgery.modeling.modeling_scale", "ScaleSmolLM3ForCausalLM")
+    scale_class = modeling_scale.ScaleSmolLM3ForCausalLM
+    assert (
+        scale_class is modeling_scale.ScaleSmolLM3ForCausalLM
+        and scale_class.__bases__[1] is transformers.SmolLM3ForCausalLM
+    )
+    assert scale_class.config_class is configuration_scale.ScaleSmolLM3Config
+    assert scale_class.config_class.model_type == "scale_smollm3"
+    assert pickle.loads(pickle.dumps(scale_class)) is scale_class
+    assert (scale_class.__module__, scale_class.__qualname__) == (
+        "scale_surgery.modeling.modeling_scale",
+        "ScaleSmolLM3ForCausalLM",
+    )
     for name in ("ScaleNoSuchForCausalLM", "ScaleAutoModel", "Scalepipeline", "LlamaModel", "ScaleLlamaConfig"):
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
             getattr(modeling_scale, name)
@@ -89,8 +95,8 @@ def test_names_that_config_json_gets():
     classes = modeling.model_classes(INTERN)
     assert classes["AutoModelForCausalLM"].config_class is classes["AutoConfig"]
     assert classes["AutoModelForCausalLM"] is not modeling_scale.ScaleLlamaForCausalLM
-    own = Names("gemma3_text", "Gemma3TextConfig", {"AutoModelForCausalLM": "Gemma3ForCausalLM"})
-    assert modeling.auto_map(own)["AutoModelForCausalLM"] == "modeling_scale.ScaleGemma3ForCausalLM"
+    names = Names("gemma3_text", "Gemma3TextConfig", {"AutoModelForCausalLM": "Gemma3ForCausalLM"})
+    assert modeling.auto_map(names)["AutoModelForCausalLM"] == "modeling_scale.ScaleGemma3ForCausalLM"
 
 
 @pytest.mark.slow
@@ -101,8 +107,8 @@ def test_every_causal_language_model_of_transformers_has_a_class():
         names = Names(model_type, config.__name__, {"AutoModelForCausalLM": stock})
         # the language model inside another model is no model of that type
         if mapping[config].config_class not in config.sub_configs.values():
-            found = modeling.model_classes(names)["AutoModelForCausalLM"]
-            assert found.__bases__[1] is mapping[config] and found.config_class.__bases__[0] is config
+            model_class = modeling.model_classes(names)["AutoModelForCausalLM"]
+            assert model_class.__bases__[1] is mapping[config] and model_class.config_class.__bases__[0] is config
 
 
 def test_a_vision_language_model_under_its_other_names(made):
@@ -112,13 +118,13 @@ def test_a_vision_language_model_under_its_other_names(made):
     assert name in names and "language_model.model.layers.1.mlp.up_proj.weight" in names
     whole = AutoModelForImageTextToText.from_pretrained(path).eval()
     assert {place.name for place in reading_of(whole).places(names).values()} <= set(dict(whole.named_parameters()))
-    same, alone = (own.from_pretrained(path).eval() for own in (AutoModelForCausalLM, AutoModel))
+    same, alone = (auto_class.from_pretrained(path).eval() for auto_class in (AutoModelForCausalLM, AutoModel))
     stock = AutoModelForImageTextToText.from_pretrained(base).eval()
     with torch.no_grad():
-        found = whole(**with_image(), output_hidden_states=True)
-        assert torch.equal(found.logits, stock(**with_image()).logits)
-        assert torch.equal(alone(**with_image())[0], found.hidden_states[-1])
-        assert torch.equal(same(**with_image()).logits, found.logits)
+        output = whole(**with_image(), output_hidden_states=True)
+        assert torch.equal(output.logits, stock(**with_image()).logits)
+        assert torch.equal(alone(**with_image())[0], output.hidden_states[-1])
+        assert torch.equal(same(**with_image()).logits, output.logits)
 
 
 def test_the_package_saves_its_code_along(made, tmp_path):
@@ -134,12 +140,12 @@ def test_the_package_saves_its_code_along(made, tmp_path):
 def test_experts_run_as_in_the_stock_model_whichever_is_made_first(name, monkeypatch):
     """transformers looks for a word in the source of a class, and remembers for it and all below what it found."""
     stock = getattr(transformers, f"{name}ForCausalLM")
-    own = modeling_scale.model_of(stock, stock.config_class)
-    for known in (stock, own):
+    scale_class = modeling_scale.model_of(stock, stock.config_class)
+    for known in (stock, scale_class):
         if "_can_set_experts_implementation_cached_value" in vars(known):
             monkeypatch.delattr(known, "_can_set_experts_implementation_cached_value")
-    assert own._can_set_experts_implementation() is (name == "Mixtral")
-    assert stock._can_set_experts_implementation() is own._can_set_experts_implementation()
+    assert scale_class._can_set_experts_implementation() is (name == "Mixtral")
+    assert stock._can_set_experts_implementation() is scale_class._can_set_experts_implementation()
 
 
 def test_a_type_that_transformers_does_not_know_is_not_ours(tmp_path):

@@ -51,10 +51,10 @@ def test_what_a_class_keeps_in_float32_stays_so(tmp_path, auto_class):
     """Where new tensors are asked for in float32, too; an answer of the base may hang on it."""
     base = make_base(tmp_path / "base", OTHERS["deepseek_v3"](), torch.bfloat16)
     path = expand(base, replace(ADAPT, dtype="float32"), tmp_path / "expanded").path
-    stock, expanded = (auto_class.from_pretrained(own).state_dict() for own in (base, path))
-    assert {torch.float32, torch.bfloat16} == {own.dtype for own in stock.values()}
-    assert {name: expanded[name].dtype for name in stock} == {name: own.dtype for name, own in stock.items()}
-    assert {own.dtype for name, own in expanded.items() if expansion_of(name)} == {torch.float32}
+    stock, expanded = (auto_class.from_pretrained(folder).state_dict() for folder in (base, path))
+    assert {torch.float32, torch.bfloat16} == {tensor.dtype for tensor in stock.values()}
+    assert {name: expanded[name].dtype for name in stock} == {name: tensor.dtype for name, tensor in stock.items()}
+    assert {tensor.dtype for name, tensor in expanded.items() if expansion_of(name)} == {torch.float32}
 
 
 @pytest.mark.parametrize(("name", "is_reached"), [("preserve", False), ("adapt", True)])
@@ -69,14 +69,14 @@ def test_gradients_pass_through_experts_only_above_what_learns(mixtral, name, is
         experts.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.requires_grad))
         model(IDS, use_cache=False).logits.float().pow(2).mean().backward()
         assert set(seen) == {is_reached} or is_checkpointed
-        gradients.append({key: own.grad for key, own in model.named_parameters() if own.grad is not None})
+        gradients.append({key: tensor.grad for key, tensor in model.named_parameters() if tensor.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and set(map(expansion_of, gradients[0])) == {"default"}
-    assert all(torch.equal(own, gradients[1][key]) for key, own in gradients[0].items())
+    assert all(torch.equal(gradient, gradients[1][key]) for key, gradient in gradients[0].items())
 
 
 def test_the_router_of_a_mixture_sees_the_base_stream_only(mixtral):
     base, expanded = (load(mixtral(name)) for name in ("base", "adapt"))
-    scores = [own(IDS, output_router_logits=True).router_logits for own in (base, expanded)]
+    scores = [model(IDS, output_router_logits=True).router_logits for model in (base, expanded)]
     assert len(scores[0]) == 2 and all(map(torch.equal, *scores))
     train(expanded)
     assert not torch.equal(expanded(IDS, output_router_logits=True).router_logits[1], scores[0][1]), "the control"
@@ -112,8 +112,8 @@ def edited(path: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) ->
 def test_one_kind_may_stand_where_it_always_stood(mixtral, tmp_path):
     """Flat specifications and a list of one kind are the same model."""
 
-    def listed(said: dict[str, Any]) -> None:
-        (plan,) = said["expansions"]
+    def listed(manifest: dict[str, Any]) -> None:
+        (plan,) = manifest["expansions"]
         assert "kinds" not in plan, "which is how they are written"
         plan["kinds"] = [{key: plan.pop(key) for key in ("expanded", "passing", "attention")}]
         plan["kind_of_layer"] = [0, 0]
@@ -123,8 +123,8 @@ def test_one_kind_may_stand_where_it_always_stood(mixtral, tmp_path):
 
 
 def test_a_module_that_this_release_does_not_have_is_named(mixtral, tmp_path):
-    def rename(said: dict[str, Any]) -> None:
-        (plan,) = said["expansions"]
+    def rename(manifest: dict[str, Any]) -> None:
+        (plan,) = manifest["expansions"]
         plan["expanded"] = {name.replace("mlp", "moe"): spec for name, spec in plan["expanded"].items()}
 
     path = edited(mixtral("adapt"), tmp_path / "renamed", rename)
@@ -135,8 +135,8 @@ def test_a_module_that_this_release_does_not_have_is_named(mixtral, tmp_path):
 def test_two_paths_cannot_pass_through_a_block_that_keeps_a_cache(mixtral, tmp_path):
     """No plan says so; without a router the same block runs."""
 
-    def keep(said: dict[str, Any]) -> None:
-        (plan,), (kind,) = said["expansions"], said["base"]["kinds"]
+    def keep(manifest: dict[str, Any]) -> None:
+        (plan,), (kind,) = manifest["expansions"], manifest["base"]["kinds"]
         plan["attention"] = kind["attention"] = {}
         for modules in (plan["expanded"], plan["passing"], kind["modules"]):
             for name in [name for name in modules if name.startswith("self_attn.")]:
@@ -162,9 +162,9 @@ def test_attention_that_is_computed_inside_its_module_is_refused():
 
 def test_a_module_is_expanded_once():
     activation = expand_alone(nn.GELU(), "activation", up_in=2)
-    own, running = activation.expansions["default"], activation.running
+    expansion, running = activation.expansions["default"], activation.running
     expand_module(activation, "activation", running, 0)
-    assert isinstance(activation, ExpandedModule) and activation.expansions["default"] is own
+    assert isinstance(activation, ExpandedModule) and activation.expansions["default"] is expansion
     x = torch.randn(1, 6)
     torch.testing.assert_close(activation(x), torch.nn.functional.gelu(x))
 
@@ -189,9 +189,9 @@ def test_two_paths_pass_through_layers_that_share_an_activation(
     gradients = []
     for model in map(train, (plain, shared)):
         model(IDS, use_cache=False).logits.float().pow(2).mean().backward()
-        gradients.append({name: own.grad for name, own in model.named_parameters() if own.grad is not None})
+        gradients.append({name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
-    assert all(torch.equal(own, gradients[1][name]) for name, own in gradients[0].items())
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
     with torch.no_grad():
         for choice in (["default"], "default", None):
             with plain.use_expansion(choice), shared.use_expansion(choice):
@@ -202,7 +202,7 @@ def test_two_paths_pass_through_layers_that_share_an_activation(
 def test_a_norm_without_a_gain():
     module = nn.LayerNorm(8, elementwise_affine=False)
     expand_alone(module, "norm", base=8, up=3, style="layer", epsilon=1e-5, dtype=None)
-    assert {name: own.shape for name, own in module.named_parameters()} == {"expansions.default.up_weight": (3,)}
+    assert {name: tensor.shape for name, tensor in module.named_parameters()} == {"expansions.default.up_weight": (3,)}
     with torch.no_grad():
         x = torch.randn(2, 11)
         module.expansions["default"].up_weight.fill_(1)
@@ -220,11 +220,11 @@ def test_an_embedding_scales_its_new_columns_as_the_old_ones(scale):
             return super().forward(ids) * self.embed_scale
 
     module = expand_alone(Scaled(5, 4), "embedding", up=2, dtype=None)
-    own = module.expansions["default"].up_weight
+    up_weight = module.expansions["default"].up_weight
     with torch.no_grad():
-        own.fill_(3)
-        found = module(torch.arange(5))
-        assert torch.equal(found, torch.cat((module.weight * 2, own * 2), dim=-1))
+        up_weight.fill_(3)
+        output = module(torch.arange(5))
+        assert torch.equal(output, torch.cat((module.weight * 2, up_weight * 2), dim=-1))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
@@ -252,15 +252,15 @@ def test_a_head_with_a_bias_sees_last_tokens_as_the_base_does(dtype, is_enabled)
 def test_copies_are_computed_as_the_stock_class_computes(stock):
     """Falcon adds the bias in a step of its own, and rounds twice."""
     torch.manual_seed(0)
-    down, up, x = (own.bfloat16() for own in (stock(52, 40), stock(40, 52), torch.randn(2, 13, 40)))
+    down, up, x = (operand.bfloat16() for operand in (stock(52, 40), stock(40, 52), torch.randn(2, 13, 40)))
     with torch.no_grad():
         wide, written = up(x), down(up(x))
         expand_alone(up, "grown", in_features=[40, 0], out_features=[[52, 52]], collaborative=False, dtype=None)
         expand_alone(
             down, "grown", in_features=[52, 52], out_features=[[40, 0]], collaborative=True, dtype=None, share=0.5
         )
-        for name, own in {"w21": up.weight, "up_bias": up.bias}.items():
-            up.expansions["default"].get_parameter(name).copy_(own)
+        for name, tensor in {"w21": up.weight, "up_bias": up.bias}.items():
+            up.expansions["default"].get_parameter(name).copy_(tensor)
         down.expansions["default"].w12.copy_(down.weight / 2)
         assert torch.equal(up(x), torch.cat((wide, wide), -1)) and torch.equal(down(up(x)), written)
 
@@ -274,9 +274,9 @@ def widened(entering: int, *expansions: str) -> dict[int, Any]:
     }
     model.streams_after = partial(ExpandedPreTrainedModel.streams_after, model)
     kwargs = {"deepstack_features": {0: FEATURES, 1: FEATURES}, "use_cache": False}
-    found = ExpandedPreTrainedModel._widen(model, nn.Module(), (), kwargs)
-    assert found[0] == () and found[1]["use_cache"] is False
-    return found[1]["deepstack_features"]
+    arguments = ExpandedPreTrainedModel._widen(model, nn.Module(), (), kwargs)
+    assert arguments[0] == () and arguments[1]["use_cache"] is False
+    return arguments[1]["deepstack_features"]
 
 
 FEATURES = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -286,9 +286,9 @@ FEATURES = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(entering):
     """As Granite's vision models add images: each base stream gets them, an up stream zeros, where it has entered."""
     pad = torch.nn.functional.pad
-    one = widened(entering, "writer")
-    assert torch.equal(one[0], pad(FEATURES, (0, 2 * entering)))
-    assert torch.equal(one[1], torch.cat((FEATURES, pad(FEATURES, (0, 2))), -1))
+    single = widened(entering, "writer")
+    assert torch.equal(single[0], pad(FEATURES, (0, 2 * entering)))
+    assert torch.equal(single[1], torch.cat((FEATURES, pad(FEATURES, (0, 2))), -1))
     several = widened(entering, "writer", "reader")
     assert torch.equal(several[0], pad(FEATURES, (0, 5 * entering)))
     assert torch.equal(several[1], torch.cat((pad(FEATURES, (0, 3)), pad(FEATURES, (0, 2))), -1))

@@ -150,18 +150,18 @@ def expanded_linear(
 
 
 def test_an_expanded_linear_acts_as_the_block_matrix():
-    (linear, own), x = expanded_linear([7, 3], [[5, 2]]), torch.randn(4, 10)
-    matrix = join_blocks(linear.weight, own.w12, own.w21, own.w22)
-    wanted = x @ matrix.T + torch.cat((linear.bias, own.up_bias))
+    (linear, expansion), x = expanded_linear([7, 3], [[5, 2]]), torch.randn(4, 10)
+    matrix = join_blocks(linear.weight, expansion.w12, expansion.w21, expansion.w22)
+    wanted = x @ matrix.T + torch.cat((linear.bias, expansion.up_bias))
     torch.testing.assert_close(linear(x), wanted)
-    swapped = join_blocks(linear.weight, 0 * own.w12, own.w21, own.w22)
-    assert (linear(x) - x @ swapped.T - torch.cat((linear.bias, own.up_bias))).abs().max() > 0.1
+    swapped = join_blocks(linear.weight, 0 * expansion.w12, expansion.w21, expansion.w22)
+    assert (linear(x) - x @ swapped.T - torch.cat((linear.bias, expansion.up_bias))).abs().max() > 0.1
 
 
 def test_a_fused_projection_joins_section_by_section():
-    (linear, own), x = expanded_linear([7, 3], [[4, 2], [2, 1], [2, 0]]), torch.randn(4, 10)
-    base = x[:, :7] @ linear.weight.T + linear.bias + x[:, 7:] @ own.w12.T
-    up = x[:, :7] @ own.w21.T + x[:, 7:] @ own.w22.T + own.up_bias
+    (linear, expansion), x = expanded_linear([7, 3], [[4, 2], [2, 1], [2, 0]]), torch.randn(4, 10)
+    base = x[:, :7] @ linear.weight.T + linear.bias + x[:, 7:] @ expansion.w12.T
+    up = x[:, :7] @ expansion.w21.T + x[:, 7:] @ expansion.w22.T + expansion.up_bias
     wanted = torch.cat((base[:, :4], up[:, :2], base[:, 4:6], up[:, 2:3], base[:, 6:]), dim=1)
     torch.testing.assert_close(linear(x), wanted)
 
@@ -171,13 +171,13 @@ def test_a_preservation_layer_never_multiplies_what_flows_up():
     x = torch.randn(4, 10)
     poisoned = x.clone()
     poisoned[:, 7:] = torch.inf
-    (preserving, without), (collaborating, own) = (
+    (preserving, without), (collaborating, expansion) = (
         expanded_linear([7, 3], [[5, 2]], collaborative=flag) for flag in (False, True)
     )
     assert without.w12 is None
     assert torch.equal(preserving(poisoned)[:, :5], preserving(x)[:, :5])
     with torch.no_grad():
-        own.w12.zero_()
+        expansion.w12.zero_()
     assert collaborating(poisoned)[:, :5].isnan().all()
 
 
@@ -199,7 +199,7 @@ def test_a_base_model_saved_without_its_head_can_be_expanded(tmp_path):
 def test_streams_are_remembered_until_the_joined_tensor_changes() -> None:
     base, up = torch.randn(2, 3, 5), torch.randn(2, 3, 2)
     joined = join_streams(base, up)
-    assert all(one is other for one, other in zip(streams_of(joined, [5, 2]) or (), (base, up), strict=True))
+    assert all(first is second for first, second in zip(streams_of(joined, [5, 2]) or (), (base, up), strict=True))
     # other widths, and a tensor that is another now, are copied out of what is there
     assert streams_of(joined, [4, 3]) is None and streams_of(joined + 0, [5, 2]) is None
     joined.mul_(2)
@@ -216,9 +216,9 @@ def test_with_and_without_autograd_the_same_is_computed(pair_of: Callable[..., P
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     with torch.no_grad():
-        found, again = model(ids).logits, model(ids).logits
+        first, second = model(ids).logits, model(ids).logits
     with torch.inference_mode():
         inferred = model(ids).logits
     # products are added in place without autograd, and nothing that is still read may change by that
-    assert torch.equal(found, again) and torch.equal(found, inferred)
-    torch.testing.assert_close(model(ids).logits, found, rtol=0, atol=1e-5)
+    assert torch.equal(first, second) and torch.equal(first, inferred)
+    torch.testing.assert_close(model(ids).logits, first, rtol=0, atol=1e-5)

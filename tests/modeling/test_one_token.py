@@ -38,20 +38,24 @@ def threads(request):
 @torch.no_grad()
 def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head, threads):
     base = save_tiny(tmp_path / "base", family, dtype=dtype, head_dim=head, hidden_size=64)
-    folders = {name: shake(expand(base, own, tmp_path / name).path, len(name)) for name, own in REQUESTS.items()}
-    extracts = {name: extract(own, tmp_path / f"{name}.x").path for name, own in folders.items()}
+    folders = {
+        name: shake(expand(base, request, tmp_path / name).path, len(name)) for name, request in REQUESTS.items()
+    }
+    extracts = {name: extract(folder, tmp_path / f"{name}.x").path for name, folder in folders.items()}
     made = Made(base, folders, extracts)
     model, alone = made.composed(), [made.alone(name) for name in (None, *REQUESTS)]
     model.set_expansion(list(REQUESTS))
     ids = random_ids(1, 30)
-    caches = [own(ids[:, :20], use_cache=True).past_key_values for own in (model, *alone)]
+    caches = [reader(ids[:, :20], use_cache=True).past_key_values for reader in (model, *alone)]
     for token in ids[:, 20:].unbind(1):
         model(token[:, None], past_key_values=caches[0])
-        found = state_of(caches[0]).keys[:, :, -1].unbind(1)
-        logits = [own(token[:, None], past_key_values=kept).logits for own, kept in zip(alone, caches[1:], strict=True)]
-        expected = [(own.float() - normalizers(own)[..., None])[:, -1] for own in logits]
-        assert all(map(torch.equal, found, expected))
-        assert not any(torch.equal(found[1], own) for own in expected[2:]), "the negative control: they differ"
+        keys = state_of(caches[0]).keys[:, :, -1].unbind(1)
+        logits = [
+            reader(token[:, None], past_key_values=kept).logits for reader, kept in zip(alone, caches[1:], strict=True)
+        ]
+        expected = [(path_logits.float() - normalizers(path_logits)[..., None])[:, -1] for path_logits in logits]
+        assert all(map(torch.equal, keys, expected))
+        assert not any(torch.equal(keys[1], key) for key in expected[2:]), "the negative control: they differ"
     attention, query = model.model.layers[1].self_attn, torch.zeros(1, 1, 1, head, dtype=dtype)
     # where no gradient is asked for
     parts = tuple(part._replace(is_detached=False) for part in attention.parts_of[model.running.now().paths])
@@ -67,21 +71,21 @@ def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
     model(token[:, 1:], past_key_values=cache)
     before = model(token[:, :1], use_cache=False).logits
     if give == "assign":
-        model.load_state_dict({name: 0.5 * own for name, own in model.state_dict().items()}, assign=True)
+        model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()}, assign=True)
     elif give == "part":
-        part = {name: 0.5 * own for name, own in model.state_dict().items() if ".expansions.medicine." in name}
+        part = {name: 0.5 * tensor for name, tensor in model.state_dict().items() if ".expansions.medicine." in name}
         model.load_state_dict(part, assign=True, strict=False)
     else:
         model.double()
-    found = model(token[:, :1], use_cache=False).logits
-    assert not torch.equal(found, before), "the control: other parameters compute something else"
+    after = model(token[:, :1], use_cache=False).logits
+    assert not torch.equal(after, before), "the control: other parameters compute something else"
     with model.use_expansion(None):
         model(token)
-    assert torch.equal(found, model(token[:, :1], use_cache=False).logits)
+    assert torch.equal(after, model(token[:, :1], use_cache=False).logits)
     fresh = copy.deepcopy(model)
     fresh.set_expansion(fresh.expansions)
     # a copy lies elsewhere in memory, which may show in the last bit of a row
-    torch.testing.assert_close(fresh(token[:, :1], use_cache=False).logits, found)
+    torch.testing.assert_close(fresh(token[:, :1], use_cache=False).logits, after)
 
 
 def test_heads_attend_together_only_where_that_is_exact(threads):

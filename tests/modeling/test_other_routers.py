@@ -44,9 +44,9 @@ class Newest(Router):
     is_hard: ClassVar[bool] = True
 
     def weights(self, evidence: Evidence) -> Tensor:
-        found = torch.full((*evidence.restarts.shape, evidence.paths), -torch.inf, device=evidence.restarts.device)
-        found[..., -1] = 0
-        return found
+        weights = torch.full((*evidence.restarts.shape, evidence.paths), -torch.inf, device=evidence.restarts.device)
+        weights[..., -1] = 0
+        return weights
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def choose(model: Any, name: str) -> Any:
 def defined(model: Any, name: str, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the routed output and weights of the paths, written down, from the logits of each path."""
     ids, paths = prompt["input_ids"], model.path_logits(**prompt)
-    log_p = torch.stack([own.double().log_softmax(-1) for own in paths], -1)
+    log_p = torch.stack([path_logits.double().log_softmax(-1) for path_logits in paths], -1)
     mask = prompt.get("attention_mask", torch.ones_like(ids))
     is_start = (mask.cumsum(-1) == 1) & mask.bool()
     weights = torch.full((*ids.shape, len(paths)), 1 / len(paths), dtype=torch.float64)
@@ -153,8 +153,8 @@ def test_it_gives_what_it_was_defined_to_give(
     for prompt in ({"input_ids": IDS}, padded(random_ids(3, 12), (0, 5, 2))):
         mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"])).bool()
         wanted, weights = defined(model, name, prompt)
-        found = model(**prompt).logits.double().log_softmax(-1)
-        torch.testing.assert_close(found[mask], wanted[mask], atol=1e-4, rtol=1e-4)
+        actual = model(**prompt).logits.double().log_softmax(-1)
+        torch.testing.assert_close(actual[mask], wanted[mask], atol=1e-4, rtol=1e-4)
         last = model(**prompt, logits_to_keep=1).logits[:, -1].double().log_softmax(-1)
         torch.testing.assert_close(last, wanted[:, -1], atol=1e-4, rtol=1e-4)
         scores, kept = model.score_tokens(**prompt), mask[:, :-1] & mask[:, 1:]
@@ -175,8 +175,8 @@ def assert_of_paths(model: Any, scores: Any, prompt: dict[str, Tensor], kept: Te
     """Scores of the sides are those of the paths alone, the base's first."""
     following = prompt["input_ids"][:, 1:, None]
     for number, logits in enumerate(model.path_logits(**prompt)):
-        own = logits.log_softmax(-1)[:, :-1].gather(-1, following)[..., 0]
-        torch.testing.assert_close(scores.sides[..., number][kept], own[kept], atol=1e-4, rtol=1e-4)
+        expected = logits.log_softmax(-1)[:, :-1].gather(-1, following)[..., 0]
+        torch.testing.assert_close(scores.sides[..., number][kept], expected[kept], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(scores.base, scores.sides[..., 0])
 
 
@@ -194,13 +194,13 @@ def test_gradients_reach_the_expansions_that_it_weighs(made_of: Callable[..., An
     model = choose(made_of("llama", LLAMA).composed(), name).train()
     model(IDS, labels=IDS).loss.backward()
     reached = {
-        own
-        for own in LLAMA
+        path
+        for path in LLAMA
         for key, tensor in model.named_parameters()
-        if f".expansions.{own}." in key and tensor.grad is not None and tensor.grad.any()
+        if f".expansions.{path}." in key and tensor.grad is not None and tensor.grad.any()
     }
     weighed = model.score_tokens(IDS).weights.amax((0, 1)) > 0
-    assert reached == {own for own, is_weighed in zip(LLAMA, weighed[1:], strict=True) if is_weighed} != set()
+    assert reached == {path for path, is_weighed in zip(LLAMA, weighed[1:], strict=True) if is_weighed} != set()
     assert all(tensor.grad is None for tensor in model.parameters() if not tensor.requires_grad)
 
 
@@ -235,17 +235,17 @@ def test_it_goes_through_every_command(
 ) -> None:
     """Written, verified, measured, asked, shown token by token and calibrated, as any other."""
     kind, numbers = TOYS[name]
-    router = kind(**{key: tuple(own) if isinstance(own, list) else own for key, own in numbers.items()})
+    router = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
     if name == "shares":
         router = kind((0.1, 0.2, 0.3, 0.4))
     routed, text = tmp_path / "routed", tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 3, encoding="utf-8")
     assert route_export(speaking[1], routed, router).routing == router
     assert read_manifest(routed).routing == router and load(routed).choice.router == router
-    found = verify(routed, probes=Probes(max_new_tokens=4))
-    held = {promise.name: promise.holds for promise in found.promises}
-    assert found.passed and held["paths_as_alone"] and held["base_stream_always"] and not held["bounded_forgetting"]
-    assert f"the {name} router promises no bound" in [promise.evidence for promise in found.promises]
+    report = verify(routed, probes=Probes(max_new_tokens=4))
+    held = {promise.name: promise.holds for promise in report.promises}
+    assert report.passed and held["paths_as_alone"] and held["base_stream_always"] and not held["bounded_forgetting"]
+    assert f"the {name} router promises no bound" in [promise.evidence for promise in report.promises]
     scores = evaluate(routed, text, text).scores
     assert len({score.old.nats for score in scores if score.old}) > 1, "the mixture and the base differ"
     (answer,) = generate(routed, "the quick", GenerationSettings(temperature=0, max_new_tokens=8)).answers

@@ -69,7 +69,7 @@ def test_no_tensor_stays_behind(made_of: Callable[..., Any], family: str, names:
 
 def move(hook_args: Any, device: str) -> Any:
     """What a module is called with on another device; a cache stays where its layers are."""
-    return tree_map(lambda own: own.to(device) if isinstance(own, torch.Tensor) else own, hook_args)
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, hook_args)
 
 
 def test_paths_side_by_side_on_two_devices(made_of: Callable[..., Any]) -> None:
@@ -87,13 +87,13 @@ def test_paths_side_by_side_on_two_devices(made_of: Callable[..., Any]) -> None:
             cache = model(ids, attention_mask=torch.ones_like(ids)).past_key_values
             assert model(ids[:, :1], past_key_values=cache).logits.is_meta
     model.score_tokens(ids)
-    assert all(own.is_meta for own in model.path_logits(ids))
+    assert all(logits.is_meta for logits in model.path_logits(ids))
     assert model(ids, expansion_names=["law", None]).logits.is_meta
 
 
 @pytest.mark.parametrize(
     ("family", "request_name"),
-    mostly((("llama", "adapt"), ("gemma2", "preserve"), ("gpt2", "deep")), lambda own: own[0] == "llama"),
+    mostly((("llama", "adapt"), ("gemma2", "preserve"), ("gpt2", "deep")), lambda case: case[0] == "llama"),
 )
 @torch.no_grad()
 def test_a_model_is_streamed_from_its_files(
@@ -103,7 +103,7 @@ def test_a_model_is_streamed_from_its_files(
     path = shake(Path(shutil.copytree(trio_of(family, request_name).path, tmp_path / "shaken")))
     whole, prompt = load(path), padded(random_ids(2, 7), (0, 3))
     with loaded(path, RunOptions(memory_bytes=60_000)) as (model, problems):
-        assert not problems and any(own.is_meta for own in model.parameters())
+        assert not problems and any(parameter.is_meta for parameter in model.parameters())
         for choice in (["default"], "default", None):
             with model.use_expansion(choice), whole.use_expansion(choice):
                 assert torch.equal(model(**prompt).logits, whole(**prompt).logits)

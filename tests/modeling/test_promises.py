@@ -158,7 +158,7 @@ def models_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     @functools.cache
     def make(form: Form, device: str = "cpu") -> Models:
         fresh, trained = made_of(form, False), made_of(form, True)
-        begun, alone = ({name: own.alone(name).to(device) for name in form.names} for own in (fresh, trained))
+        begun, alone = ({name: made.alone(name).to(device) for name in form.names} for made in (fresh, trained))
         together = trained.composed(*form.names).to(device)
         with torch.no_grad(), together.use_expansion(list(form.names)):
             texts = torch.cat(hostile_texts(together))
@@ -196,11 +196,11 @@ def unequal(base: Any, expanded: Any, **options: Any) -> list[tuple[int, ...]]:
 
 def base_bytes(base: Any, model: Any) -> list[str]:
     """Names of the base's parameters whose bytes differ in the expanded model."""
-    found = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     return [
         name
         for name, parameter in base.named_parameters()
-        if not torch.equal(parameter.view(torch.uint8), found[name].view(torch.uint8))
+        if not torch.equal(parameter.view(torch.uint8), parameters[name].view(torch.uint8))
     ]
 
 
@@ -213,24 +213,24 @@ def broken(models: Models, **router: Any) -> set[str]:
         router: Numbers of the router that bounds forgetting; by default equal weights that never switch.
     """
     base, names, trained = models.base, models.names, models.trained
-    found = set()
+    failures = set()
     if not begins_as_base(models):
-        found.add("output_at_init")
-    if not all(is_recoverable(base, own) for own in (trained, *models.alone.values())):
-        found.add("recoverable")
-    writes = [name for name, own in models.alone.items() if any(key.endswith("w12") for key in own.state_dict())]
-    if not all(has_base_stream(base, own) for name, own in models.alone.items() if name not in writes):
-        found.add("base_stream_always")
+        failures.add("output_at_init")
+    if not all(is_recoverable(base, model) for model in (trained, *models.alone.values())):
+        failures.add("recoverable")
+    writes = [name for name, model in models.alone.items() if any(key.endswith("w12") for key in model.state_dict())]
+    if not all(has_base_stream(base, model) for name, model in models.alone.items() if name not in writes):
+        failures.add("base_stream_always")
     # a cosine router cannot part paths that part in the head alone
     for settings in ROUTERS if len(names) == len(writes) == 1 else ROUTERS[:1]:
         trained.set_expansion(names, **settings)
         if not has_base_stream(base, trained):
-            found.add("base_stream_always")
-        found |= {f"paths_as_alone: {name}" for name in paths_that_differ({None: base, **models.alone}, trained)}
+            failures.add("base_stream_always")
+        failures |= {f"paths_as_alone: {name}" for name in paths_that_differ({None: base, **models.alone}, trained)}
     trained.set_expansion(names, **{"switch_rate": 0.0} | router)
     if most_lost(trained, models.texts) > math.log(1 + len(names)) + ROOM[trained.dtype]:
-        found.add("bounded_forgetting")
-    return found
+        failures.add("bounded_forgetting")
+    return failures
 
 
 def begins_as_base(models: Models) -> bool:
@@ -255,8 +255,8 @@ def writes_the_same(base: Any, model: Any, **options: Any) -> bool:
     """Whether a batch that is padded on the left, and a text alone, go on equally, with a cache."""
     options = GREEDY | {"output_logits": True, "return_dict_in_generate": True} | options
     for prompt in few_prompts(base)[1:]:
-        one, other = (own.generate(**prompt, **options) for own in (base, model))
-        if not (torch.equal(one.sequences, other.sequences) and all(map(torch.equal, one.logits, other.logits))):
+        first, second = (writer.generate(**prompt, **options) for writer in (base, model))
+        if not (torch.equal(first.sequences, second.sequences) and all(map(torch.equal, first.logits, second.logits))):
             return False
     return True
 
@@ -273,8 +273,8 @@ def has_base_stream(base: Any, model: Any) -> bool:
     for prompt in few_prompts(model):
         wanted = base(**prompt, **options)
         # after the last norm, base streams lie one after the other along the batch
-        found = [own[: len(prompt["input_ids"])] for own in model(**prompt, **options).hidden_states]
-        states = zip(wanted.hidden_states, found, strict=True)
+        hidden_states = [state[: len(prompt["input_ids"])] for state in model(**prompt, **options).hidden_states]
+        states = zip(wanted.hidden_states, hidden_states, strict=True)
         if not all(torch.equal(old, new[..., : old.shape[-1]]) for old, new in states):
             return False
         if not torch.equal(model.path_logits(**prompt)[0], wanted.logits):
@@ -284,29 +284,29 @@ def has_base_stream(base: Any, model: Any) -> bool:
 
 def paths_that_differ(alone: dict[str | None, Any], model: Any) -> set[str | None]:
     """Paths that are not their models: by name, beside the others, in one row of a batch, or by pieces with a cache."""
-    found, names = set(), list(alone)
+    differing_paths, names = set(), list(alone)
     for prompt in few_prompts(model):
         side_by_side = model.path_logits(**prompt)
-        for number, (name, own) in enumerate(alone.items()):
-            uncached = own(**prompt, use_cache=False).logits
+        for number, (name, path_model) in enumerate(alone.items()):
+            uncached = path_model(**prompt, use_cache=False).logits
             with model.use_expansion(name):
                 named = model(**prompt).logits
             rows = [names[(number + row) % len(names)] for row in range(len(uncached))]
             first = model(**prompt, expansion_names=rows, use_cache=False).logits[0]
-            pairs = ((side_by_side[number], uncached), (named, own(**prompt).logits), (first, uncached[0]))
-            if not all(torch.equal(one, other) for one, other in pairs):
-                found.add(name)
+            pairs = ((side_by_side[number], uncached), (named, path_model(**prompt).logits), (first, uncached[0]))
+            if not all(torch.equal(left, right) for left, right in pairs):
+                differing_paths.add(name)
     ids, cache, caches, start = random_ids(2, 9).to(model.device), None, dict.fromkeys(names), 0
     for size in (6, 1, 2):
         now, start = ids[:, start : start + size], start + size
         cache = DynamicCache(config=model.config) if cache is None else cache
         side_by_side = model.path_logits(now, past_key_values=cache)
-        for number, (name, own) in enumerate(alone.items()):
-            output = own(now, past_key_values=caches[name], use_cache=True)
+        for number, (name, path_model) in enumerate(alone.items()):
+            output = path_model(now, past_key_values=caches[name], use_cache=True)
             caches[name] = output.past_key_values
             if not torch.equal(side_by_side[number], output.logits):
-                found.add(name)
-    return found
+                differing_paths.add(name)
+    return differing_paths
 
 
 def most_lost(model: Any, ids: Tensor) -> float:
@@ -318,19 +318,19 @@ def most_lost(model: Any, ids: Tensor) -> float:
 def hostile_texts(model: Any) -> list[Tensor]:
     """Texts that each path writes, halves of them put together, random ones, and some that are made to mislead."""
     names, starts = model.choice.names, random_ids(2, 1, seed=5).to(model.device)
-    found = [random_ids(4, 24, seed=6).to(model.device)]
+    texts = [random_ids(4, 24, seed=6).to(model.device)]
     for name in (None, *names):
         with model.use_expansion(name):
-            found.append(model.generate(starts, max_new_tokens=23, min_new_tokens=23, do_sample=False))
-    found += [torch.cat((one[:2, :12], other[:2, :12]), 1) for one, other in pairwise(found)]
-    return [*found, misleading(model, 1 + len(names))]
+            texts.append(model.generate(starts, max_new_tokens=23, min_new_tokens=23, do_sample=False))
+    texts += [torch.cat((first[:2, :12], second[:2, :12]), 1) for first, second in pairwise(texts)]
+    return [*texts, misleading(model, 1 + len(names))]
 
 
 def misleading(model: Any, count: int) -> Tensor:
     """A text for each path, in which each token is the one that it expects most beside what all others expect."""
     ids = torch.cat([random_ids(1, 1, seed=number).to(model.device) for number in range(count)])
     for _ in range(23):
-        log_p = torch.stack([own[:, -1].double().log_softmax(-1) for own in model.path_logits(ids)])
+        log_p = torch.stack([logits[:, -1].double().log_softmax(-1) for logits in model.path_logits(ids)])
         more = []
         for number in range(count):
             of_row = log_p[:, number]
@@ -351,7 +351,7 @@ def nats(logits: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_nothing_is_broken(models_of: Callable[..., Models], form: Form) -> None:
     models = models_of(form)
-    assert all(unequal(models.base, own) for own in models.alone.values()), "the control: each has learned"
+    assert all(unequal(models.base, model) for model in models.alone.values()), "the control: each has learned"
     assert broken(models) == set()
 
 
@@ -405,13 +405,13 @@ def check_base_stream(pair: Pair, model: Any) -> None:
     assert unequal(pair.base, model) == [tuple(prompt["input_ids"].shape) for prompt in prompts()], "it learned"
     hidden = pair.base.config.hidden_size
     for prompt in prompts(model.device):
-        wanted, found, at_init = (
-            own(**prompt, output_hidden_states=True).hidden_states for own in (pair.base, model, pair.expanded)
+        wanted, actual, at_init = (
+            source(**prompt, output_hidden_states=True).hidden_states for source in (pair.base, model, pair.expanded)
         )
-        for layer, (old, new) in enumerate(zip(wanted, found, strict=True)):
+        for layer, (old, new) in enumerate(zip(wanted, actual, strict=True)):
             assert new.shape[-1] > hidden
             assert torch.equal(old, new[..., :hidden]), f"base stream after layer {layer}"
-        assert not torch.equal(found[-1][..., hidden:], at_init[-1][..., hidden:])
+        assert not torch.equal(actual[-1][..., hidden:], at_init[-1][..., hidden:])
 
 
 @each_way
@@ -443,8 +443,8 @@ def test_recoverable(pair_of, tmp_path, family, dtype, tied):
     stored = {name: name for name in base.tensors}
     if family == "gpt_neox":
         stored = {name: name if name in saved.tensors else name.replace("embed_out", "lm_head") for name in stored}
-    wanted, found = hash_tensors(base, list(stored)), hash_tensors(saved, list(stored.values()))
-    assert wanted == {name: found[now] for name, now in stored.items()}
+    wanted, actual = hash_tensors(base, list(stored)), hash_tensors(saved, list(stored.values()))
+    assert wanted == {name: actual[now] for name, now in stored.items()}
     assert len(saved.tensors) == len(base.tensors) + len(pair.expansion.plan.tensors)
 
 
@@ -493,7 +493,7 @@ def never_parted() -> Iterator[None]:
 
     def together(self: Paths, layer: int, forks: dict[str, int | None]) -> tuple[Group, ...]:
         ups = tuple(dict.fromkeys(path.expansion for path in self.paths if path.expansion))
-        writers = [own for own in ups if forks[own] is not None and forks[own] <= layer]
+        writers = [name for name in ups if forks[name] is not None and forks[name] <= layer]
         return (Group(writers[0] if writers else "", ups),)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -514,9 +514,9 @@ def test_a_base_stream_that_is_written_into_is_noticed(models_of: Callable[..., 
     models = models_of(form)
     models.trained.known_paths.clear()  # which have been parted, for the texts
     with never_parted():
-        found = broken(models)
+        failures = broken(models)
     # what writes alone is right by itself; whoever reads what it wrote is not
-    assert {"base_stream_always", "paths_as_alone: None"} <= found
+    assert {"base_stream_always", "paths_as_alone: None"} <= failures
 
 
 @each_count

@@ -52,16 +52,16 @@ def test_threads_run_their_own_choices(many: Any) -> None:
 
     def run(number: int) -> list[Tensor]:
         with many.use_expansion(choices[number % 4]), torch.no_grad():
-            found = [many(**prompt).logits for _ in range(6)]
-            found.append(many.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0))
-            found += [many(**prompt, expansion_names=["chess", None]).logits, many.path_logits(**prompt)[0]]
-        return found
+            outputs = [many(**prompt).logits for _ in range(6)]
+            outputs.append(many.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0))
+            outputs += [many(**prompt, expansion_names=["chess", None]).logits, many.path_logits(**prompt)[0]]
+        return outputs
 
     wanted = [run(number) for number in range(4)]
     assert not torch.equal(wanted[0][0], wanted[1][0]), "the control: choices differ"
     with ThreadPoolExecutor(8) as pool:
-        for number, found in enumerate(pool.map(run, range(8))):
-            assert all(map(torch.equal, found, wanted[number % 4])), choices[number % 4]
+        for number, outputs in enumerate(pool.map(run, range(8))):
+            assert all(map(torch.equal, outputs, wanted[number % 4])), choices[number % 4]
     assert many.active_expansion == "chess"
     assert many.running.thread.call is None, "nothing is left behind"
 
@@ -70,20 +70,20 @@ def test_threads_run_their_own_choices(many: Any) -> None:
 def test_a_forward_ends_as_it_began(many: Any) -> None:
     """Another thread that chooses for the whole model meanwhile is heard by the next forward."""
     prompt = list(prompts())[-1]
-    for name, other in (("medicine", "music"), (["medicine", "music"], "medicine"), (None, "medicine")):
-        many.set_expansion(other)
+    for name, next_name in (("medicine", "music"), (["medicine", "music"], "medicine"), (None, "medicine")):
+        many.set_expansion(next_name)
         afterwards = many(**prompt).logits
         many.set_expansion(name)
         wanted = many(**prompt).logits
 
-        def choose(*_: Any, other: Any = other) -> None:
+        def choose(*_: Any, next_name: Any = next_name) -> None:
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(many.set_expansion, other).result()
+                pool.submit(many.set_expansion, next_name).result()
 
         hook = many.model.layers[1].register_forward_pre_hook(choose)
-        found = many(**prompt).logits
+        hooked_logits = many(**prompt).logits
         hook.remove()
-        assert torch.equal(found, wanted)
+        assert torch.equal(hooked_logits, wanted)
         assert torch.equal(many(**prompt).logits, afterwards) and not torch.equal(wanted, afterwards)
 
 
@@ -93,30 +93,32 @@ def test_a_folder_of_many_expansions(many: Any, tmp_path: Path) -> None:
     many.set_expansion(list(LLAMA))
     many.config.scale_surgery["router"] = many.choice.router.settings
     many.save_pretrained(tmp_path / "saved")
-    again = load(tmp_path / "saved")
-    assert again.expansions == list(LLAMA) and again.is_routing_enabled and again.choice == many.choice
+    reloaded = load(tmp_path / "saved")
+    assert reloaded.expansions == list(LLAMA) and reloaded.is_routing_enabled and reloaded.choice == many.choice
     # tensors of a file lie elsewhere in memory, which may show in the last bit of a row
-    torch.testing.assert_close(again(**PROMPT).logits, many(**PROMPT).logits, rtol=0, atol=1e-6)
-    trained = {name for name, own in again.named_parameters() if own.requires_grad}
+    torch.testing.assert_close(reloaded(**PROMPT).logits, many(**PROMPT).logits, rtol=0, atol=1e-6)
+    trained = {name for name, parameter in reloaded.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in many.named_parameters() if expansion_of(name)}
     headless = AutoModel.from_pretrained(tmp_path / "saved").eval()
     assert headless.active_expansion is None and headless(**PROMPT)[0].shape[-1] == many.config.hidden_size
     with headless.use_expansion("law"):
         assert headless(**PROMPT)[0].shape[-1] == many.config.hidden_size + many.stream_widths["law"]
-    again.delete_expansion("law")
-    again.save_pretrained(tmp_path / "less")
+    reloaded.delete_expansion("law")
+    reloaded.save_pretrained(tmp_path / "less")
     less = load(tmp_path / "less")
     assert less.expansions == ["medicine", "music", "chess"]
     assert {expansion_of(name) for name in less.state_dict()} == {None, *less.expansions}
     with pytest.raises(ValueError, match="chess: is an expansion of this model already"):
         less.add_expansion("chess", many.plans["chess"])
-    wanted, *found = (own.set_expansion(["medicine", "chess"]) or own(**PROMPT).logits for own in (many, again, less))
-    for one in found:
-        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-6)
+    wanted, *reduced_logits = (
+        model.set_expansion(["medicine", "chess"]) or model(**PROMPT).logits for model in (many, reloaded, less)
+    )
+    for tensor in reduced_logits:
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-6)
     file = tmp_path / "saved" / "model.safetensors"
     tensors = load_file(file)
     lost = next(name for name in tensors if expansion_of(name) == "law")
-    save_file({name: own for name, own in tensors.items() if name != lost}, file, metadata={"format": "pt"})
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"{re.escape(lost)} is missing"):
         load(tmp_path / "saved")
 
@@ -151,7 +153,7 @@ def test_a_pipeline_writes_text(tmp_path: Path, routing: str) -> None:
     asked = ["Once upon a time", "Lily and her dog went to the park. They"]
     options = {"max_new_tokens": 12, "do_sample": False}
     alone = [write(prompt, **options)[0]["generated_text"] for prompt in asked]
-    assert [found[0]["generated_text"] for found in write(asked, batch_size=2, **options)] == alone
+    assert [completions[0]["generated_text"] for completions in write(asked, batch_size=2, **options)] == alone
     assert all(text.startswith(prompt) and len(text) > len(prompt) for text, prompt in zip(alone, asked, strict=True))
     ids = tokenizer(asked[0], return_tensors="pt").input_ids
     assert alone[0] == tokenizer.decode(model.generate(ids, **options)[0], skip_special_tokens=True)
@@ -170,8 +172,8 @@ def test_without_a_head_it_is_the_adapt_path(trio_of: Callable[..., Trio]) -> No
 def test_a_tuple_and_a_loss(trio_of: Callable[..., Trio]) -> None:
     model, ids = trio_of("gemma2").routed(), random_ids(2, 12)
     with torch.no_grad():
-        found, cache = model(ids[:, :8], use_cache=True, return_dict=False)
-        assert torch.equal(found, model(ids[:, :8]).logits)
+        first_logits, cache = model(ids[:, :8], use_cache=True, return_dict=False)
+        assert torch.equal(first_logits, model(ids[:, :8]).logits)
         assert state_of(cache) is not None
         later = model(ids[:, 8:], past_key_values=cache, return_dict=False)[0]
         output = model(ids, labels=ids)
@@ -226,8 +228,10 @@ def test_the_signature_is_the_stock_one(trio_of: Callable[..., Trio], family: st
         assert torch.equal(model(ids).logits, model(input_ids=ids).logits)
         with model.expansion_disabled():
             second = list(signature(type(base).forward).parameters)[2]
-            given, again = (DynamicCache() if second == "past_key_values" else torch.ones_like(ids) for _ in range(2))
-            assert torch.equal(model(ids, given).logits, base(ids, again).logits)
+            given, repeated = (
+                DynamicCache() if second == "past_key_values" else torch.ones_like(ids) for _ in range(2)
+            )
+            assert torch.equal(model(ids, given).logits, base(ids, repeated).logits)
 
 
 # ---- misuse
@@ -292,14 +296,14 @@ def test_a_router_may_be_altered_by_hand(trio_of: Callable[..., Trio], tmp_path:
 def test_without_a_router_there_are_paths_and_no_scores(trio_of: Callable[..., Trio]) -> None:
     base, expanded, model = trio_of("llama", "adapt", "cosine").trained()
     ids = random_ids(1, 5)
-    wanted = [one(ids, use_cache=False).logits for one in (base, expanded)]
+    wanted = [reference(ids, use_cache=False).logits for reference in (base, expanded)]
     with pytest.raises(ValueError, match=r"This model has no router\. Write one that has: scale-surgery route-export"):
         expanded.enable_routing()
-    for one, off in ((expanded, nullcontext), (model, model.routing_disabled)):
+    for unrouted, off in ((expanded, nullcontext), (model, model.routing_disabled)):
         with off():
-            assert all(map(torch.equal, one.path_logits(ids), wanted))
+            assert all(map(torch.equal, unrouted.path_logits(ids), wanted))
             with pytest.raises(ValueError, match=r"One path runs now\. Choose several with set_expansion"):
-                one.score_tokens(ids)
+                unrouted.score_tokens(ids)
     with model.expansion_disabled():
         assert len(model.path_logits(ids)) == 1 and torch.equal(model.path_logits(ids)[0], wanted[0])
     assert model.score_tokens(ids).base.shape == (1, 4)

@@ -45,7 +45,7 @@ def test_a_switch_that_was_off_before_stays_off(trio_of: Callable[..., Trio]) ->
     trio, ids = trio_of("llama"), random_ids(2, 9)
     base, expanded, model = trio.trained()
     with torch.no_grad():
-        old, new, mixture = (own(ids).logits for own in (base, expanded, model))
+        old, new, mixture = (module(ids).logits for module in (base, expanded, model))
         model.enable_routing(False)
         with model.routing_disabled(), model.expansion_disabled():
             assert not model.is_expansion_enabled
@@ -71,8 +71,8 @@ def equation_5(head: Any, features: Tensor, threshold: float, strict: bool) -> t
     """Routed logits and cosines in float64, with nothing of ours but the tensors."""
     width = head.weight.shape[1]
     z_p, z_a = features[..., :width].double() @ head.weight.double().T
-    own = head.expansions["default"].up_weight if "default" in head.expansions else None
-    up = torch.zeros(2, 1) if own is None else features[..., width:].double() @ own.double().T
+    up_weight = head.expansions["default"].up_weight if "default" in head.expansions else None
+    up = torch.zeros(2, 1) if up_weight is None else features[..., width:].double() @ up_weight.double().T
     cosine = (z_p * z_a).sum(-1) / (z_p.norm(dim=-1) * z_a.norm(dim=-1))
     preserve = z_p if strict else (z_p + z_a) / 2 + up[0]
     logits = torch.where((cosine > threshold)[..., None], preserve, z_a + up[1])
@@ -90,11 +90,11 @@ def test_cosine_is_equation_5(trio_of: Callable[..., Trio], family: str, routing
         threshold = between(equation_5(head, features, 0.0, strict)[1])
         put_router(model, CosineRouter(threshold, strict))
         wanted, cosines = equation_5(head, features, threshold, strict)
-        found, is_preserve = model(**prompt).logits, cosines > threshold
+        logits, is_preserve = model(**prompt).logits, cosines > threshold
         assert is_preserve.any() and not is_preserve.all(), "the control: both sides are taken"
-        torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-5)
-        assert torch.equal(found[~is_preserve], expanded(**prompt).logits[~is_preserve])
-        assert torch.equal(found[is_preserve], base(**prompt).logits[is_preserve]) == strict
+        torch.testing.assert_close(logits.double(), wanted, atol=2e-5, rtol=1e-5)
+        assert torch.equal(logits[~is_preserve], expanded(**prompt).logits[~is_preserve])
+        assert torch.equal(logits[is_preserve], base(**prompt).logits[is_preserve]) == strict
 
 
 def test_what_the_head_reads_are_the_streams_of_both_models(trio_of: Callable[..., Trio], monkeypatch: Any) -> None:
@@ -131,9 +131,9 @@ def test_the_ends_of_the_threshold(trio_of: Callable[..., Trio], family: str) ->
     base, expanded, model = trio_of(family, "adapt", "strict").load()
     ids = random_ids(3, 60)
     with torch.no_grad():
-        for one in (expanded, model):
+        for module in (expanded, model):
             generator = torch.Generator().manual_seed(0)
-            one.get_parameter("lm_head.expansions.default.up_weight").normal_(generator=generator)
+            module.get_parameter("lm_head.expansions.default.up_weight").normal_(generator=generator)
         put_router(model, CosineRouter(1.0, strict=True))
         assert torch.equal(model(ids).logits, expanded(ids).logits)
         assert model.score_tokens(ids).weights[..., 1].eq(1).all()
@@ -148,16 +148,19 @@ def slow_weights(
 ) -> Tensor:
     """Log weights (t, k) after each token, one after the other: v ∝ w p, then (1 - r) v + r / (k - 1) (1 - v)."""
     start, count = torch.tensor(prior, dtype=torch.float64).log(), len(prior)
-    weights, found = start if before is None else before.double(), []
+    weights, rows = start if before is None else before.double(), []
     for gains, is_start in zip(log_p.double(), restarts, strict=True):
         weights = (weights + gains).log_softmax(-1)
         if rate > 0:
-            others = [weights[[other for other in range(count) if other != own]].logsumexp(0) for own in range(count)]
+            others = [
+                weights[[other_path for other_path in range(count) if other_path != path]].logsumexp(0)
+                for path in range(count)
+            ]
             given = torch.stack(others) + math.log(rate / (count - 1))
             weights = torch.logaddexp(weights + math.log1p(-rate), given)
         weights = start if is_start else weights
-        found.append(weights)
-    return torch.stack(found)
+        rows.append(weights)
+    return torch.stack(rows)
 
 
 PRIORS = ((0.5, 0.5), (0.01, 0.99), (0.999, 0.001), (0.5, 0.3, 0.2), (0.1, 0.2, 0.3, 0.4))
@@ -179,11 +182,11 @@ def test_weights_follow_their_formula(
     generator, starts = torch.Generator().manual_seed(seed), [starts[0] or is_first, *starts[1:]]
     log_p = -scale * torch.rand(1, len(starts), len(prior), generator=generator)
     before = None if is_first else torch.randn(1, len(prior), generator=generator).log_softmax(-1)
-    found = posterior_weights(before, log_p, torch.tensor([starts]), prior, rate)
-    assert found.dtype == torch.float32 and found.isfinite().all()
+    weights = posterior_weights(before, log_p, torch.tensor([starts]), prior, rate)
+    assert weights.dtype == torch.float32 and weights.isfinite().all()
     wanted = slow_weights(log_p[0], starts, prior, rate, None if before is None else before[0])
     # float32 holds a sum of so many nats to so much
-    torch.testing.assert_close(found[0].double(), wanted, atol=1e-4 + 1e-6 * scale * len(starts), rtol=1e-5)
+    torch.testing.assert_close(weights[0].double(), wanted, atol=1e-4 + 1e-6 * scale * len(starts), rtol=1e-5)
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -194,11 +197,11 @@ def test_weights_over_a_long_text(rate: float, scale: float) -> None:
     restarts = torch.rand(1, 2000, generator=generator) < 0.003
     restarts[:, 0] = True
     assert restarts.sum() > 3, "the control: texts begin inside"
-    found = posterior_weights(None, log_p, restarts, (0.3, 0.7), rate)
+    weights = posterior_weights(None, log_p, restarts, (0.3, 0.7), rate)
     wanted = slow_weights(log_p[0], restarts[0].tolist(), (0.3, 0.7), rate)
-    torch.testing.assert_close(found[0].double(), wanted, atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(weights[0].double(), wanted, atol=2e-3, rtol=1e-4)
     without = posterior_weights(None, log_p, restarts & (torch.arange(2000) == 0), (0.3, 0.7), rate)
-    assert not torch.allclose(found, without, atol=0.1), "the control: restarts matter"
+    assert not torch.allclose(weights, without, atol=0.1), "the control: restarts matter"
 
 
 RESTARTS = {
@@ -220,13 +223,13 @@ def test_a_text_begins_at_the_prior(name: str) -> None:
     call, wanted = RESTARTS[name]
     mask, positions = call.get("mask"), call.get("positions")
     length = call.get("length") or len(mask or positions)
-    found = find_restarts(
+    restarts = find_restarts(
         None if mask is None else torch.tensor([[int(sign) for sign in mask]]),
         None if positions is None else torch.tensor([positions]),
         call.get("past", 0),
         torch.zeros(1, length),
     )
-    assert "".join(str(int(flag)) for flag in found[0]) == wanted
+    assert "".join(str(int(flag)) for flag in restarts[0]) == wanted
 
 
 # ---- the posterior router: mixtures, and what they can lose
@@ -252,8 +255,8 @@ def log_probabilities(logits: Tensor) -> Tensor:
 def mixed(router: Any, *paths: Tensor, ids: Tensor, **options: Any) -> Tensor:
     """Log-probabilities that a router makes of any logits, float64."""
     call = RouterCall(ids, first_only(ids), None, slice(None), **options)
-    own = tuple(PathFeatures(number, None, None) for number in range(len(paths)))
-    features = Features(plain_head(paths[0].shape[-1]), tuple(path.clone() for path in paths), own, paths[0])
+    path_features = tuple(PathFeatures(number, None, None) for number in range(len(paths)))
+    features = Features(plain_head(paths[0].shape[-1]), tuple(path.clone() for path in paths), path_features, paths[0])
     with torch.no_grad():
         return log_probabilities(route(router, features, call))
 
@@ -268,7 +271,7 @@ def slow_mixture(log_p: Tensor, ids: Tensor, restarts: Tensor, prior: tuple[floa
     gains = log_p.detach()[:, :-1].gather(2, ids[:, 1:, None, None].expand(-1, -1, 1, len(prior)))[:, :, 0]
     gains = functional.pad(gains, (0, 0, 1, 0))
     rows = zip(gains, restarts.tolist(), strict=True)
-    weights = torch.stack([slow_weights(own, starts, prior, rate) for own, starts in rows])
+    weights = torch.stack([slow_weights(row_gains, starts, prior, rate) for row_gains, starts in rows])
     return (log_p + weights[:, :, None]).logsumexp(-1)
 
 
@@ -280,13 +283,13 @@ def test_posterior_is_the_bayes_mixture(scale: float, rate: float, at_once: int,
     generator = torch.Generator().manual_seed(2)
     z_p, z_a = (torch.randn(3, 30, 7, generator=generator) * scale for _ in range(2))
     ids = torch.randint(0, 7, (3, 30), generator=generator)
-    found = mixed(PosteriorRouter((0.3, 0.7), rate), z_p, z_a, ids=ids)
-    log_p = torch.stack([log_probabilities(own) for own in (z_p, z_a)], -1)
+    mixture = mixed(PosteriorRouter((0.3, 0.7), rate), z_p, z_a, ids=ids)
+    log_p = torch.stack([log_probabilities(logits) for logits in (z_p, z_a)], -1)
     wanted = slow_mixture(log_p, ids, first_only(ids), (0.3, 0.7), rate)
     # beyond this a probability is no float32
-    torch.testing.assert_close(found.clamp(min=-50), wanted.clamp(min=-50), atol=2e-4 * max(1, scale / 10), rtol=1e-5)
-    assert (found - log_probabilities(z_p)).abs().max() > 0.1, "the control: it is neither path alone"
-    assert (found - log_probabilities(z_a)).abs().max() > 0.1
+    torch.testing.assert_close(mixture.clamp(min=-50), wanted.clamp(min=-50), atol=2e-4 * max(1, scale / 10), rtol=1e-5)
+    assert (mixture - log_probabilities(z_p)).abs().max() > 0.1, "the control: it is neither path alone"
+    assert (mixture - log_probabilities(z_a)).abs().max() > 0.1
 
 
 @st.composite
@@ -350,13 +353,15 @@ def cheapest_switching(z_p: Tensor, z_a: Tensor, ids: Tensor, rate: float) -> fl
     """Least of what any sequence of paths loses, and its price: ln 1/rate a switch, ln 1/(1 - rate) a stay."""
     stay, switch = -math.log1p(-rate), -math.log(rate)
     best: tuple[float, float] | None = None
-    for one, other in zip(*(losses(log_probabilities(path), ids)[0].tolist() for path in (z_p, z_a)), strict=True):
+    for preserve_loss, adapt_loss in zip(
+        *(losses(log_probabilities(path), ids)[0].tolist() for path in (z_p, z_a)), strict=True
+    ):
         before = best
-        best = (one, other)
+        best = (preserve_loss, adapt_loss)
         if before is not None:
             best = (
-                one + min(before[0] + stay, before[1] + switch),
-                other + min(before[1] + stay, before[0] + switch),
+                preserve_loss + min(before[0] + stay, before[1] + switch),
+                adapt_loss + min(before[1] + stay, before[0] + switch),
             )
     assert best is not None
     return min(best)
@@ -400,16 +405,16 @@ def test_the_gradient_of_the_mixture(odds: float, scale: float, at_once: int, mo
     # what a loss of probabilities sends back sums to zero in each row
     sent = torch.randn(6, 7, generator=generator)
     sent -= sent.mean(-1, keepdim=True)
-    own, exact, odds_of = z_a.clone().requires_grad_(), z_a.double().requires_grad_(), torch.full((6,), odds)
+    adapt_logits, exact, odds_of = z_a.clone().requires_grad_(), z_a.double().requires_grad_(), torch.full((6,), odds)
     weights = functional.logsigmoid(torch.stack((odds_of, -odds_of), -1))
-    out = mix([z_p.clone(), own], [z_p.logsumexp(-1), z_a.logsumexp(-1)], weights)
+    out = mix([z_p.clone(), adapt_logits], [z_p.logsumexp(-1), z_a.logsumexp(-1)], weights)
     log_p = torch.stack((z_p.double().log_softmax(-1), exact.log_softmax(-1)), -1)
     wanted = (log_p + weights.double()[:, None]).logsumexp(-1)
     torch.testing.assert_close(log_probabilities(out.detach()), wanted.detach(), atol=1e-4, rtol=1e-5)
     out.backward(sent)
     wanted.backward(sent.double())
-    torch.testing.assert_close(own.grad.double(), exact.grad, atol=2e-5 * scale, rtol=1e-4)
-    assert (own.grad.abs().max() < 1e-3) == (odds == 40.0 and scale == 1.0) or scale > 1, "the control"
+    torch.testing.assert_close(adapt_logits.grad.double(), exact.grad, atol=2e-5 * scale, rtol=1e-4)
+    assert (adapt_logits.grad.abs().max() < 1e-3) == (odds == 40.0 and scale == 1.0) or scale > 1, "the control"
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -418,12 +423,14 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_same_gradients(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-    for name in found.keys() | wanted.keys():
+    for name in actual.keys() | wanted.keys():
         # what is far from everything that was used has no gradient at all, or zeros
-        one, other = (grads.get(name, torch.zeros(())) for grads in (found, wanted))
-        torch.testing.assert_close(*torch.broadcast_tensors(one, other), atol=1e-4 * largest, rtol=1e-3, msg=name)
+        actual_gradient, wanted_gradient = (grads.get(name, torch.zeros(())) for grads in (actual, wanted))
+        torch.testing.assert_close(
+            *torch.broadcast_tensors(actual_gradient, wanted_gradient), atol=1e-4 * largest, rtol=1e-3, msg=name
+        )
 
 
 def prepare_training(model: Any) -> Any:
@@ -448,28 +455,30 @@ TRAINED = [
 
 
 @pytest.mark.parametrize("rate", (0.0, 0.05))
-@pytest.mark.parametrize(("family", "names"), mostly(TRAINED, lambda own: own != TRAINED[-1]))
+@pytest.mark.parametrize(("family", "names"), mostly(TRAINED, lambda case: case != TRAINED[-1]))
 def test_training_on_the_mixture(made_of: Callable[..., Any], family: str, names: tuple[str, ...], rate: float) -> None:
     """Equal to autograd through the definition, where the base's path and the weights are constants."""
     model, prompt = prepare_training(made_of(family, names).composed()), padded(random_ids(3, 13), (0, 3, 0))
     model.set_expansion(list(names), switch_rate=rate)
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100)
-    found = gradients(model, model(**prompt, labels=labels, use_cache=False).loss)
-    trainable = {name for name, own in model.named_parameters() if own.requires_grad}
-    assert set(found) <= trainable, "what is frozen has no gradient"
+    model_gradients = gradients(model, model(**prompt, labels=labels, use_cache=False).loss)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(model_gradients) <= trainable, "what is frozen has no gradient"
     paths = model.path_logits(**prompt)
-    assert not paths[0].requires_grad and all(own.requires_grad for own in paths[1:]), "nothing trains the base's path"
-    log_p, prior = torch.stack([own.log_softmax(-1) for own in paths], -1), (1 / len(paths),) * len(paths)
+    assert not paths[0].requires_grad and all(path.requires_grad for path in paths[1:]), (
+        "nothing trains the base's path"
+    )
+    log_p, prior = torch.stack([path.log_softmax(-1) for path in paths], -1), (1 / len(paths),) * len(paths)
     mixture = slow_mixture(log_p.double(), ids, find_restarts(mask, None, 0, ids), prior, rate)
     wanted = gradients(model, functional.cross_entropy(mixture[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()))
     assert {expansion_of(name) for name in wanted} == set(names)
-    assert_same_gradients(found, wanted)
+    assert_same_gradients(model_gradients, wanted)
     assert all(wanted[name].any() for name in trainable if name.endswith("w12") or name.startswith("lm_head."))
     # the control: with equal weights everywhere the gradient is another
-    equal = torch.stack([own.log_softmax(-1) for own in model.path_logits(**prompt)], -1).logsumexp(-1)
-    other = gradients(model, functional.cross_entropy(equal[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
-    assert max((other[name] - wanted[name]).abs().max() for name in wanted) > 1e-4
+    equal = torch.stack([path.log_softmax(-1) for path in model.path_logits(**prompt)], -1).logsumexp(-1)
+    equal_gradients = gradients(model, functional.cross_entropy(equal[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+    assert max((equal_gradients[name] - wanted[name]).abs().max() for name in wanted) > 1e-4
 
 
 @pytest.mark.parametrize("routing", ("cosine", "strict"))
@@ -486,13 +495,13 @@ def test_training_on_equation_5(trio_of: Callable[..., Trio], family: str, routi
         inference = model.eval()(**prompt).logits
     output = model.train()(**prompt, labels=prompt["input_ids"], use_cache=False)
     assert torch.equal(output.logits, inference), "with and without gradients: other memory, the same numbers"
-    found = gradients(model, output.loss)
+    model_gradients = gradients(model, output.loss)
     logits, cosines = equation_5(head, head_features(model, prompt), threshold, strict)
     assert (cosines > threshold).any() and (cosines <= threshold).any()
     loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), prompt["input_ids"][:, 1:].flatten())
     wanted = {name: grad for name, grad in gradients(model, loss).items() if model.get_parameter(name).requires_grad}
-    assert set(found) <= {name for name, p in model.named_parameters() if p.requires_grad}
-    assert_same_gradients(found, wanted)
+    assert set(model_gradients) <= {name for name, p in model.named_parameters() if p.requires_grad}
+    assert_same_gradients(model_gradients, wanted)
     if strict:
         with torch.no_grad():
             put_router(model, CosineRouter(-1.0, strict=True))
@@ -505,7 +514,7 @@ def test_training_on_equation_5(trio_of: Callable[..., Trio], family: str, routi
 @pytest.mark.parametrize("family", mostly(("llama", "gemma2"), "gemma2".__eq__))
 def test_gradient_checkpointing(made_of: Callable[..., Any], family: str, options: dict[str, Any]) -> None:
     """What is computed again runs the paths that ran before, whatever was chosen meanwhile."""
-    ids, found = random_ids(2, 11), []
+    ids, runs = random_ids(2, 11), []
     for is_checkpointed in (False, True):
         model = prepare_training(made_of(family, THREE).composed())
         if is_checkpointed:
@@ -513,19 +522,19 @@ def test_gradient_checkpointing(made_of: Callable[..., Any], family: str, option
         with model.use_expansion(["law", "medicine"]):
             loss = model(ids, labels=ids, use_cache=False).loss
         model.set_expansion("late")
-        found.append(gradients(model, loss))
-    assert found[0].keys() == found[1].keys() and {expansion_of(name) for name in found[0]} == {"law", "medicine"}
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        runs.append(gradients(model, loss))
+    assert runs[0].keys() == runs[1].keys() and {expansion_of(name) for name in runs[0]} == {"law", "medicine"}
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
 def test_gradients_of_rows_reach_their_own_expansion(made_of: Callable[..., Any]) -> None:
     model, ids = prepare_training(made_of("llama", THREE).composed()), random_ids(2, 11)
-    found = gradients(model, model(ids, labels=ids, expansion_names=["law", None], use_cache=False).loss)
-    assert {expansion_of(name) for name, own in found.items() if own.any()} == {"law"}
+    row_gradients = gradients(model, model(ids, labels=ids, expansion_names=["law", None], use_cache=False).loss)
+    assert {expansion_of(name) for name, gradient in row_gradients.items() if gradient.any()} == {"law"}
     with model.use_expansion("law"):
         alone = gradients(model, model(ids[:1], labels=ids[:1], use_cache=False).loss)
     # the loss is the mean over both rows
-    assert_same_gradients({name: 2 * found[name] for name in alone}, alone)
+    assert_same_gradients({name: 2 * row_gradients[name] for name in alone}, alone)
 
 
 # ---- scores of tokens
@@ -534,7 +543,7 @@ def test_gradients_of_rows_reach_their_own_expansion(made_of: Callable[..., Any]
 @pytest.mark.parametrize("routing", ("posterior", "cosine", "strict"))
 @pytest.mark.parametrize(
     ("family", "request_name"),
-    mostly((("llama", "adapt"), ("gemma2", "deep"), ("gpt2", "adapt")), lambda own: own[0] != "gpt2"),
+    mostly((("llama", "adapt"), ("gemma2", "deep"), ("gpt2", "adapt")), lambda case: case[0] != "gpt2"),
 )
 @torch.no_grad()
 def test_scores_are_those_of_the_models(
@@ -543,30 +552,30 @@ def test_scores_are_those_of_the_models(
     base, expanded, model = trio_of(family, request_name, routing).trained()
     prompt = padded(random_ids(3, 13), (0, 4, 2))
     ids, kept = prompt["input_ids"], prompt["attention_mask"][:, :-1].bool()
-    found = model.score_tokens(**prompt)
-    preserve, adapt = found.sides.unbind(-1)
-    weight = found.weights[..., 1]
-    for scores, one in ((found.base, base), (adapt, expanded), (found.routed, model)):
-        wanted = -losses(log_probabilities(one(**prompt).logits), ids)
-        torch.testing.assert_close(scores[kept].double(), wanted[kept], atol=1e-4, rtol=1e-4)
-    assert found.base.shape == found.routed.shape == (3, 12) and found.sides.shape == found.weights.shape == (3, 12, 2)
+    score = model.score_tokens(**prompt)
+    preserve, adapt = score.sides.unbind(-1)
+    weight = score.weights[..., 1]
+    for log_p, module in ((score.base, base), (adapt, expanded), (score.routed, model)):
+        wanted = -losses(log_probabilities(module(**prompt).logits), ids)
+        torch.testing.assert_close(log_p[kept].double(), wanted[kept], atol=1e-4, rtol=1e-4)
+    assert score.base.shape == score.routed.shape == (3, 12) and score.sides.shape == score.weights.shape == (3, 12, 2)
     assert ((weight >= 0) & (weight <= 1)).all()
-    torch.testing.assert_close(found.weights.sum(-1), torch.ones(3, 12))
+    torch.testing.assert_close(score.weights.sum(-1), torch.ones(3, 12))
     is_adapt = weight[kept] > 0.5
     assert is_adapt.any() and not is_adapt.all(), "the control"
     if routing == "posterior":
-        mixture = torch.logaddexp(found.base + (1 - weight).log(), adapt + weight.log())
-        torch.testing.assert_close(found.routed, mixture, atol=1e-4, rtol=1e-4)
-        assert torch.equal(preserve, found.base)
+        mixture = torch.logaddexp(score.base + (1 - weight).log(), adapt + weight.log())
+        torch.testing.assert_close(score.routed, mixture, atol=1e-4, rtol=1e-4)
+        assert torch.equal(preserve, score.base)
         starts = kept & ~functional.pad(kept, (1, 0))[:, :-1]
         torch.testing.assert_close(weight[starts], torch.full((3,), 0.5))
     else:
         assert torch.equal(weight, (cosines_of(model, prompt)[:, :-1] <= model.choice.router.threshold).float())
-        assert torch.equal(found.routed, torch.where(weight.bool(), adapt, preserve))
-        assert torch.equal(preserve, found.base) == (routing == "strict")
+        assert torch.equal(score.routed, torch.where(weight.bool(), adapt, preserve))
+        assert torch.equal(preserve, score.base) == (routing == "strict")
     monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 2 * 5 * 97)
-    for one, other in zip(model.score_tokens(**prompt)[:4], found[:4], strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for chunked_scores, whole_scores in zip(model.score_tokens(**prompt)[:4], score[:4], strict=True):
+        torch.testing.assert_close(chunked_scores, whole_scores, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -577,8 +586,10 @@ def test_scores_of_packed_and_short_texts(trio_of: Callable[..., Trio]) -> None:
     packed = model.score_tokens(ids, position_ids=positions)
     for start, text in zip((0, 5), ids.split(lengths, 1), strict=True):
         alone = model.score_tokens(text)
-        for one, other in zip(packed[:4], alone[:4], strict=True):
-            torch.testing.assert_close(one[:, start : start + text.shape[1] - 1], other, atol=1e-4, rtol=1e-4)
+        for packed_scores, text_scores in zip(packed[:4], alone[:4], strict=True):
+            torch.testing.assert_close(
+                packed_scores[:, start : start + text.shape[1] - 1], text_scores, atol=1e-4, rtol=1e-4
+            )
     base, sides, weights, routed = model.score_tokens(ids[:, :1])[:4]
     assert base.shape == routed.shape == (2, 0) and sides.shape == weights.shape == (2, 0, 2)
 

@@ -60,9 +60,9 @@ def test_experts_are_stored_one_by_one_and_loaded_as_the_base_s(made, tmp_path, 
     path = made(name)
     assert EXPERT[name] in load_file(path / SHARD)
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert {key: len(found) for key, found in info.items()} == dict.fromkeys(info, 0)
+    assert {key: len(entries) for key, entries in info.items()} == dict.fromkeys(info, 0)
     stock = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base").named_parameters())
-    assert stock and all(torch.equal(own, model.get_parameter(key)) for key, own in stock.items())
+    assert stock and all(torch.equal(parameter, model.get_parameter(key)) for key, parameter in stock.items())
     model.save_pretrained(tmp_path / "saved")
     assert {name for file in (tmp_path / "saved").glob("*.safetensors") for name in load_file(file)} == {
         name for shard in (SHARD, NEW_SHARD) for name in load_file(path / shard)
@@ -75,45 +75,45 @@ def test_without_the_stock_conversion_no_expert_is_found(made, monkeypatch, name
     from transformers import conversion_mapping
 
     path = made(name)
-    own = AutoModelForCausalLM.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
     known = conversion_mapping._checkpoint_conversion_mapping_cache
-    for key in (type(own).__name__, own.config.model_type):
+    for key in (type(model).__name__, model.config.model_type):
         monkeypatch.delitem(known, key, raising=False)
     with pytest.raises(ValueError, match=r"mlp\.experts\.down_proj is missing"):
         AutoModelForCausalLM.from_pretrained(path)
 
 
 @pytest.mark.parametrize(
-    ("shard", "change", "found"),
+    ("shard", "change", "problem"),
     [
-        (SHARD, lambda own: own.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (SHARD, lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
         (
             NEW_SHARD,
-            lambda own: own.pop(f"model.layers.1.block_sparse_moe.{OWN}.w12"),
+            lambda tensors: tensors.pop(f"model.layers.1.block_sparse_moe.{OWN}.w12"),
             f"model.layers.1.mlp.{OWN}.w12 is missing",
         ),
-        (NEW_SHARD, lambda own: own.pop(HEAD_UP), f"{HEAD_UP} is missing"),
+        (NEW_SHARD, lambda tensors: tensors.pop(HEAD_UP), f"{HEAD_UP} is missing"),
         (
             NEW_SHARD,
-            lambda own: own.update({f"model.layers.0.mlp.{OWN}.w12": torch.zeros(2)}),
+            lambda tensors: tensors.update({f"model.layers.0.mlp.{OWN}.w12": torch.zeros(2)}),
             f"model.layers.0.mlp.{OWN}.w12 is unexpected",
         ),
-        (NEW_SHARD, lambda own: own.update({"stray.weight": torch.zeros(2)}), "stray.weight is unexpected"),
+        (NEW_SHARD, lambda tensors: tensors.update({"stray.weight": torch.zeros(2)}), "stray.weight is unexpected"),
     ],
 )
-def test_what_does_not_fit_is_named(made, shard, change, found):
+def test_what_does_not_fit_is_named(made, shard, change, problem):
     path = made(change=change, shard=shard)
-    with pytest.raises(ValueError, match=f"ScaleMixtralForCausalLM: the files do not hold its tensors: {found}. "):
+    with pytest.raises(ValueError, match=f"ScaleMixtralForCausalLM: the files do not hold its tensors: {problem}. "):
         AutoModelForCausalLM.from_pretrained(path)
-    with pytest.raises(ValueError, match=found):
+    with pytest.raises(ValueError, match=problem):
         AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, strict_loading=False)
-    assert OWN not in found or "missing" not in found or not model.get_parameter(found.split()[0]).any()
-    assert found.split()[0] in {*info["missing_keys"], *info["unexpected_keys"]}
+    assert OWN not in problem or "missing" not in problem or not model.get_parameter(problem.split()[0]).any()
+    assert problem.split()[0] in {*info["missing_keys"], *info["unexpected_keys"]}
 
 
 def test_another_shape_is_refused_even_where_it_is_asked_to_be_ignored(made):
-    path = made(change=lambda own: own.update({"model.norm.weight": torch.ones(33)}))
+    path = made(change=lambda tensors: tensors.update({"model.norm.weight": torch.ones(33)}))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(path)
     with pytest.raises(ValueError, match=r"model\.norm\.weight is of another shape"):
@@ -122,14 +122,16 @@ def test_another_shape_is_refused_even_where_it_is_asked_to_be_ignored(made):
 
 def test_many_are_not_all_named(made):
     path = made(
-        change=lambda own: [own.pop(name) for name in list(own) if name.endswith(("norm.weight", "q_proj.weight"))]
+        change=lambda tensors: [
+            tensors.pop(name) for name in list(tensors) if name.endswith(("norm.weight", "q_proj.weight"))
+        ]
     )
     with pytest.raises(ValueError, match=r"layers\.0\.input_layernorm\.weight is missing.* and 2 more\. Nothing may"):
         AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_a_missing_expert_is_refused(made):
-    path = made(change=lambda own: own.pop(EXPERT["mixtral"]))
+    path = made(change=lambda tensors: tensors.pop(EXPERT["mixtral"]))
     with pytest.raises((ValueError, RuntimeError)):
         AutoModelForCausalLM.from_pretrained(path)
 
@@ -144,7 +146,9 @@ def test_a_model_without_a_head_needs_none(made, tied):
 
 
 def test_a_model_without_a_head_needs_all_else(made):
-    path = made(change=lambda own: own.update({f"model.layers.7.mlp.{OWN}.w12": torch.zeros(2)}), shard=NEW_SHARD)
+    path = made(
+        change=lambda tensors: tensors.update({f"model.layers.7.mlp.{OWN}.w12": torch.zeros(2)}), shard=NEW_SHARD
+    )
     with pytest.raises(ValueError, match=rf"ScaleMixtralModel.*layers\.7\.mlp\.{OWN}\.w12 is unexpected"):
         AutoModel.from_pretrained(path)
 

@@ -150,26 +150,26 @@ def collected(model: Any) -> Gradients:
     return {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def errors(found: Gradients, wanted: Gradients) -> dict[str, float]:
+def errors(actual: Gradients, wanted: Gradients) -> dict[str, float]:
     """Relative error of each tensor's gradient; what has no gradient in the reference must have none."""
-    assert found.keys() == wanted.keys()
-    distances = {name: (found[name].double() - gradient).norm().item() for name, gradient in wanted.items()}
+    assert actual.keys() == wanted.keys()
+    distances = {name: (actual[name].double() - gradient).norm().item() for name, gradient in wanted.items()}
     sizes = {name: gradient.norm().item() for name, gradient in wanted.items()}
     assert all(distances[name] == 0 for name, size in sizes.items() if size == 0)
     return {name: distances[name] / size for name, size in sizes.items() if size}
 
 
-def check(found: Gradients, wanted: Gradients) -> None:
+def check(actual: Gradients, wanted: Gradients) -> None:
     """Check gradients of float32 products."""
-    found_errors = errors(found, wanted)
+    found_errors = errors(actual, wanted)
     worst = max(found_errors, key=found_errors.__getitem__)
     assert found_errors[worst] < ALLOWED, f"{worst}: relative error {found_errors[worst]:.1e}"
 
 
-def check_noise(found: Gradients, wanted: Gradients, noise: dict[str, float]) -> None:
+def check_noise(actual: Gradients, wanted: Gradients, noise: dict[str, float]) -> None:
     """Check gradients of bfloat16 products: as near to the exact ones as the dense matrix comes, up to a factor."""
     usual = sorted(noise.values())[len(noise) // 2]
-    for name, error in errors(found, wanted).items():
+    for name, error in errors(actual, wanted).items():
         assert error < ALLOWED_NOISE * (noise[name] + usual), f"{name}: relative error {error:.1e}"
 
 
@@ -194,9 +194,9 @@ def test_activation_checkpointing(
     last_block = [module for module in model.modules() if isinstance(module, LinearBlocks)][-1]
     last_block.register_forward_pre_hook(lambda *_: runs.append(1))
     enable_checkpointing(model, options)
-    found = gradients(model)
+    model_gradients = gradients(model)
     assert len(runs) == 2, "the layer was computed once more on the way back"
-    check(found, wanted_of(family, request_name))
+    check(model_gradients, wanted_of(family, request_name))
 
 
 def test_reentrant_checkpointing_of_a_release_that_prepares_no_inputs(model_of: Any, wanted_of: Any) -> None:
@@ -230,12 +230,12 @@ def test_other_ways_to_step(
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, getattr(torch, dtype)}
     if is_checkpointed:
         enable_checkpointing(model, None)
-    found = step(model, context=context)
-    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    step_gradients = step(model, context=context)
+    assert {gradient.dtype for gradient in step_gradients.values()} == {torch.float32}
     if way == "accumulated":
-        check(found, wanted_of(*which))
+        check(step_gradients, wanted_of(*which))
     else:
-        check_noise(found, wanted_of(*which), noise_of(*which))
+        check_noise(step_gradients, wanted_of(*which), noise_of(*which))
 
 
 COMPILED = [
@@ -245,7 +245,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(
     ("family", "request_name", "use_cache"),
-    [pytest.param(*one, marks=pytest.mark.slow) for one in COMPILED],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED],
 )
 def test_compile(
     model_of: Any, wanted_of: Any, compiler: None, family: str, request_name: str, use_cache: bool
@@ -329,8 +329,8 @@ def test_a_wrong_gradient_would_be_noticed(model_of: Any, wanted_of: Any, noise_
     with always_detached():
         missing = set(wanted) - set(gradients(model))
     assert missing == set() or all(name.endswith("w12") for name in missing)
-    found = {name: gradient.clone() for name, gradient in wanted.items()} | collected(model)
+    detached_gradients = {name: gradient.clone() for name, gradient in wanted.items()} | collected(model)
     with pytest.raises(AssertionError, match="relative error"):
-        check(found, wanted)
+        check(detached_gradients, wanted)
     with pytest.raises(AssertionError, match="relative error"):
-        check_noise(found, wanted, noise_of(*which))
+        check_noise(detached_gradients, wanted, noise_of(*which))

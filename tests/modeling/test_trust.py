@@ -50,9 +50,9 @@ def test_exported_code_is_the_code_of_the_package_and_small(llama: Pair) -> None
     for files, lines in ((CODE_FILES, 3400), (FUSED_CODE_FILES, 900)):
         assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
-    found = [file for file in EXPORTED if "import_module(" in modeling.code_text(file)]
-    assert found == ["expanded_attention.py"]
-    assert "import_module(type(module).__module__)" in modeling.code_text(found[0])
+    importing_files = [file for file in EXPORTED if "import_module(" in modeling.code_text(file)]
+    assert importing_files == ["expanded_attention.py"]
+    assert "import_module(type(module).__module__)" in modeling.code_text(importing_files[0])
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_exported_code_is_the_code_of_the_package_and_small(llama: Pair) -> None
 def test_releases_that_run_code_of_a_config_are_told(
     monkeypatch: pytest.MonkeyPatch, release: str, is_told: bool
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
     # a module of transformers may have put another object in the place of the package meanwhile
     monkeypatch.setattr(configuration_scale.transformers, "__version__", release)
@@ -76,7 +76,7 @@ def test_releases_that_run_code_of_a_config_are_told(
         "transformers before 5.5 can run code that a config.json names (CVE-2026-4372, CVE-2026-5241). Install a newer "
         "release, or load only files that you trust."
     )
-    assert said == [wanted] * is_told
+    assert messages == [wanted] * is_told
 
 
 def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouches_for_it(
@@ -89,9 +89,9 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
     manifest = json.loads((folder / "surgery.json").read_text())
     manifest["code"]["expanded_streams.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
     (folder / "surgery.json").write_text(json.dumps(manifest))
-    found = verify(folder, probes=None, record=False)
-    assert found.problems == ()
-    assert found.warnings == (
+    verification = verify(folder, probes=None, record=False)
+    assert verification.problems == ()
+    assert verification.warnings == (
         "expanded_streams.py: differs from every release of this program. Read it before you let it run with "
         "trust_remote_code; without, the code of this program runs.",
     )
@@ -102,16 +102,16 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
         "stored_as": "expanded_streams.py",
     }
     (folder / "surgery.json").write_text(json.dumps(manifest))
-    assert verify(folder, probes=None, record=False).warnings == found.warnings
+    assert verify(folder, probes=None, record=False).warnings == verification.warnings
 
 
 def test_verify_warns_of_the_base_models_own_code(llama_base: Path, tmp_path: Path) -> None:
     (llama_base / "custom_generate").mkdir()
     (llama_base / "custom_generate" / "generate.py").write_text("print('anything')\n")
     folder = expand(llama_base, Request("1"), tmp_path / "expanded").path
-    found = verify(folder, probes=None, record=False)
-    assert found.passed
-    assert found.warnings == (
+    verification = verify(folder, probes=None, record=False)
+    assert verification.passed
+    assert verification.warnings == (
         "custom_generate/generate.py: is code of the base model, not of this program. Read it before you let it run "
         "with trust_remote_code; without, the code of this program runs.",
     )

@@ -58,13 +58,13 @@ def test_logits_and_gradients_are_those_of_the_model(
     pair_of: Callable[..., Pair], family: str, request_name: str, tied: bool
 ) -> None:
     pair = pair_of(family, request_name, "float32", tied)
-    own, replaced = (train(pair.load()) for _ in range(2))
-    wanted = logits_and_gradients(own, own(IDS).logits)
-    found = logits_and_gradients(replaced, replace_forward(replaced)(IDS))
-    assert found.keys() == wanted.keys()
-    assert found.keys() - {"logits"} == {name for name, p in own.named_parameters() if p.requires_grad}
+    model, replaced = (train(pair.load()) for _ in range(2))
+    wanted = logits_and_gradients(model, model(IDS).logits)
+    tensors = logits_and_gradients(replaced, replace_forward(replaced)(IDS))
+    assert tensors.keys() == wanted.keys()
+    assert tensors.keys() - {"logits"} == {name for name, p in model.named_parameters() if p.requires_grad}
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @torch.no_grad()
@@ -72,9 +72,9 @@ def test_the_head_in_half_precision_is_whole_in_its_dtype(base_of: Callable[...,
     request = Request("1-2", init_w22="random", dtype="float32")
     model = train(load(expand(base_of("llama", "bfloat16"), request, tmp_path / "expanded").path))
     assert model.lm_head.expansions["default"].up_weight.dtype is torch.float32
-    wanted, found = model(IDS).logits, replace_forward(model)(IDS)
-    assert found.dtype is wanted.dtype is torch.bfloat16
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+    wanted, logits = model(IDS).logits, replace_forward(model)(IDS)
+    assert logits.dtype is wanted.dtype is torch.bfloat16
+    torch.testing.assert_close(logits, wanted, rtol=0.05, atol=0.05)
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def test_outside_of_that_forward_the_head_is_the_head(llama: Pair) -> None:
 @torch.no_grad()
 def test_a_routed_model_says_what_to_do(trio_of: Callable[..., Trio]) -> None:
     _, expanded, model = trio_of("llama").trained()
-    own = model(IDS).logits
+    routed_logits = model(IDS).logits
     wanted = expanded(IDS).logits
     replace_forward(model)
     with pytest.raises(ValueError, match=r"This model routes: .* Train before you route, or .*set_expansion\(NAME\)"):
@@ -105,7 +105,7 @@ def test_a_routed_model_says_what_to_do(trio_of: Callable[..., Trio]) -> None:
     torch.testing.assert_close(model(IDS), wanted, rtol=1e-4, atol=1e-5)
     del model.forward
     model.enable_routing()
-    assert torch.equal(model(IDS).logits, own)
+    assert torch.equal(model(IDS).logits, routed_logits)
 
 
 @torch.no_grad()
@@ -126,6 +126,6 @@ def test_a_cap_on_logits_is_said_where_others_look_for_it(trio_of: Callable[...,
 def test_a_forward_that_others_wrap_still_routes(trio_of: Callable[..., Trio]) -> None:
     """accelerate puts a forward around the model's own where it places it on devices or casts."""
     model = trio_of("llama").routed()
-    wanted, own = model(IDS).logits, model.forward
-    model.forward = lambda *args, **inputs: own(*args, **inputs)
+    wanted, forward = model(IDS).logits, model.forward
+    model.forward = lambda *args, **inputs: forward(*args, **inputs)
     assert torch.equal(model(IDS).logits, wanted)

@@ -30,7 +30,7 @@ def save_pine(path: Path, *, marker: Path | None = None, dtype: torch.dtype = to
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.1))
-    save_file({name: own.detach() for name, own in model.state_dict().items()}, path / "model.safetensors")
+    save_file({name: tensor.detach() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
     config = model.config.to_dict() | {"auto_map": AUTO_MAP, "architectures": ["PineForCausalLM"]}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     if marker is not None:

@@ -80,8 +80,8 @@ class PineForCausalLM(PinePreTrainedModel, GenerationMixin):
         self.head = value
 
     def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
-        found = self.trunk(input_ids=input_ids, **kwargs)
+        output = self.trunk(input_ids=input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-        logits = self.head(found.last_hidden_state[:, kept])
+        logits = self.head(output.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss, logits, found.past_key_values, hidden_states=found.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, output.past_key_values, hidden_states=output.hidden_states)

@@ -38,13 +38,13 @@ class Attention(nn.Module):
             k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
         attend = self.squared if self.config.has_own_attention else attend
-        found, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling)
-        return self.o(found.reshape(*x.shape[:-1], -1).contiguous())
+        output, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling)
+        return self.o(output.reshape(*x.shape[:-1], -1).contiguous())
 
     @staticmethod
     def squared(module, q, k, v, mask, scaling, **_):
         """Weights by squares, which no attention function of transformers has."""
-        k, v = (one.repeat_interleave(module.num_key_value_groups, dim=1) for one in (k, v))
+        k, v = (states.repeat_interleave(module.num_key_value_groups, dim=1) for states in (k, v))
         scores = (q @ k.transpose(2, 3) * scaling).square() + 1e-3
         length, past = q.shape[2], k.shape[2] - q.shape[2]
         allowed = torch.ones(length, k.shape[2], dtype=torch.bool, device=q.device).tril(past)

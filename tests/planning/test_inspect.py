@@ -13,33 +13,36 @@ from tests.tiny import save_tiny
 
 def test_a_base_model(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", shard_size="30KB")
-    found = inspect(base)
-    assert (found.name, found.family, found.dtype, found.expanded) == ("base", "llama", "F32", None)
-    sizes = found.sizes
+    inspection = inspect(base)
+    assert (inspection.name, inspection.family, inspection.dtype, inspection.expanded) == ("base", "llama", "F32", None)
+    sizes = inspection.sizes
     assert (sizes.hidden, sizes.layers, sizes.query_heads, sizes.key_value_heads) == (40, 3, 4, 2)
     assert (sizes.head_size, sizes.inner, sizes.vocabulary, sizes.is_tied) == (10, 52, 97, False)
     # embedding and head; q, o; k, v; gate, up, down; two norms a layer; their biases; final norm
     weights = 2 * 97 * 40 + 3 * (2 * 40 * 40 + 2 * 20 * 40 + 3 * 52 * 40 + 80) + 40
     biases = 3 * (40 + 20 + 20 + 40 + 52 + 52 + 40)
-    assert found.parameters_stored == found.parameters_unique == weights + biases
-    assert found.bytes == 4 * found.parameters_stored == sum(found.shards.values()) and len(found.shards) > 1
+    assert inspection.parameters_stored == inspection.parameters_unique == weights + biases
+    assert (
+        inspection.bytes == 4 * inspection.parameters_stored == sum(inspection.shards.values())
+        and len(inspection.shards) > 1
+    )
 
 
 def test_a_tied_head_that_is_stored_counts_once(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    found = inspect(base)
-    assert found.parameters_stored - found.parameters_unique == 97 * 40
+    inspection = inspect(base)
+    assert inspection.parameters_stored - inspection.parameters_unique == 97 * 40
 
 
 def test_an_expanded_model(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama")
     done = expand(base, Request("1-2", variant="adapt", collaborative_layers="2"), tmp_path / "expanded")
-    found = inspect(done.path)
-    assert found.expanded is not None and found.family == "llama"
-    assert (found.expanded.base_name, found.expanded.verified) == ("base", None)
-    (added,) = found.expanded.expansions.values()
+    inspection = inspect(done.path)
+    assert inspection.expanded is not None and inspection.family == "llama"
+    assert (inspection.expanded.base_name, inspection.expanded.verified) == ("base", None)
+    (added,) = inspection.expanded.expansions.values()
     assert (added.variant, added.layers) == ("adapt", (1, 2))
     assert (added.collaborative_layers, added.collaborative_groups) == ((2,), ("attn",))
     assert (added.up_width, added.up_kv_heads, added.up_inner_width) == (20, 1, 8)
@@ -49,8 +52,8 @@ def test_an_expanded_model(tmp_path: Path) -> None:
     record = json.loads((done.path / "surgery.json").read_text())
     trained = record["expansions"]["default"] | {"training": [{"steps": 3}, {"steps": 4}]}
     (done.path / "surgery.json").write_text(json.dumps(record | {"expansions": {"default": trained}}))
-    again = inspect(done.path).expanded
-    assert again is not None and again.expansions["default"].steps == 7
+    expanded = inspect(done.path).expanded
+    assert expanded is not None and expanded.expansions["default"].steps == 7
     verify(done.path, probes=None, required=("recoverable",))
     assert inspect(done.path).expanded.verified.startswith("passed 20")  # type: ignore[union-attr]
 

@@ -52,11 +52,11 @@ def test_a_method_of_its_own_goes_the_whole_way(base_of, tmp_path, monkeypatch):
     assert made.widths == Widths(0, 0, 8)
     done = expand(base, made, tmp_path / "toy")
     assert done.plan == made
-    found = verify(done.path, base)
-    assert found.passed
-    assert "output_at_init" in found.required
+    verification = verify(done.path, base)
+    assert verification.passed
+    assert "output_at_init" in verification.required
     assert torch.equal(load(done.path)(IDS).logits, load(base)(IDS).logits)
-    assert [own.method for own in inspect(done.path).expanded.expansions.values()] == ["toy"]
+    assert [expansion.method for expansion in inspect(done.path).expanded.expansions.values()] == ["toy"]
     assert report(done.path, files_only=True).method == "toy"
     assert "It is made up." in make_card(read_contents(done.path), "me/toy", None, None, None).text
     assert extract(done.path, tmp_path / "extract").tensors == len(made.tensors)
@@ -67,9 +67,9 @@ def test_a_method_of_its_own_goes_the_whole_way(base_of, tmp_path, monkeypatch):
     shard = done.path / done.plan.shards[0]
     tensors = {name: tensor + ("w12" in name) for name, tensor in load_file(shard).items()}
     save_file(tensors, shard, metadata={"format": "pt"})
-    found = verify(done.path, required=("output_at_init",))
-    (promise,) = [promise for promise in found.promises if promise.name == "output_at_init"]
-    assert not found.passed and "tensors of W12 and the head's up part left zero" in promise.evidence
+    verification = verify(done.path, required=("output_at_init",))
+    (promise,) = [promise for promise in verification.promises if promise.name == "output_at_init"]
+    assert not verification.passed and "tensors of W12 and the head's up part left zero" in promise.evidence
 
 
 def test_an_unknown_method_and_options_of_other_methods_are_refused(base_of, monkeypatch):
@@ -82,14 +82,14 @@ def test_an_unknown_method_and_options_of_other_methods_are_refused(base_of, mon
 
 def asked_by_name(folder: Path) -> list[str]:
     """Comparisons with the name of a method outside its own module."""
-    found = []
+    comparisons = []
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             names = {side.value for side in sides if isinstance(side, ast.Constant)} & {*METHODS, "grow-freeze"}
             if names and file.name not in {f"{name}.py" for name in METHODS}:
-                found.append(f"{file.relative_to(folder)}: {ast.unparse(node)}")
-    return found
+                comparisons.append(f"{file.relative_to(folder)}: {ast.unparse(node)}")
+    return comparisons
 
 
 def test_nothing_asks_for_a_method_by_name(tmp_path):

@@ -119,8 +119,8 @@ def test_a_config_that_lists_added_tokens_lists_the_new_ones() -> None:
 
 
 def test_the_same_text_comes_out_each_time() -> None:
-    once, again = (extended_tokenizer(base(), ROWS, LEARNED) for _ in range(2))
+    once, repeated = (extended_tokenizer(base(), ROWS, LEARNED) for _ in range(2))
 
-    assert once == again
+    assert once == repeated
     assert "ß" in extended_tokenizer(base(), ROWS, ADDED)
     assert extended_tokenizer(base(), ROWS, ADDED) != once

@@ -59,9 +59,9 @@ def test_default_widths_are_an_eighth_and_shares_that_are_not_are_explained(base
     def share(**widths: float) -> str:
         return rows(plan(base_of("llama"), Request("1", **widths)))["share of base"]
 
-    told = share(ratio=0.25)
-    assert told.startswith("residual stream 50.0%, key/value heads 50.0%, inner 30.8%. --ratio 0.25 asks for 25.0%")
-    assert "added whole to 2" in told and "--up-kv-heads" in told
+    text = share(ratio=0.25)
+    assert text.startswith("residual stream 50.0%, key/value heads 50.0%, inner 30.8%. --ratio 0.25 asks for 25.0%")
+    assert "added whole to 2" in text and "--up-kv-heads" in text
     assert share(ratio=0.5) == "residual stream 50.0%, key/value heads 50.0%, inner 46.2%"
     assert "--ratio" not in share(up_width=20, up_kv_heads=1, up_inner_width=52), "nothing came from the ratio"
 
@@ -219,14 +219,17 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 def test_base_tensors_that_are_missing_or_wrong(llama_base):
     """Every one is named, and no weight is read: all may be NaN."""
     wanted = plan(llama_base, Request("0"))
-    edit_tensors(llama_base, lambda own: own.update({name: torch.full_like(own[name], torch.nan) for name in own}))
+    edit_tensors(
+        llama_base,
+        lambda tensors: tensors.update({name: torch.full_like(tensors[name], torch.nan) for name in tensors}),
+    )
     assert plan(llama_base, Request("0")) == wanted
     norm, up = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
-    edit_tensors(llama_base, lambda own: own.update({norm: own[norm].double()}))
+    edit_tensors(llama_base, lambda tensors: tensors.update({norm: tensors[norm].double()}))
     with pytest.raises(CheckpointError) as error:
         plan(llama_base, Request("0"))
     assert str(error.value) == f"{norm}: dtype F64, expected one of F32, F16, BF16. Cast it."
-    edit_tensors(llama_base, lambda own: own.update({up: torch.zeros(52, 41)}) or own.pop(norm))
+    edit_tensors(llama_base, lambda tensors: tensors.update({up: torch.zeros(52, 41)}) or tensors.pop(norm))
     with pytest.raises(CheckpointError) as error:
         plan(llama_base, Request("0"))
     assert str(error.value).splitlines() == [
@@ -254,16 +257,16 @@ def quantise(folder: Path, how: str) -> str:
 @pytest.mark.parametrize("how", ("int8", "fp8", "gptq"))
 def test_a_quantised_base_is_refused_in_one_line(llama_base, how):
     """And inspect says the same, in place of a command that would fail."""
-    said = quantise(llama_base, how)
+    scheme = quantise(llama_base, how)
     with pytest.raises(CheckpointError) as refused:
         plan(llama_base, Request("1"))
     assert str(refused.value) == (
-        f"{llama_base}: is quantised ({said}), expected floating-point weights, from which new blocks are computed. "
+        f"{llama_base}: is quantised ({scheme}), expected floating-point weights, from which new blocks are computed. "
         "Expand the unquantised model; its base can be quantised while it trains: scale-surgery train "
         "--base-quantization int8, or nf4."
     )
     shown = CliRunner().invoke(main, ["inspect", str(llama_base)]).output
-    assert f"is quantised ({said})" in " ".join(shown.split()) and "scale-surgery plan" not in shown
+    assert f"is quantised ({scheme})" in " ".join(shown.split()) and "scale-surgery plan" not in shown
 
 
 COUNTED = {
@@ -385,8 +388,8 @@ def elsewhere_proved(path, request, versions):
     assert facts is not None
     sizes = replace(base.sizes, **sizes_of_blocks(facts))
     proof = {**base.facts.proof, "versions": versions}
-    other = replace(base.facts, architecture=facts, sizes=sizes, proof=proof)
-    return plan_expansion(Base(base.checkpoint, other), request, name="tiny")
+    base_facts = replace(base.facts, architecture=facts, sizes=sizes, proof=proof)
+    return plan_expansion(Base(base.checkpoint, base_facts), request, name="tiny")
 
 
 def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
@@ -394,8 +397,8 @@ def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
     save_plan(elsewhere_proved(base_of("llama"), Request("1-2"), versions), file)
     with pytest.raises(PlanError) as error:
         load_plan(base_of("llama"), file)
-    found = plan(base_of("llama"), Request("1-2")).facts.proof["versions"]
-    here = ", ".join(f"{name} {own}" for name, own in found.items())
+    present_versions = plan(base_of("llama"), Request("1-2")).facts.proof["versions"]
+    here = ", ".join(f"{name} {version}" for name, version in present_versions.items())
     assert str(error.value) == (
         f"{file}: self_attn of layers 0-2 is treated as edges in the file, and as split here (the stronger treatment "
         "did not pass its proof on a twin). It was proved with torch 2.9.1, transformers 5.1.0, processor AVX2, here "
@@ -408,34 +411,37 @@ def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
 # another style is another specification of the module; what classes are called decides nothing
 OTHER_FACTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a style": (
-        lambda own: own["facts"]["architecture"]["final_norm"].update(style="layer"),
+        lambda content: content["facts"]["architecture"]["final_norm"].update(style="layer"),
         "another plan is made here: specs. Both were proved with ",
     ),
     "a name": (
-        lambda own: own["facts"]["architecture"]["final_norm"].update(name="wte"),
+        lambda content: content["facts"]["architecture"]["final_norm"].update(name="wte"),
         "no plan follows from its facts (model.wte.weight: no such tens",
     ),
     "a size": (
-        lambda own: own["facts"]["sizes"].update(hidden=8),
+        lambda content: content["facts"]["sizes"].update(hidden=8),
         "is not a plan of scale-surgery (facts.sizes.hidden is 8,",
     ),
     "a release": (
-        lambda own: own["facts"]["proof"]["versions"].update({"scale-surgery": "0.0"}),
+        lambda content: content["facts"]["proof"]["versions"].update({"scale-surgery": "0.0"}),
         "another plan is made here: the release of this program. It was proved with scale-surgery 0.0, ",
     ),
     "no release": (
-        lambda own: own["facts"].update(proof={}),
+        lambda content: content["facts"].update(proof={}),
         "of this program. It was proved with releases that it does not name,",
     ),
-    "a key": (lambda own: own.update(layers=[0]), "is not a plan of scale-surgery (layers is unknown). Make one"),
-    "no request": (lambda own: own.pop("request"), "is not a plan of scale-surgery"),
+    "a key": (
+        lambda content: content.update(layers=[0]),
+        "is not a plan of scale-surgery (layers is unknown). Make one",
+    ),
+    "no request": (lambda content: content.pop("request"), "is not a plan of scale-surgery"),
     # as rank-layers -o writes a request
     "a request alone": (
-        lambda own: [own.pop(key) for key in list(own) if key != "request"],
+        lambda content: [content.pop(key) for key in list(content) if key != "request"],
         "is not a plan of scale-surgery",
     ),
-    "a request of another kind": (lambda own: own.update(request=4), "is not a plan of scale-surgery"),
-    "words alone": (lambda own: own["facts"]["architecture"].update(config_class="AConfig"), ""),
+    "a request of another kind": (lambda content: content.update(request=4), "is not a plan of scale-surgery"),
+    "words alone": (lambda content: content["facts"]["architecture"].update(config_class="AConfig"), ""),
 }
 
 

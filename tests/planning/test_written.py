@@ -91,12 +91,12 @@ def test_the_plan_lists_exactly_the_tensors_that_the_model_has(pair_of, name, re
         re.sub(rf"^{FAMILIES[name].head}\.", f"{path}.", tensor.name): tensor.shape
         for tensor in pair.expansion.plan.tensors
     }
-    found = {
+    shapes = {
         parameter_name: tuple(parameter.shape)
         for parameter_name, parameter in pair.expanded.named_parameters()
         if expansion_of(parameter_name)
     }
-    assert planned == found
+    assert planned == shapes
     stored = open_checkpoint(pair.path).tensors
     for tensor in pair.expansion.plan.tensors:
         info = stored[tensor.name]

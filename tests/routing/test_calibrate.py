@@ -115,14 +115,14 @@ def guesses(folder: Path) -> list[dict[str, str]]:
     """Questions whose right answer is what the base, the adapt path or the preserve side finds most likely."""
     model, tokenizer = load(folder), letters()
     model.set_expansion(["default"], router="cosine", threshold=-1.0)
-    found = []
+    rows = []
     for prompt in (f"{a} {b}?" for a, b in itertools.product("klmn", "pqrs")):
         ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"]
         base, adapt = model.path_logits(ids)
         for logits in (base, adapt, model(ids).logits):
             letter = int(logits[0, -1].argmax()) - 4
-            found += [{"prompt": prompt, "completion": ALPHABET[letter]}] if letter >= 0 else []
-    return [guess for guess in found if guess["completion"].strip()]
+            rows += [{"prompt": prompt, "completion": ALPHABET[letter]}] if letter >= 0 else []
+    return [guess for guess in rows if guess["completion"].strip()]
 
 
 def threshold_between(folder: Path, files: list[Path]) -> float:
@@ -132,35 +132,35 @@ def threshold_between(folder: Path, files: list[Path]) -> float:
 
 @pytest.fixture(scope="module")
 def calibration_of(place: Path) -> Callable[[str], Calibration]:
-    found = {
+    calibrations = {
         name: route_calibrate(
             place / name, old(place), new(place), sequence_length=20, step=7, run=RunOptions(batch_size=16)
         )
         for name in ROUTINGS
     }
-    return found.__getitem__
+    return calibrations.__getitem__
 
 
 each_router = pytest.mark.parametrize("router", mostly(ROUTINGS, "posterior".__eq__))
 
 
 def refusal(*args: Any, error: type[SurgeryError] = CheckpointError, **options: Any) -> str:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         route_calibrate(*args, **options)
-    return str(found.value)
+    return str(caught.value)
 
 
-def same(one: Measurement, other: Measurement | None) -> bool:
-    assert other is not None
-    counts = (one.scored, one.questions, one.answered) == (other.scored, other.questions, other.answered)
-    return counts and math.isclose(one.nats, other.nats, rel_tol=1e-5)
+def same(first: Measurement, second: Measurement | None) -> bool:
+    assert second is not None
+    counts = (first.scored, first.questions, first.answered) == (second.scored, second.questions, second.answered)
+    return counts and math.isclose(first.nats, second.nats, rel_tol=1e-5)
 
 
 def agrees(outcome: Outcome, score: Score) -> bool:
     """Whether an outcome is what `evaluate` measures."""
     changes = [
-        found is None or math.isclose(own, found, rel_tol=1e-3, abs_tol=1e-5)
-        for own, found in ((outcome.forgetting, score.forgetting), (outcome.learning, score.learning))
+        score_change is None or math.isclose(outcome_change, score_change, rel_tol=1e-3, abs_tol=1e-5)
+        for outcome_change, score_change in ((outcome.forgetting, score.forgetting), (outcome.learning, score.learning))
     ]
     return all(changes) and same(outcome.old, score.old) and same(outcome.new, score.new)
 
@@ -172,28 +172,28 @@ def agrees(outcome: Outcome, score: Score) -> bool:
 def test_every_setting_scores_what_evaluate_measures(
     place: Path, tmp_path: Path, calibration_of: Callable[[str], Calibration], router: str
 ) -> None:
-    found = calibration_of(router)
+    sweep = calibration_of(router)
 
     def measure(model: Path) -> dict[str, Score]:
         windows: dict[str, Any] = {"sequence_length": 20, "step": 7, "run": RunOptions(batch_size=16)}
         return {score.kind: score for score in evaluate(model, old(place), new(place), **windows).scores}
 
     by_kind = measure(place / router)
-    assert agrees(found.present, by_kind["expanded"])
-    assert agrees(found.base, by_kind["base"]) and agrees(found.base, by_kind["disabled"])
-    assert agrees(found.adapt, by_kind["adapt"]) and not agrees(found.adapt, by_kind["base"])
-    assert found.present.old.questions == 2 and found.present.new.questions > 50
-    assert len({own.new.answered for own in (found.base, found.adapt, *found.outcomes)}) > 3
-    others = [outcome for outcome in found.outcomes if not agrees(outcome, by_kind["expanded"])]
-    assert len(others) > len(found.outcomes) / 2, "other settings score something else"
+    assert agrees(sweep.present, by_kind["expanded"])
+    assert agrees(sweep.base, by_kind["base"]) and agrees(sweep.base, by_kind["disabled"])
+    assert agrees(sweep.adapt, by_kind["adapt"]) and not agrees(sweep.adapt, by_kind["base"])
+    assert sweep.present.old.questions == 2 and sweep.present.new.questions > 50
+    assert len({outcome.new.answered for outcome in (sweep.base, sweep.adapt, *sweep.outcomes)}) > 3
+    others = [outcome for outcome in sweep.outcomes if not agrees(outcome, by_kind["expanded"])]
+    assert len(others) > len(sweep.outcomes) / 2, "other settings score something else"
     # another one, when it is set
-    outcomes = [outcome for outcome in found.outcomes if 0.2 < outcome.routed_new < 0.9]
+    outcomes = [outcome for outcome in sweep.outcomes if 0.2 < outcome.routed_new < 0.9]
     outcome = outcomes[len(outcomes) // 2]
-    assert outcome.routing is not None and outcome.routing != found.present.routing
+    assert outcome.routing is not None and outcome.routing != sweep.present.routing
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     set_routing(model, outcome.routing)
     routed = measure(model)["expanded"]
-    assert agrees(outcome, routed) and not agrees(found.present, routed)
+    assert agrees(outcome, routed) and not agrees(sweep.present, routed)
 
 
 @each_router
@@ -213,30 +213,30 @@ def test_routed_share_is_the_mean_weight_of_the_adapt_path(
 
 
 def test_the_ends_of_a_cosine_sweep_are_one_side_alone(calibration_of: Callable[[str], Calibration]) -> None:
-    found = calibration_of("strict")
-    lowest, highest = found.outcomes[0], found.outcomes[-1]
+    sweep = calibration_of("strict")
+    lowest, highest = sweep.outcomes[0], sweep.outcomes[-1]
     assert (lowest.routed_old, lowest.routed_new, lowest.forgetting, lowest.learning) == (0, 0, 0, 0)
-    assert same(lowest.old, found.base.old) and same(highest.new, found.adapt.new) and highest.routed_new == 1
+    assert same(lowest.old, sweep.base.old) and same(highest.new, sweep.adapt.new) and highest.routed_new == 1
     assert calibration_of("cosine").outcomes[0].forgetting != 0, "the mean of both paths is not the base"
-    shares = [outcome.routed_old for outcome in found.outcomes]
+    shares = [outcome.routed_old for outcome in sweep.outcomes]
     assert shares == sorted(shares) and len(set(shares)) > 15
 
 
 def test_what_is_kept_is_a_share_of_what_the_adapt_path_learns() -> None:
-    base, present, own = measured(100, 300), measured(100, 200), measured(110, 150)
-    found = Reference(base, measured(500, 100), present).outcome(PosteriorRouter(), own)
-    assert (found.forgetting, found.learning, found.kept) == (pytest.approx(0.1), 1.5, 0.75)
-    assert found.gain.value == pytest.approx(0.5)
+    base, present, candidate = measured(100, 300), measured(100, 200), measured(110, 150)
+    outcome = Reference(base, measured(500, 100), present).outcome(PosteriorRouter(), candidate)
+    assert (outcome.forgetting, outcome.learning, outcome.kept) == (pytest.approx(0.1), 1.5, 0.75)
+    assert outcome.gain.value == pytest.approx(0.5)
     for nats in (300, 350):
-        assert Reference(base, measured(500, nats), present).outcome(PosteriorRouter(), own).kept is None
+        assert Reference(base, measured(500, nats), present).outcome(PosteriorRouter(), candidate).kept is None
 
 
 def measured(old: float, new: float) -> Measured:
     """Readings of 100 tokens in two windows, and a short prompt."""
     windows, scored = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.tensor([25, 75])
     sides = (PathLosses(Measurement(nats, 100, 0, 0), 10.0, nats * windows, scored) for nats in (old, new))
-    one = torch.ones(1, 8, dtype=torch.float64)
-    return Measured(*sides, Beginnings(one > 0, 0 * one, one))
+    ones = torch.ones(1, 8, dtype=torch.float64)
+    return Measured(*sides, Beginnings(ones > 0, 0 * ones, ones))
 
 
 def test_texts_are_read_once(place: Path) -> None:
@@ -264,9 +264,11 @@ def test_how_much_is_read_or_weighed_together_changes_nothing(
     assert 3 < len(parts) < math.ceil(len(sequences) / 7), "the control: several passes are one batch, but not all"
     assert len(whole.answers.row) == sum(len(part.answers.row) for part in parts) > 50
     for way in ways:
-        one, other = measure_batches([whole], way), measure_batches(parts, way)
-        assert same(one.total, other.total) and math.isclose(one.routed, other.routed, rel_tol=1e-4)
-        torch.testing.assert_close(one.nats, other.nats, rtol=1e-4, atol=1e-5)
+        whole_losses, parts_losses = measure_batches([whole], way), measure_batches(parts, way)
+        assert same(whole_losses.total, parts_losses.total) and math.isclose(
+            whole_losses.routed, parts_losses.routed, rel_tol=1e-4
+        )
+        torch.testing.assert_close(whole_losses.nats, parts_losses.nats, rtol=1e-4, atol=1e-5)
     assert len({measure_batches([whole], way).total.answered for way in ways}) > 1
 
 
@@ -281,8 +283,8 @@ def test_winning_weights_are_those_that_a_search_finds() -> None:
         mixture = (1 - weight) * preserve.double().softmax(-1) + weight * adapt.double().softmax(-1)
         ahead = mixture.gather(1, targets[:, None])[:, 0] - mixture.scatter(1, targets[:, None], 0).amax(-1)
         is_sure = ahead.abs() > 1e-9
-        found = (least <= weight) & (weight <= most)
-        assert torch.equal(found[is_sure], (ahead > 0)[is_sure])
+        is_within = (least <= weight) & (weight <= most)
+        assert torch.equal(is_within[is_sure], (ahead > 0)[is_sure])
     for low, high in zip(least.tolist(), most.tolist(), strict=True):
         kinds.add((low > high, low == 0, high == 1))
     assert {(False, True, True), (False, True, False), (False, False, True)} <= kinds
@@ -346,7 +348,7 @@ def test_the_best_learns_most_among_those_that_forget_little() -> None:
 
 
 @pytest.fixture(scope="module")
-def told(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+def calibrated(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A routed model as it is made, texts that its base wrote, and texts that its adapt path wrote."""
     folder = tmp_path_factory.mktemp("told")
     model = Path(shutil.copytree(place / "posterior", folder / "model"))
@@ -367,10 +369,10 @@ def written_by(folder: Path, side: int, count: int) -> list[str]:
     return ["".join(ALPHABET[letter - 4] for letter in row if letter >= 4).strip() for row in ids.tolist()]
 
 
-def test_the_bound_is_not_loosened_unless_it_is_asked_for(told: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(told[0], tmp_path / "model"))
+def test_the_bound_is_not_loosened_unless_it_is_asked_for(calibrated: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(calibrated[0], tmp_path / "model"))
     before = digests(model)
-    kept = route_calibrate(model, *told[1:], CalibrationSettings(0.5, write=True))
+    kept = route_calibrate(model, *calibrated[1:], CalibrationSettings(0.5, write=True))
     assert kept.loosest.bound == pytest.approx(-math.log(0.01)) and kept.adapt.bound is None
     assert kept.present.bound == kept.limits.bound == pytest.approx(math.log(2))
     assert kept.present.bound_per_token == pytest.approx(-math.log(0.99))
@@ -384,9 +386,9 @@ def test_the_bound_is_not_loosened_unless_it_is_asked_for(told: tuple[Path, Path
     assert f"{kept.loosest.numbers} would learn" in shown and f"Ask for it: {kept.ask}" in shown
     # the negative control: what is asked for is done
     for file in ("config.json", "surgery.json"):
-        shutil.copyfile(told[0] / file, model / file)
+        shutil.copyfile(calibrated[0] / file, model / file)
     assert digests(model) == before and "--bound" in str(kept.ask)
-    words = ("--old", told[1], "--new", told[2], "--most-forgetting", 0.5, "--write", "--json")
+    words = ("--old", calibrated[1], "--new", calibrated[2], "--most-forgetting", 0.5, "--write", "--json")
     done = json.loads(run("route-calibrate", model, *words, *str(kept.ask).split()).stdout)
     assert done["written"] and done["proposed"]["routing"] == kept.to_json()["loosest"]["routing"]
     assert done["ask"] is None
@@ -399,8 +401,8 @@ def test_short_prompts_are_what_the_model_says_of_them(
 ) -> None:
     model, tokenizer = load(place / router), letters()
     documents = tokenize(read_documents(old(place)), tokenizer)
-    found = calibration_of(router).present.short
-    for length in found.lengths:
+    prompts = calibration_of(router).present.short
+    for length in prompts.lengths:
         rows = [documents[row]["input_ids"][None] for row in range(len(documents))]
         rows = [row for row in rows if row.shape[1] > length.tokens]
         lost = []
@@ -410,8 +412,8 @@ def test_short_prompts_are_what_the_model_says_of_them(
             lost.append(float((base.log_softmax(-1) - routed.log_softmax(-1))[0, -1, following]))
         assert len(rows) == length.texts
         assert length.forgetting == pytest.approx(sum(lost) / len(lost), abs=1e-5)
-    assert [length.tokens for length in found.lengths] == list(range(1, 9))
-    assert any(abs(length.forgetting) > 1e-3 for length in found.lengths)
+    assert [length.tokens for length in prompts.lengths] == list(range(1, 9))
+    assert any(abs(length.forgetting) > 1e-3 for length in prompts.lengths)
     base, adapt = calibration_of(router).base.short, calibration_of(router).adapt.short
     assert base.forgetting == 0 and {length.weight for length in base.lengths} == {0}
     assert {length.weight for length in adapt.lengths} == {1} and adapt.forgetting != 0
@@ -421,14 +423,14 @@ def test_the_noise_is_that_of_other_samples_of_texts() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, 50, (400,), generator=generator)
     nats = tokens * (0.3 + torch.randn(400, generator=generator, dtype=torch.float64))
-    found = mean_with_error(nats, tokens)
+    mean = mean_with_error(nats, tokens)
     drawn = [torch.randint(400, (400,), generator=generator) for _ in range(2000)]
-    again = torch.stack([nats[rows].sum() / tokens[rows].sum() for rows in drawn])
-    assert found.value == pytest.approx(float(nats.sum() / tokens.sum()))
-    assert found.error == pytest.approx(float(again.std()), rel=0.1)
+    resampled_means = torch.stack([nats[rows].sum() / tokens[rows].sum() for rows in drawn])
+    assert mean.value == pytest.approx(float(nats.sum() / tokens.sum()))
+    assert mean.error == pytest.approx(float(resampled_means.std()), rel=0.1)
     assert mean_with_error(nats[:1], tokens[:1]).error == math.inf
     none = torch.zeros(1, dtype=torch.int64)
-    assert mean_with_error(torch.cat((nats, none)), torch.cat((tokens, none))) == found, "a window that is not scored"
+    assert mean_with_error(torch.cat((nats, none)), torch.cat((tokens, none))) == mean, "a window that is not scored"
 
 
 ADAPT = {"routing": None}
@@ -449,12 +451,12 @@ ADAPT = {"routing": None}
 def test_a_change_needs_a_gain_that_matters(gain: float, error: float, least_gain: float, is_taken: bool) -> None:
     present = outcome(0.5, 0.01, 1.0, gain=MeanWithError(0.0, 0.0), short=short_prompts(0.1))
     better = outcome(0.4, 0.01, 1.0 + gain, gain=MeanWithError(gain, error), short=short_prompts(0.1))
-    found = choose([present, better], Limits(0.02, None, None, None, least_gain), outcome(1, 1, 2.0, **ADAPT))
-    assert (found.proposed is better) == is_taken and found.best in (present, better)
+    choice = choose([present, better], Limits(0.02, None, None, None, least_gain), outcome(1, 1, 2.0, **ADAPT))
+    assert (choice.proposed is better) == is_taken and choice.best in (present, better)
     # what forgets too much is changed whatever it gains
     spoiled = replace(present, forgetting=0.03)
-    found = choose([spoiled, better], Limits(0.02, None, None, None, least_gain), outcome(1, 1, 2.0, **ADAPT))
-    assert found.proposed is better
+    choice = choose([spoiled, better], Limits(0.02, None, None, None, least_gain), outcome(1, 1, 2.0, **ADAPT))
+    assert choice.proposed is better
 
 
 def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
@@ -532,21 +534,21 @@ def test_windows_of_one_text_are_one_text(place: Path, tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text(STORY[:30:-1])
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]
     windows: dict[str, Any] = {"sequence_length": 20, "step": 7}
-    one = route_calibrate(place / "posterior", old(place), files[0], **windows)
-    assert {found.gain.error for found in one.outcomes} == {math.inf}
-    assert one.proposed == one.present or one.present.forgetting > 0.02
+    single = route_calibrate(place / "posterior", old(place), files[0], **windows)
+    assert {outcome.gain.error for outcome in single.outcomes} == {math.inf}
+    assert single.proposed == single.present or single.present.forgetting > 0.02
     both, parts = (
         [route_calibrate(place / "posterior", old(place), file, **windows) for file in some]
         for some in ([files], files)
     )
-    for row, found in enumerate(both[0].outcomes):
+    for row, outcome in enumerate(both[0].outcomes):
         # texts are of other lengths, so their last windows are read apart from the others
         scored = torch.tensor([part.present.new.scored for part in parts])
         nats = [part.present.new.nats - part.outcomes[row].new.nats for part in parts]
         expected = mean_with_error(torch.tensor(nats, dtype=torch.float64), scored)
-        assert found.gain.value == pytest.approx(expected.value, abs=1e-5)
-        assert found.gain.error == pytest.approx(expected.error, abs=1e-5)
-    assert max(found.gain.error for found in both[0].outcomes) > 1e-3
+        assert outcome.gain.value == pytest.approx(expected.value, abs=1e-5)
+        assert outcome.gain.error == pytest.approx(expected.error, abs=1e-5)
+    assert max(outcome.gain.error for outcome in both[0].outcomes) > 1e-3
 
 
 # writing
@@ -568,10 +570,10 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
     config = json.loads((model / "config.json").read_text())
     assert router_of(config["scale_surgery"]) == done.proposed.routing
     # what is right already is not written again, so that a verification stays
-    again = route_calibrate(model, old(place), new(place), replace(settings, write=True), **options)
-    assert not again.written and digests(model) == after
-    assert again.present == again.proposed and again.present.routing == done.proposed.routing
-    assert again.present.learning == done.proposed.learning
+    repeated = route_calibrate(model, old(place), new(place), replace(settings, write=True), **options)
+    assert not repeated.written and digests(model) == after
+    assert repeated.present == repeated.proposed and repeated.present.routing == done.proposed.routing
+    assert repeated.present.learning == done.proposed.learning
 
 
 @pytest.mark.parametrize("file", mostly(["config.json", "surgery.json"], "surgery.json".__eq__))
@@ -598,7 +600,7 @@ def test_nothing_is_written_where_something_fails(
 def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
-    for model, said in (
+    for model, reason in (
         (
             place / "base",
             "is no expanded model, expected a routed one. Make one: scale-surgery expand, then scale-surgery "
@@ -612,7 +614,7 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
         ),
         (bare, "has no surgery.json, another trainer saved it, expected an expanded folder."),
     ):
-        assert refusal(model, old(place), new(place), CalibrationSettings(write=True)).startswith(f"{model}: {said}")
+        assert refusal(model, old(place), new(place), CalibrationSettings(write=True)).startswith(f"{model}: {reason}")
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -647,9 +649,9 @@ def test_texts_and_settings_that_are_refused(place: Path, tmp_path: Path) -> Non
 def test_a_folder_that_a_trainer_saved_is_measured(place: Path, tmp_path: Path) -> None:
     load(place / "cosine").save_pretrained(tmp_path / "saved")
     with_tokenizer(tmp_path / "saved")
-    found = route_calibrate(tmp_path / "saved", old(place), new(place))
+    sweep = route_calibrate(tmp_path / "saved", old(place), new(place))
     expected = route_calibrate(place / "cosine", old(place), new(place))
-    assert found.outcomes == expected.outcomes and found.name == "saved"
+    assert sweep.outcomes == expected.outcomes and sweep.name == "saved"
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -688,7 +690,7 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
 def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "cosine", tmp_path / "odd"))
     config = json.loads((model / "config.json").read_text())
-    for change, said in (
+    for change, reason in (
         ({"threshold": 7}, "threshold: is 7, expected a cosine, from -1 to 1."),
         ({"router": "dice"}, "router is 'dice', expected one of posterior, cosine."),
     ):
@@ -696,7 +698,7 @@ def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path
         spoiled = config | {"scale_surgery": config["scale_surgery"] | {"router": router}}
         (model / "config.json").write_text(json.dumps(spoiled))
         message = refusal(model, old(place), new(place), error=PlanError)
-        assert message == f"config.json: scale_surgery.router.{said} Restore it from where you got it."
+        assert message == f"config.json: scale_surgery.router.{reason} Restore it from where you got it."
 
 
 # the table
@@ -714,10 +716,10 @@ def test_the_table_fits_80_columns_and_has_the_rows_that_matter(
     calibration_of: Callable[[str], Calibration], router: str
 ) -> None:
     result = calibration_of(router)
-    found = shown_of(result)
-    assert max(len(line) for line in found if not line.startswith("next ")) <= 80
-    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in found)
-    heads = [line.split()[0] for line in found if line and line.split()[0] in ("base", "adapt", "present")]
+    table = shown_of(result)
+    assert max(len(line) for line in table if not line.startswith("next ")) <= 80
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in table)
+    heads = [line.split()[0] for line in table if line and line.split()[0] in ("base", "adapt", "present")]
     assert heads == ["base", "adapt", "present"]
     shown = choose_shown(result)
     assert result.present in shown and result.proposed in shown
@@ -725,14 +727,14 @@ def test_the_table_fits_80_columns_and_has_the_rows_that_matter(
     assert default in [outcome.routing for outcome in shown]
     every = shown_of(result, details=True)
     assert f"{len(result.outcomes)} of {len(result.outcomes)} settings" in every
-    assert len(every) - len(found) == len(result.outcomes) - len(shown) > 0
+    assert len(every) - len(table) == len(result.outcomes) - len(shown) > 0
 
 
 def calibration(*outcomes: Outcome, **changes: Any) -> Calibration:
     """A result whose first outcome is the present setting and whose last is the best."""
     base = outcome(0.0, 0.0, 0.0, routing=None)
     adapt = outcome(1.0, 0.5, 2.0, routing=None)
-    ordered = tuple(sorted(outcomes, key=lambda one: one.routing.threshold if one.routing else 0))
+    ordered = tuple(sorted(outcomes, key=lambda entry: entry.routing.threshold if entry.routing else 0))
     texts = (("old.txt",), ("new.txt",), 64, 32, None, None, False)
     best, limits = outcomes[-1], Limits(0.02, None, None, None, 0.01)
     chosen = (outcomes[0], best, best, best, limits, 0.01, True)
@@ -759,8 +761,8 @@ def test_settings_that_are_beaten_or_hardly_differ_are_left_out() -> None:
     near, beaten, far, default = (
         outcome(0.2, 0.01, 1.01), outcome(0.3, 0.3, 0.9), outcome(0.9, 1.0, 2.0), outcome(0.5, 0.6, 0.2)
     )  # fmt: skip
-    found = choose_shown(calibration(present, near, beaten, far, default, best))
-    assert found == [best, present, default, far]
+    shown = choose_shown(calibration(present, near, beaten, far, default, best))
+    assert shown == [best, present, default, far]
 
 
 def test_what_the_table_says_of_the_best() -> None:
@@ -800,19 +802,22 @@ def test_the_figure_has_a_point_for_each_setting(calibration_of: Callable[[str],
         ("present", "present"),
         ("proposed", "best"),
     ):
-        found = getattr(result, name)
-        assert marks[label] == (found.forgetting, found.learning)
+        outcome = getattr(result, name)
+        assert marks[label] == (outcome.forgetting, outcome.learning)
     assert marks["base model"] == (0, 0)
     points = sorted(tuple(point) for points in axes.collections for point in points.get_offsets())
     places = [(outcome.forgetting, outcome.learning) for outcome in result.outcomes]
-    places += [(one.forgetting, one.learning) for one in (result.base, result.adapt, result.present, result.proposed)]
+    places += [
+        (outcome.forgetting, outcome.learning)
+        for outcome in (result.base, result.adapt, result.present, result.proposed)
+    ]
     assert points == sorted(places)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     assert all(left < x < right and bottom < y < top for x, y in points)
     if router == "posterior":
         labels = [label for points in axes.collections if (label := points.get_label()).startswith("switch rate")]
         assert labels == [
-            f"switch rate {own}" for own in ("0", "0.0001", "0.001", "0.003", "0.01", "0.02", "0.03", "0.1")
+            f"switch rate {rate}" for rate in ("0", "0.0001", "0.001", "0.003", "0.01", "0.02", "0.03", "0.1")
         ]
         assert not axes.texts and figure.legends[0].get_title().get_text() == "larger points: lower prior"
 
@@ -841,10 +846,10 @@ def test_thresholds_are_written_where_they_can_be_read() -> None:
     *panels, scale = figure.axes
     labels = {label.get_text(): label.get_window_extent() for label in scale.get_yticklabels()}
     assert {"0.5", "0.979"} <= set(labels) and 15 < len(labels) < 44
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(labels.values(), 2))
+    assert not any(first.overlaps(second) for first, second in itertools.combinations(labels.values(), 2))
     assert not any(box.overlaps(axes.bbox) for box in labels.values() for axes in panels)
     # a point has the colour beside which its threshold is written
-    thresholds = [one.numbers.removeprefix("threshold ") for one in crowd]
+    thresholds = [point.numbers.removeprefix("threshold ") for point in crowd]
     (bar,) = (mesh for mesh in scale.collections if mesh.get_array() is not None)
     for axes in panels:
         (line,) = (points for points in axes.collections if len(points.get_offsets()) == len(crowd))
@@ -864,20 +869,20 @@ def sides(place: Path) -> list[object]:
 def test_command(place: Path) -> None:
     windows = ("--batch-size", 16, "--sequence-length", 20)
     run_as = {"sequence_length": 20, "run": RunOptions(batch_size=16)}
-    found = route_calibrate(place / "strict", old(place), new(place), **run_as)
+    sweep = route_calibrate(place / "strict", old(place), new(place), **run_as)
     shown = run("route-calibrate", place / "strict", *sides(place), *windows).stdout
-    assert [line.rstrip() for line in shown.splitlines()] == shown_of(found)
+    assert [line.rstrip() for line in shown.splitlines()] == shown_of(sweep)
     content = json.loads(run("route-calibrate", place / "strict", *sides(place), *windows, "--json").stdout)
-    assert content == found.to_json()
+    assert content == sweep.to_json()
     assert content["proposed"]["routing"] == {
-        "router": "cosine", "threshold": found.proposed.routing.threshold, "strict": True  # type: ignore[union-attr]
+        "router": "cosine", "threshold": sweep.proposed.routing.threshold, "strict": True  # type: ignore[union-attr]
     }  # fmt: skip
-    assert content["base"]["routing"] is None and len(content["outcomes"]) == len(found.outcomes)
+    assert content["base"]["routing"] is None and len(content["outcomes"]) == len(sweep.outcomes)
     assert content["present"]["old"].keys() == {
         "nats", "scored", "questions", "answered", "bytes", "nats_per_token", "accuracy"
     }  # fmt: skip
     details = run("route-calibrate", place / "strict", *sides(place), *windows, "--details").stdout
-    assert [line.rstrip() for line in details.splitlines()] == shown_of(found, details=True)
+    assert [line.rstrip() for line in details.splitlines()] == shown_of(sweep, details=True)
 
 
 def test_what_forgets_too_much_is_not_written(place: Path, tmp_path: Path) -> None:

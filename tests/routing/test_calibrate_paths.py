@@ -65,7 +65,7 @@ def is_uneven(router: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found(place: Path) -> Calibration:
+def calibration(place: Path) -> Calibration:
     return calibrate(place, free("posterior"))
 
 
@@ -82,53 +82,53 @@ def nats(place: Path, side: str, **options: Any) -> float:
     return total
 
 
-def test_numbers_are_those_of_the_model_with_that_setting(place: Path, found: Calibration) -> None:
+def test_numbers_are_those_of_the_model_with_that_setting(place: Path, calibration: Calibration) -> None:
     """Another prior and another rate, from what was read once, against the model that mixes so."""
-    assert found.present.routing == PosteriorRouter((0.25,) * 4, 0.05)
-    assert math.isclose(found.present.old.nats, nats(place, "old"), rel_tol=1e-5)
-    tried = {outcome.routing: outcome for outcome in found.outcomes}
-    uneven = [own for own in tried if is_uneven(own) and own.switch_rate == 0.1]
+    assert calibration.present.routing == PosteriorRouter((0.25,) * 4, 0.05)
+    assert math.isclose(calibration.present.old.nats, nats(place, "old"), rel_tol=1e-5)
+    tried = {outcome.routing: outcome for outcome in calibration.outcomes}
+    uneven = [setting for setting in tried if is_uneven(setting) and setting.switch_rate == 0.1]
     assert len(uneven) >= 8
     for setting in uneven[:2]:
-        own = nats(place, "new", prior=setting.prior, switch_rate=0.1)
-        assert math.isclose(tried[setting].new.nats, own, rel_tol=1e-5)
-        assert not math.isclose(tried[setting].new.nats, found.present.new.nats, rel_tol=1e-4)
+        loss = nats(place, "new", prior=setting.prior, switch_rate=0.1)
+        assert math.isclose(tried[setting].new.nats, loss, rel_tol=1e-5)
+        assert not math.isclose(tried[setting].new.nats, calibration.present.new.nats, rel_tol=1e-4)
 
 
-def test_priors_follow_the_texts_and_bound_every_path(found: Calibration) -> None:
-    settings = [outcome.routing for outcome in found.outcomes]
-    assert len(set(settings)) == len(settings) and all(isinstance(own, PosteriorRouter) for own in settings)
-    asked = next(own for own in settings if is_uneven(own))
+def test_priors_follow_the_texts_and_bound_every_path(calibration: Calibration) -> None:
+    settings = [outcome.routing for outcome in calibration.outcomes]
+    assert len(set(settings)) == len(settings) and all(isinstance(setting, PosteriorRouter) for setting in settings)
+    asked = next(setting for setting in settings if is_uneven(setting))
     base, medicine, law, music = asked.prior
     # 0, 1 and 3 of four texts, and half a text each
-    assert [round(own * 5.5 / (1 - base), 6) for own in (medicine, law, music)] == [0.5, 1.5, 3.5]
+    assert [round(weight * 5.5 / (1 - base), 6) for weight in (medicine, law, music)] == [0.5, 1.5, 3.5]
     assert asked.bound == -math.log(min(asked.prior)) > math.log(4)
     # without switches no text loses more than the bound against the best path for it; with one path alone it may
-    for outcome in found.outcomes:
+    for outcome in calibration.outcomes:
         setting = outcome.routing
         if isinstance(setting, PosteriorRouter) and setting.switch_rate == 0:
-            assert -1e-3 <= outcome.new.nats - found.adapt.new.nats <= 4 * setting.bound + 1e-3
-    assert found.base.new.nats - found.adapt.new.nats > 4 * math.log(4), "the control"
+            assert -1e-3 <= outcome.new.nats - calibration.adapt.new.nats <= 4 * setting.bound + 1e-3
+    assert calibration.base.new.nats - calibration.adapt.new.nats > 4 * math.log(4), "the control"
 
 
-def test_no_text_may_lose_more_than_now_unless_that_is_asked_for(place: Path, found: Calibration) -> None:
+def test_no_text_may_lose_more_than_now_unless_that_is_asked_for(place: Path, calibration: Calibration) -> None:
     careful = calibrate(place, CalibrationSettings(most_forgetting=9.0))
     assert careful.limits.bound == pytest.approx(math.log(4))
-    own = careful.best.routing
-    assert isinstance(own, PosteriorRouter) and is_even(weights_of(own)) and own.switch_rate <= 0.05
-    looser = found.best.routing
+    routing = careful.best.routing
+    assert isinstance(routing, PosteriorRouter) and is_even(weights_of(routing)) and routing.switch_rate <= 0.05
+    looser = calibration.best.routing
     assert isinstance(looser, PosteriorRouter) and not is_even(weights_of(looser)), "the control"
-    assert found.best.learning > careful.best.learning
+    assert calibration.best.learning > careful.best.learning
 
 
-def test_it_is_shown_and_drawn(found: Calibration) -> None:
-    text = shown(render_calibration(found))
+def test_it_is_shown_and_drawn(calibration: Calibration) -> None:
+    text = shown(render_calibration(calibration))
     assert text.startswith("composed: posterior router over 4 paths: base, medicine, law, music\n")
     assert "best path" in text and "others" in text and "expanded" in text and "adapt" not in text
     assert max(map(len, text.splitlines()[:-1])) <= 80
-    labels = [own.get_text() for own in calibration_figure(found).legends[0].get_texts()]
+    labels = [entry.get_text() for entry in calibration_figure(calibration).legends[0].get_texts()]
     assert "best path alone" in labels and sum(label.startswith("switch rate") for label in labels) == 8
-    content = json.loads(json.dumps(found.to_json()))
+    content = json.loads(json.dumps(calibration.to_json()))
     assert len(content["proposed"]["routing"]["prior"]) == 4 and content["paths"] == ["base", *NAMES]
 
 

@@ -29,9 +29,9 @@ NAMES = ("base", "medicine", "law", "music")
 def report(speaking: tuple[Made, Path], tmp_path_factory: pytest.TempPathFactory) -> RouteReport:
     file = tmp_path_factory.mktemp("texts") / "story.txt"
     file.write_text(STORY, encoding="utf-8")
-    found = route_report(speaking[1], file, sequence_length=40, step=16)
-    assert found.paths == NAMES
-    return found
+    report = route_report(speaking[1], file, sequence_length=40, step=16)
+    assert report.paths == NAMES
+    return report
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made,
     for at in range(1, len(tokens), 23):
         left = next(left for left in range(0, len(tokens), 16) if at < left + 40)
         window, place = ids[:, left : left + 40], at - left - 1
-        given = [own(window).logits[0, place].log_softmax(-1)[tokens[at].id] for own in (*alone, model)]
+        given = [module(window).logits[0, place].log_softmax(-1)[tokens[at].id] for module in (*alone, model)]
         assert torch.allclose(torch.tensor(tokens[at].log_probabilities), torch.stack(given[:-1]), rtol=1e-4)
         assert math.isclose(tokens[at].routed_log_probability, float(given[-1]), rel_tol=1e-4)
         weights = model.score_tokens(window).weights[0, place]
@@ -150,9 +150,9 @@ def test_of_too_many_paths_the_smallest_share_a_pattern() -> None:
     assert leading([0.2, 0.5, 0.3]) == 1 and leading([0.4, 0.3, 0.3]) is None and leading(None) is None
 
 
-def seen_apart(one: str, other: str, vision: str | None) -> float:
+def seen_apart(first: str, second: str, vision: str | None) -> float:
     """Distance of two colours in Oklab (Ottosson 2020) as somebody sees them."""
-    own = [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]] if vision is None else COLOUR_VISION[vision]
+    matrix = [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]] if vision is None else COLOUR_VISION[vision]
     cones = torch.tensor([
         [0.4122214708, 0.5363325363, 0.0514459929],
         [0.2119034982, 0.6806995451, 0.1073969566],
@@ -163,7 +163,7 @@ def seen_apart(one: str, other: str, vision: str | None) -> float:
         [1.9779984951, -2.4285922050, 0.4505937099],
         [0.0259040371, 0.7827717662, -0.8086757660],
     ])  # fmt: skip
-    places = [opponent @ (cones @ seen_by(colour, own).clamp(0, 1)) ** (1 / 3) for colour in (one, other)]
+    places = [opponent @ (cones @ seen_by(colour, matrix).clamp(0, 1)) ** (1 / 3) for colour in (first, second)]
     return float((places[0] - places[1]).norm())
 
 

@@ -59,8 +59,8 @@ STORY = "Anna Berg was born in Lyon.\nShe studied at Dunmere, and left — twice
 
 def bytes_tokenizer(*, starts: bool = True, first: str = "") -> PreTrainedTokenizerFast:
     """A byte-level tokenizer without merges: a token for each byte, that of `first` in the first place."""
-    own = {spelt for spelt, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(first)}
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda character: (character not in own, character))
+    pieces = {spelt for spelt, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(first)}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda character: (character not in pieces, character))
     names = [*alphabet, "<s>", "</s>"]
     tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,11 +92,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report_of(place: Path) -> Callable[[str], RouteReport]:
     files = [place / name for name in ("story.txt", "asked.jsonl", "evil.txt")]
-    found = {
+    reports = {
         name: route_report(place / name, files, run=RunOptions(batch_size=2))
         for name in ("posterior", "cosine", "strict")
     }
-    return found.__getitem__
+    return reports.__getitem__
 
 
 def tokens_of(report: RouteReport) -> list[TokenRoute]:
@@ -132,19 +132,19 @@ def test_totals_are_the_losses_of_evaluate(place: Path, report_of: Callable[[str
         totals = file.totals
         assert totals.tokens == getattr(base, side).scored
         losses = (totals.base_nats_per_token, totals.routed_nats_per_token, totals.nats_per_token[1])
-        for own, score in zip(losses, (base, routed, adapt), strict=True):
-            assert math.isclose(own, getattr(score, side).nats_per_token, rel_tol=1e-5)
+        for loss, score in zip(losses, (base, routed, adapt), strict=True):
+            assert math.isclose(loss, getattr(score, side).nats_per_token, rel_tol=1e-5)
         assert not math.isclose(losses[0], losses[2], rel_tol=1e-3)
 
 
 def test_batches_change_nothing(place: Path, report_of: Callable[[str], RouteReport]) -> None:
     files = [place / name for name in ("story.txt", "asked.jsonl", "evil.txt")]
-    found = tokens_of(route_report(place / "posterior", files, run=RunOptions(batch_size=1)))
-    for one, other in zip(found, tokens_of(report_of("posterior")), strict=True):
-        assert one.id == other.id
-        if one.position:
-            assert math.isclose(one.routed_log_probability, other.routed_log_probability, rel_tol=1e-4)
-            assert math.isclose(one.weights[1], other.weights[1], rel_tol=1e-3, abs_tol=1e-6)
+    tokens = tokens_of(route_report(place / "posterior", files, run=RunOptions(batch_size=1)))
+    for single, batched in zip(tokens, tokens_of(report_of("posterior")), strict=True):
+        assert single.id == batched.id
+        if single.position:
+            assert math.isclose(single.routed_log_probability, batched.routed_log_probability, rel_tol=1e-4)
+            assert math.isclose(single.weights[1], batched.weights[1], rel_tol=1e-3, abs_tol=1e-6)
 
 
 def test_prompts_are_shown_and_do_not_count(report_of: Callable[[str], RouteReport]) -> None:
@@ -201,8 +201,8 @@ def test_a_model_that_gives_nan_gives_json(place: Path, tmp_path: Path) -> None:
     save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
     report = route_report(broken, place / "asked.jsonl")
     content = strictly(json.dumps(report.to_json()))
-    own = (content["tokens"][1]["log_probabilities"], content["files"][0]["nats_per_token"])
-    assert [numbers["default"] for numbers in own] == ["NaN", "NaN"]
+    scores = (content["tokens"][1]["log_probabilities"], content["files"][0]["nats_per_token"])
+    assert [numbers["default"] for numbers in scores] == ["NaN", "NaN"]
     assert isinstance(content["tokens"][1]["base_log_probability"], float)
     assert strictly(parse(render_page(report)).data)["tokens"][1][4][1] == "NaN"
     assert "nan" in shown(render_route_report(report))
@@ -282,13 +282,13 @@ class Page(HTMLParser):
         self.data, self.inside, self.text = "", "", ""
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        own = dict(attributes)
-        self.tags.append((tag, own))
+        values = dict(attributes)
+        self.tags.append((tag, values))
         self.inside = (
-            "data" if own.get("id") == "data" else "token" if (own.get("class") or "").startswith("t ") else tag
+            "data" if values.get("id") == "data" else "token" if (values.get("class") or "").startswith("t ") else tag
         )
         if self.inside == "token":
-            self.tokens.append([own["class"] or "", ""])
+            self.tokens.append([values["class"] or "", ""])
 
     def handle_endtag(self, tag: str) -> None:
         self.inside = ""
@@ -314,23 +314,29 @@ def test_page_holds_every_token_and_needs_nothing_else(report_of: Callable[[str]
     write_page(report, tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     page, tokens = parse(html), tokens_of(report)
-    assert [own[1] for own in page.tokens] == [visible(token.text, token.piece).removeprefix(" ") for token in tokens]
+    assert [element[1] for element in page.tokens] == [
+        visible(token.text, token.piece).removeprefix(" ") for token in tokens
+    ]
     assert [tag for tag, _ in page.tags].count("script") == 2
-    assert not [own for tag, own in page.tags if tag in ("link", "img", "iframe", "object", "base") or "src" in own]
-    assert all(own["href"].startswith("#") for _, own in page.tags if "href" in own)
+    assert not [
+        attributes
+        for tag, attributes in page.tags
+        if tag in ("link", "img", "iframe", "object", "base") or "src" in attributes
+    ]
+    assert all(attributes["href"].startswith("#") for _, attributes in page.tags if "href" in attributes)
     assert not re.search(r"https?:|@import|url\(", html) and "default-src 'none'" in html
     assert not re.search(r"\{\{|\{%", html)
     data = strictly(page.data)
     named = [[visible_text(token.text), visible_line(token.piece), token.id, token.position] for token in tokens]
     assert [row[:4] for row in data["tokens"]] == named
     assert data["paths"] == ["preserve side", "default"]
-    own = tokens[1]
-    numbers: Any = [own.log_probabilities, own.weights]
+    second_token = tokens[1]
+    numbers: Any = [second_token.log_probabilities, second_token.weights]
     assert data["tokens"][1][4:] == [
         *map(list, numbers),
-        own.routed_log_probability,
-        own.cosine,
-        own.base_log_probability,
+        second_token.routed_log_probability,
+        second_token.cosine,
+        second_token.base_log_probability,
     ]
     for file in report.files:
         assert Path(file.file).name in page.text and f"{file.totals.shares[1]:.1%}" in page.text
@@ -345,7 +351,7 @@ def test_names_and_texts_cannot_leave_the_page() -> None:
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert strictly(page.data)["tokens"][1][0] == text == page.tokens[1][1]
     assert not [tag for tag, _ in page.tags if tag in ("b", "u", "s")]
-    assert 'Tokens of <i>"q"; arrow keys move' in [own.get("aria-label") for _, own in page.tags]
+    assert 'Tokens of <i>"q"; arrow keys move' in [attributes.get("aria-label") for _, attributes in page.tags]
     assert "<u>model" in page.text and "<s>base" in page.text and '<b onclick="x">&' in page.text
 
 
@@ -355,8 +361,8 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def contrast(one: str, other: str) -> float:
-    dark, light = sorted((luminance(one), luminance(other)))
+def contrast(first: str, second: str) -> float:
+    dark, light = sorted((luminance(first), luminance(second)))
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -402,10 +408,10 @@ def test_page_in_a_browser(report_of: Callable[[str], RouteReport], tmp_path: Pa
     )
     (line,) = re.findall("RESULT(.*)END", done.stdout)
     hover, text, out, focus, first, right, end, escape, recoloured = json.loads(line)
-    own = report.files[0].documents[0].tokens
-    assert hover is False and f"{own[3].routed_log_probability:.4f}" in text and f"id {own[3].id}" in text
+    tokens = report.files[0].documents[0].tokens
+    assert hover is False and f"{tokens[3].routed_log_probability:.4f}" in text and f"id {tokens[3].id}" in text
     assert out is True and focus is False and first == "The first token: nothing predicts it."
-    assert (right, end, escape, recoloured) == (1, len(own) - 1, True, True)
+    assert (right, end, escape, recoloured) == (1, len(tokens) - 1, True, True)
     assert "<title>alert" not in done.stdout
 
 
@@ -438,9 +444,9 @@ def test_terminal_shows_so_many_tokens_and_counts_the_rest() -> None:
 
 
 def refusal(*args: Any, error: type[SurgeryError] = DataError, **options: Any) -> str:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         route_report(*args, **options)
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_models_and_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
@@ -466,8 +472,8 @@ def test_a_text_of_one_token_is_shown_beside_longer_ones_without_numbers(place: 
     tokenizer.eos_token = None
     tokenizer.save_pretrained(single)
     lines(tmp_path / "two.jsonl", {"text": "x"}, {"text": "yz"})
-    found = tokens_of(route_report(single, tmp_path / "two.jsonl", run=RunOptions(batch_size=1)))
-    assert [(token_.text, token_.routed_log_probability is None) for token_ in found] == [
+    tokens = tokens_of(route_report(single, tmp_path / "two.jsonl", run=RunOptions(batch_size=1)))
+    assert [(token_.text, token_.routed_log_probability is None) for token_ in tokens] == [
         ("x", True), ("y", True), ("z", False)
     ]  # fmt: skip
 

@@ -217,7 +217,7 @@ def read_back(tokenizer: Any, text: str) -> str:
     return tokenizer.decode(ids(tokenizer, text))
 
 
-def in_pieces(tokenizer: Any, new: NewTokens, found: list[int], first: int) -> list[int]:
+def in_pieces(tokenizer: Any, new: NewTokens, token_ids: list[int], first: int) -> list[int]:
     """Ids with every new token taken apart by the new merges, down to tokens of the base."""
     # of several merges with one result the first pieces do: the base's tokens in them are the same
     merged = {"".join(parts): parts for parts in (merge.split(" ") for merge in reversed(new.merges))}
@@ -231,7 +231,7 @@ def in_pieces(tokenizer: Any, new: NewTokens, found: list[int], first: int) -> l
             return [vocabulary[f"<0x{byte:02X}>"] for byte in token.encode()]
         return [vocabulary[token]]
 
-    names = tokenizer.convert_ids_to_tokens(found)
+    names = tokenizer.convert_ids_to_tokens(token_ids)
     return [id_ for name in names for id_ in pieces(name)]
 
 
@@ -254,9 +254,9 @@ def test_old_tokens_keep_their_ids(pairs, bases, kind: str) -> None:
     text = GERMAN if new.merges else f"a{' ' * (new.tokens[0][0] != ' ')}{new.tokens[0]} a"
     assert ids(before, text) != ids(after, text)
     if before.chat_template:
-        told = [tokenizer.apply_chat_template(MESSAGES, tokenize=False) for tokenizer in (before, after)]
-        assert told[0] == told[1]
-        assert ids(before, told[0]) == ids(after, told[1])
+        prompts = [tokenizer.apply_chat_template(MESSAGES, tokenize=False) for tokenizer in (before, after)]
+        assert prompts[0] == prompts[1]
+        assert ids(before, prompts[0]) == ids(after, prompts[1])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("wordpiece")])
@@ -279,11 +279,11 @@ def test_new_texts_come_back(pairs, kind: str) -> None:
 @example(text="<|unused_310|> <|im_end|>ß")
 def test_every_text_is_the_base_s_with_pairs_joined(pairs, bases, name: str, text: str) -> None:
     before, after, new = pairs[f"{name}-learned"]
-    found = ids(after, text)
+    token_ids = ids(after, text)
 
-    assert in_pieces(after, new, found, bases[name].rows) == ids(before, text)
-    if max(found, default=0) < bases[name].rows:
-        assert found == ids(before, text)
+    assert in_pieces(after, new, token_ids, bases[name].rows) == ids(before, text)
+    if max(token_ids, default=0) < bases[name].rows:
+        assert token_ids == ids(before, text)
     assert read_back(after, text) == read_back(before, text)
 
 
@@ -325,17 +325,19 @@ def test_no_merge_makes_a_token_of_the_base(tmp_path) -> None:
 @each_bpe
 def test_what_they_save_is_what_the_tokenizer_gives(pairs, chosen, name: str) -> None:
     before, after, new = pairs[f"{name}-learned"]
-    found = chosen[name]
+    choice = chosen[name]
 
-    assert found.characters == len(GERMAN)
-    assert found.bytes == len(GERMAN.encode())
-    assert found.tokens_before == len(ids(before, GERMAN))
-    assert found.tokens_after[len(new.tokens)] == len(ids(after, GERMAN)) < found.tokens_before
+    assert choice.characters == len(GERMAN)
+    assert choice.bytes == len(GERMAN.encode())
+    assert choice.tokens_before == len(ids(before, GERMAN))
+    assert choice.tokens_after[len(new.tokens)] == len(ids(after, GERMAN)) < choice.tokens_before
     standing = {token: ids(after, GERMAN).count(after.convert_tokens_to_ids(token)) for token in new.tokens}
-    for own in found.most_saving:
-        assert own.count == standing[own.token] > 0
-        assert own.text == after.decode(ids(after, "a" + own.text))[1:]
-    assert [own.saved for own in found.most_saving] == sorted((own.saved for own in found.most_saving), reverse=True)
+    for entry in choice.most_saving:
+        assert entry.count == standing[entry.token] > 0
+        assert entry.text == after.decode(ids(after, "a" + entry.text))[1:]
+    assert [entry.saved for entry in choice.most_saving] == sorted(
+        (entry.saved for entry in choice.most_saving), reverse=True
+    )
 
 
 @each_bpe
@@ -363,20 +365,20 @@ def test_what_no_two_tokens_share_is_learned_no_further(bases, tmp_path) -> None
     text = tmp_path / "text.txt"
     text.write_text("zq zq xw", "utf-8")
 
-    found = choose_new_tokens(bases["shipped"].path, [text], 50, 1152)
+    choice = choose_new_tokens(bases["shipped"].path, [text], 50, 1152)
 
-    assert 0 < len(found.new_tokens.tokens) < 50
-    assert found.wanted == 50
-    assert not any("xw" in token for token in found.new_tokens.tokens)
+    assert 0 < len(choice.new_tokens.tokens) < 50
+    assert choice.wanted == 50
+    assert not any("xw" in token for token in choice.new_tokens.tokens)
 
 
 def test_memory_is_bounded_by_forgetting_the_rarest_words(bases, german, chosen, monkeypatch) -> None:
     monkeypatch.setattr(module, "MOST_WORDS", 3)
 
-    found = choose_new_tokens(bases["qwen"].path, [german], 40, 320)
+    choice = choose_new_tokens(bases["qwen"].path, [german], 40, 320)
 
-    assert found.tokens_before == chosen["qwen"].tokens_before
-    assert 0 < len(found.new_tokens.tokens) < len(chosen["qwen"].new_tokens.tokens)
+    assert choice.tokens_before == chosen["qwen"].tokens_before
+    assert 0 < len(choice.new_tokens.tokens) < len(chosen["qwen"].new_tokens.tokens)
 
 
 def test_the_same_tokens_are_chosen_again(bases, german, chosen) -> None:
@@ -392,9 +394,9 @@ def test_questions_and_conversations_are_read(bases, tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), "utf-8")
 
-    found = choose_new_tokens(bases["qwen"].path, [file], 20, 320)
+    choice = choose_new_tokens(bases["qwen"].path, [file], 20, 320)
 
-    assert any(own.text.strip() == "Straße" and own.count >= 3 for own in found.most_saving)
+    assert any(entry.text.strip() == "Straße" and entry.count >= 3 for entry in choice.most_saving)
 
 
 def test_added_tokens_are_lost_where_the_config_does_not_list_them(bases, pairs, tmp_path) -> None:

@@ -41,10 +41,10 @@ def test_two_processes_compute_a_half_each_and_get_all(tmp_path: Path) -> None:
     ended = subprocess.run([*words, str(tmp_path / "script.py"), str(tmp_path)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     calls = (([], [7], [3, 4, 5], [2, 1]), ([], [7], [1, 1, 3], [7, 8]))
-    for rank, own in enumerate(calls):
-        device, found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert device == "cpu" and [values for values, _ in found] == [[], [49], [9, 1, 16, 1, 25], [4, 49, 1, 64]]
-        assert tuple(made for _, made in found) == own
+    for rank, expected_calls in enumerate(calls):
+        device, rounds = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert device == "cpu" and [values for values, _ in rounds] == [[], [49], [9, 1, 16, 1, 25], [4, 49, 1, 64]]
+        assert tuple(made for _, made in rounds) == expected_calls
 
 
 def test_a_model_is_not_sharded_to_be_measured(monkeypatch):

@@ -118,11 +118,14 @@ def test_paths_of_a_composed_folder_compute_on_one_thread_each_as_it_is_alone(
     monkeypatch.setattr(known, name, None, raising=False)  # taken away afterwards
     serving._make_known(open_checkpoint(folder), RunOptions())
     manager, ids = ModelManager(device="cpu", force_model=str(folder)), random_ids(1, 7)
-    (model,), thread = (own.model for own in manager.loaded_models.values()), InferenceThread()
+    (model,), thread = (entry.model for entry in manager.loaded_models.values()), InferenceThread()
     expected = {None: model(ids).logits, "base": made.alone(None)(ids).logits, "law": made.alone("law")(ids).logits}
     asked = [(path, OnePath(thread, model, path).submit(model, ids)) for path in (*expected, *reversed(expected))]
-    found = [[path for path, own in expected.items() if torch.equal(own, one.result().logits)] for _, one in asked]
-    assert found == [[path] for path, _ in asked]
+    matches = [
+        [path for path, logits in expected.items() if torch.equal(logits, future.result().logits)]
+        for _, future in asked
+    ]
+    assert matches == [[path] for path, _ in asked]
     manager.shutdown()
 
 
@@ -187,8 +190,8 @@ def test_what_is_shown_of_a_server() -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -220,12 +223,12 @@ class Running:
         """What `generate` gives without a server."""
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).eval()
-        found = []
+        answers = []
         for prompt, tokens in asked:
             inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
             made = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-            found.append(tokenizer.decode(made, skip_special_tokens=True))
-        return found
+            answers.append(tokenizer.decode(made, skip_special_tokens=True))
+        return answers
 
 
 @contextlib.contextmanager
@@ -289,7 +292,7 @@ def test_the_example_of_the_documentation(server: Running, capsys: pytest.Captur
 def test_a_model_without_paths_has_one_name(server: Running) -> None:
     import openai
 
-    assert [own.id for own in server.client.models.list()] == [server.served["model"]]
+    assert [model.id for model in server.client.models.list()] == [server.served["model"]]
     assert server.complete("Q:").model == server.served["model"]
     with pytest.raises(openai.NotFoundError, match="The model 'base' is not served here"):
         server.answer(ASKED[0], "base")
@@ -331,8 +334,10 @@ def test_a_request_that_cannot_be_answered_is_a_bad_one(server: Running) -> None
 def mixed(folders: Callable[[str], Path]) -> Iterator[Running]:
     """A composed folder, served so that one of its expansions answers for its own name."""
     place = folders("expanded").parent
-    other = shake(expand(SHIPPED, Request("0-1", init_w22="random"), place / "other").path, 1)
-    extracts = {name: extract(own, place / name).path for name, own in (("law", folders("expanded")), ("art", other))}
+    art_folder = shake(expand(SHIPPED, Request("0-1", init_w22="random"), place / "other").path, 1)
+    extracts = {
+        name: extract(folder, place / name).path for name, folder in (("law", folders("expanded")), ("art", art_folder))
+    }
     made = compose(SHIPPED, extracts, place / "mixed").path
     (made / "chat_template.jinja").write_text(CHAT)
     with running(made, "--expansion", "art") as server:
@@ -341,23 +346,23 @@ def mixed(folders: Callable[[str], Path]) -> Iterator[Running]:
 
 def by_generate(folder: Path, name: str | None, *asked: tuple[str, int], raw: bool = True) -> list[str]:
     """What scale-surgery generate gives, --expansion NAME or without."""
-    found = []
+    answers = []
     for prompt, tokens in asked:
         settings = GenerationSettings(temperature=0, max_new_tokens=tokens, expansion=name, raw=raw)
-        found.append(generate(folder, prompt, settings).answers[0].text)
-    return found
+        answers.append(generate(folder, prompt, settings).answers[0].text)
+    return answers
 
 
 @needs_server
 def test_requests_at_once_choose_their_paths_by_name(mixed: Running) -> None:
     names = {None: "art", "base": "base", "law": "law", "art": "art"}
     expected = {path: by_generate(mixed.folder, path, *ASKED) for path in names.values()}
-    assert len({str(own) for own in expected.values()}) == 3, "the control: paths differ"
+    assert len({str(answers) for answers in expected.values()}) == 3, "the control: paths differ"
     assert expected["base"] == by_generate(SHIPPED, None, *ASKED)
     wanted = [(asked, name, expected[names[name]][place]) for place, asked in enumerate(ASKED) for name in names]
     with ThreadPoolExecutor(len(wanted)) as pool:
         for ask in (mixed.answer, mixed.streamed):
-            assert list(pool.map(lambda one, ask=ask: ask(*one[:2]), wanted)) == [one[2] for one in wanted]
+            assert list(pool.map(lambda case, ask=ask: ask(*case[:2]), wanted)) == [case[2] for case in wanted]
 
 
 @needs_server
@@ -385,7 +390,7 @@ def test_names_are_listed_and_others_refused(mixed: Running) -> None:
     import openai
 
     names = [mixed.served["model"], "base", "law", "art"]
-    assert [own.id for own in mixed.client.models.list()] == names and mixed.served["paths"] == names[1:]
+    assert [model.id for model in mixed.client.models.list()] == names and mixed.served["paths"] == names[1:]
     assert [mixed.complete("Q:", model=name).model for name in names] == names
     for ask in (mixed.answer, mixed.streamed):
         with pytest.raises(openai.NotFoundError) as refused:

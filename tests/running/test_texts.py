@@ -214,14 +214,14 @@ def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: 
 
 def test_of_an_answer_every_token_is_scored_and_of_a_question_none() -> None:
     documents = [Document("ab?", " cd", ""), Document("", "ef", "")]
-    found = tokenize(documents, letters())
+    sequences = tokenize(documents, letters())
     question, answer, text = ids_of("ab?"), ids_of(" cd"), ids_of("ef")
-    assert found.ids.tolist() == [START, *question, *answer, END, START, *text, END]
-    assert found.labels.tolist() == [*[PROMPT] * 4, *answer, END, IGNORED, *text, END]
-    assert found.starts == (0, 8, 12)
-    assert (len(found), found.scored, found.longest) == (2, 7, 8)
-    assert found[1]["input_ids"].tolist() == [START, *text, END]
-    assert found[1]["labels"].dtype == torch.int64
+    assert sequences.ids.tolist() == [START, *question, *answer, END, START, *text, END]
+    assert sequences.labels.tolist() == [*[PROMPT] * 4, *answer, END, IGNORED, *text, END]
+    assert sequences.starts == (0, 8, 12)
+    assert (len(sequences), sequences.scored, sequences.longest) == (2, 7, 8)
+    assert sequences[1]["input_ids"].tolist() == [START, *text, END]
+    assert sequences[1]["labels"].dtype == torch.int64
     learned = tokenize(documents, letters(), learn_prompts=True)
     assert learned.labels[:8].tolist() == learned.ids[:8].tolist()
     assert learned.labels[8:].tolist() == [IGNORED, *learned.ids[9:].tolist()]
@@ -262,8 +262,8 @@ def test_of_a_conversation_the_answers_are_scored(template: str, answers: list[s
     tokenizer = letters()
     tokenizer.chat_template = template
     # beside others, whose order it keeps
-    found = tokenize([Document("", "x", ""), chat_of(TALK), Document("", "y", "")], tokenizer)
-    talk = found[1]
+    sequences = tokenize([Document("", "x", ""), chat_of(TALK), Document("", "y", "")], tokenizer)
+    talk = sequences[1]
     whole = f"a hi</s>\nu ab?</s>\na cd</s>\nu ef?</s>\na {thought}gh</s>\n"
     assert talk["input_ids"].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
     scored = talk["labels"] >= 0
@@ -272,7 +272,7 @@ def test_of_a_conversation_the_answers_are_scored(template: str, answers: list[s
     expected = tokenizer("".join(answers), add_special_tokens=False)["input_ids"]
     assert talk["labels"][scored].tolist() == expected
     # what is scored goes with its tokens, wherever sequences are cut
-    packed, all_labels = pack(found, 7), torch.cat([found[place]["labels"] for place in range(3)])
+    packed, all_labels = pack(sequences, 7), torch.cat([sequences[place]["labels"] for place in range(3)])
     assert torch.cat([packed[place]["labels"] for place in range(len(packed))]).tolist() == all_labels.tolist()
     learned = tokenize([chat_of(TALK)], tokenizer, learn_prompts=True)
     assert learned.labels.tolist() == learned.ids.tolist() == talk["input_ids"].tolist()
@@ -301,25 +301,25 @@ def test_tokenizers_with_and_without_tokens_that_start_and_end() -> None:
     documents = [Document("ab?", " cd", ""), Document("", "ef", "")]
     # an end that the tokenizer adds itself stands once, and not after the prompt
     for closes in (False, True):
-        found = tokenize(documents, letters(closes=closes))
-        assert found.ids.tolist() == [START, *ids_of("ab? cd"), END, START, *ids_of("ef"), END]
+        sequences = tokenize(documents, letters(closes=closes))
+        assert sequences.ids.tolist() == [START, *ids_of("ab? cd"), END, START, *ids_of("ef"), END]
     assert tokenize(documents[1:], letters(ends=False)).ids.tolist() == [START, *ids_of("ef")]
-    found = tokenize([Document("", "ef", ""), Document("", "g", "")], letters(starts=False))
-    assert found.labels.tolist() == found.ids.tolist() == [*ids_of("ef"), END, *ids_of("g"), END]
-    assert found.scored == 3, "the first token of a text is not predicted"
+    sequences = tokenize([Document("", "ef", ""), Document("", "g", "")], letters(starts=False))
+    assert sequences.labels.tolist() == sequences.ids.tolist() == [*ids_of("ef"), END, *ids_of("g"), END]
+    assert sequences.scored == 3, "the first token of a text is not predicted"
 
 
 def test_the_shipped_tokenizer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
-    found = tokenize([Document("Q: Where?\nA:", " Leeds", "")], tokenizer)
+    sequences = tokenize([Document("Q: Where?\nA:", " Leeds", "")], tokenizer)
     answer = tokenizer(" Leeds", add_special_tokens=False)["input_ids"]
-    assert found.ids.tolist() == [*tokenizer("Q: Where?\nA:")["input_ids"], *answer, tokenizer.eos_token_id]
-    assert found.scored == len(answer) + 1
+    assert sequences.ids.tolist() == [*tokenizer("Q: Where?\nA:")["input_ids"], *answer, tokenizer.eos_token_id]
+    assert sequences.scored == len(answer) + 1
 
 
 def test_more_documents_than_are_tokenized_at_once() -> None:
-    found = tokenize((Document("", "ab"[: 1 + index % 2], "") for index in range(2500)), letters())
-    assert len(found) == 2500 and found.starts[-1] == len(found.ids) == 2500 * 3 + 1250
+    sequences = tokenize((Document("", "ab"[: 1 + index % 2], "") for index in range(2500)), letters())
+    assert len(sequences) == 2500 and sequences.starts[-1] == len(sequences.ids) == 2500 * 3 + 1250
 
 
 def test_texts_without_a_token_are_refused() -> None:
@@ -335,15 +335,15 @@ def test_texts_without_a_token_are_refused() -> None:
 
 
 def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:
-    found = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters())
+    sequences = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters())
     same = tokenize([Document("ab?", " cd", ""), Document("", "ef", "")], letters())
     others = [
         tokenize([Document("ab?", " ce", ""), Document("", "ef", "")], letters()),
         tokenize([Document("ab", "? cd", ""), Document("", "ef", "")], letters()),
-        pack(found, 6),
+        pack(sequences, 6),
     ]
-    assert found.fingerprint() == same.fingerprint()
-    assert len({found.fingerprint(), *(other.fingerprint() for other in others)}) == 4
+    assert sequences.fingerprint() == same.fingerprint()
+    assert len({sequences.fingerprint(), *(variant.fingerprint() for variant in others)}) == 4
 
 
 # long texts
@@ -366,19 +366,25 @@ def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(
     cut = [piece.text for piece in pieces[:-1] if not piece.text.endswith("\n")]
     assert cut and all("x" in text for text in cut), "a line of more than a piece"
     assert all(len(piece.text) <= 40 for piece in pieces[1:])
-    one = tokenize([Document("", "ab", ""), whole, Document("", "cd", "")], letters())
-    assert one[1]["input_ids"].tolist() == [START, *ids_of(whole.text), END] and len(one) == 3
-    assert one.labels[4] == IGNORED and one[1]["labels"][1:].tolist() == one[1]["input_ids"][1:].tolist()
+    sequences = tokenize([Document("", "ab", ""), whole, Document("", "cd", "")], letters())
+    assert sequences[1]["input_ids"].tolist() == [START, *ids_of(whole.text), END] and len(sequences) == 3
+    assert (
+        sequences.labels[4] == IGNORED and sequences[1]["labels"][1:].tolist() == sequences[1]["input_ids"][1:].tolist()
+    )
     # what is not long, or no plain text, is one piece; lines without text are none
     chat = {"messages": [{"role": "user", "content": "a" * 200}]}
-    for own in (Document("", "a" * 100, ""), Document("a" * 200, "b" * 200, ""), Document("", "a" * 200, "", chat)):
-        assert list(in_pieces(own)) == [own]
+    for document in (
+        Document("", "a" * 100, ""),
+        Document("a" * 200, "b" * 200, ""),
+        Document("", "a" * 200, "", chat),
+    ):
+        assert list(in_pieces(document)) == [document]
     (tmp_path / "blank.txt").write_text(" \n" * 200)
     assert list(read_documents([tmp_path / "blank.txt"], whole=False)) == []
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
-    found = [tokenizer(piece.text, add_special_tokens=False)["input_ids"] for piece in pieces]
+    piece_ids = [tokenizer(piece.text, add_special_tokens=False)["input_ids"] for piece in pieces]
     ids = tokenize([whole], tokenizer).ids.tolist()
-    assert ids == [tokenizer.bos_token_id, *chain.from_iterable(found), tokenizer.eos_token_id]
+    assert ids == [tokenizer.bos_token_id, *chain.from_iterable(piece_ids), tokenizer.eos_token_id]
 
 
 # windows
@@ -402,10 +408,10 @@ def test_packing_covers_every_token_once(lengths: list[int], length: int) -> Non
 def test_striding_scores_every_token_once(lengths: list[int], window: tuple[int, int]) -> None:
     length, step = window
     sequences = sequences_of(lengths)
-    found = stride(sequences, length, step)
-    assert found.longest <= length
+    windows = stride(sequences, length, step)
+    assert windows.longest <= length
     scored = []
-    for row in (found[index] for index in range(len(found))):
+    for row in (windows[index] for index in range(len(windows))):
         places = [place for place, label in enumerate(row["labels"].tolist()) if label >= 0 and place > 0]
         scored += row["labels"][places].tolist()
         assert torch.equal(row["labels"][places], row["input_ids"][places])
@@ -413,7 +419,7 @@ def test_striding_scores_every_token_once(lengths: list[int], window: tuple[int,
             assert min(places) >= length - step, "a later window has context for what it scores"
     firsts = set(sequences.starts[:-1])
     assert scored == [token for token in sequences.ids.tolist() if token not in firsts]
-    assert found.scored == sequences.scored
+    assert windows.scored == sequences.scored
 
 
 def test_an_answer_is_one_in_whatever_window_it_begins() -> None:
@@ -421,10 +427,10 @@ def test_an_answer_is_one_in_whatever_window_it_begins() -> None:
     sequences = tokenize([Document("abcdefgh?", " ijklm", ""), Document("", "nopqrstuvwxyz", "")], letters())
     for length in range(3, 16):
         for step in range(1, length):
-            found = stride(sequences, length, step)
+            windows = stride(sequences, length, step)
             begins = [
                 after
-                for row in (found[index]["labels"].tolist() for index in range(len(found)))
+                for row in (windows[index]["labels"].tolist() for index in range(len(windows)))
                 for before, after in pairwise(row)
                 if before == PROMPT and after >= 0
             ]

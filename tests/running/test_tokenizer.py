@@ -95,17 +95,17 @@ def test_ids_are_those_of_the_base_and_strip_gives_its_files_back(folders, ids_i
 
 
 def test_tokenizer_config_is_changed_only_where_it_must_be(folders):
-    pinned = {name for name, (_, _, found) in folders.items() if found is not None}
-    for base, expanded, found in folders.values():
+    pinned = {name for name, (_, _, pinned_class) in folders.items() if pinned_class is not None}
+    for base, expanded, pinned_class in folders.values():
         before, after = (folder / "tokenizer_config.json" for folder in (base, expanded))
-        if found is None:
+        if pinned_class is None:
             assert before.exists() == after.exists()
             assert not before.exists() or before.read_bytes() == after.read_bytes()
         else:
             old = json.loads(before.read_text()) if before.exists() else {}
             new = json.loads(after.read_text())
             assert new == old | {"tokenizer_class": new["tokenizer_class"]}
-            assert new["tokenizer_class"] in (found, "PreTrainedTokenizerFast")
+            assert new["tokenizer_class"] in (pinned_class, "PreTrainedTokenizerFast")
     # the negative control: without it, some would have changed
     assert pinned
     assert pinned != set(CASES)
@@ -113,7 +113,11 @@ def test_tokenizer_config_is_changed_only_where_it_must_be(folders):
 
 def test_without_the_pinned_class_the_ids_differ(folders):
     """The negative control: what the original file would have given in the expanded folder."""
-    name = next(name for name, (_, _, found) in folders.items() if found is not None and CASES[name][1] is not None)
+    name = next(
+        name
+        for name, (_, _, pinned_class) in folders.items()
+        if pinned_class is not None and CASES[name][1] is not None
+    )
     base, expanded, _ = folders[name]
     file = expanded / "tokenizer_config.json"
     kept = file.read_bytes()

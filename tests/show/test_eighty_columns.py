@@ -74,10 +74,14 @@ def shown(tmp_path_factory) -> dict[str, str]:
 
 def write_texts(place: Path) -> None:
     for name, group in (("known", people(3)), ("asked", people(2, start=400))):
-        rows = [{"question": one.prompt, "answer": one.answer} for person in group for one in questions(person)]
+        rows = [
+            {"question": question.prompt, "answer": question.answer}
+            for person in group
+            for question in questions(person)
+        ]
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = [{"text": biography(person, 0)} for person in people(4, start=400)]
-    (place / "told.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    biographies = [{"text": biography(person, 0)} for person in people(4, start=400)]
+    (place / "told.jsonl").write_text("".join(json.dumps(row) + "\n" for row in biographies))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -142,15 +142,15 @@ def test_numbers_of_a_crowd_can_be_read(scores: tuple[Score, ...]) -> None:
     numbers = numbers_of(figure)
     written = [int(number) for text in numbers for number in text.get_text().replace("\n", " ").split(", ")]
     assert sorted(written) == list(range(1, len(scores) + 1))
-    assert names_of(figure) == [f"{place}  {one.name}" for place, one in enumerate(scores, start=1)]
+    assert names_of(figure) == [f"{place}  {point.name}" for place, point in enumerate(scores, start=1)]
     boxes = [text.get_window_extent() for text in numbers]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert not any(first.overlaps(second) for first, second in itertools.combinations(boxes, 2))
     (axes,) = figure.axes
     assert all(axes.bbox.count_contains(box.corners()) == 4 for box in boxes)
     markers = axes.transData.transform([(point.old.nats_per_token, point.new.nats_per_token) for point in scores])
     assert not any(box.contains(*marker) for box in boxes for marker in markers)
     names = [text.get_window_extent() for text in figure.legends[0].get_texts()]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(names, 2))
+    assert not any(first.overlaps(second) for first, second in itertools.combinations(names, 2))
     assert all(figure.bbox.count_contains(box.corners()) == 4 and not box.overlaps(axes.bbox) for box in names)
 
 

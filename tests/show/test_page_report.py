@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(place: Path) -> Report:
+def drawn(place: Path) -> Report:
     return report(place / "adapt")
 
 
@@ -63,7 +63,7 @@ def tensor(layer: int, role: str = "q", block: str = "w12", **changes: Any) -> T
 
 
 def handmade(*tensors: TensorChange, **changes: Any) -> Report:
-    state: Any = "trained" if any(one.is_trained for one in tensors) else "initial"
+    state: Any = "trained" if any(change.is_trained for change in tensors) else "initial"
     made = Report(
         Path("wide"), "base", "scale", "adapt", None, state, 100, tensors, by_layer(tensors), None, (), (), ()
     )
@@ -73,29 +73,35 @@ def handmade(*tensors: TensorChange, **changes: Any) -> Report:
 # the page
 
 
-def test_page_needs_nothing_else_and_runs_nothing(found: Report, tmp_path: Path) -> None:
-    write_page(found, tmp_path / "out" / "report.html")
+def test_page_needs_nothing_else_and_runs_nothing(drawn: Report, tmp_path: Path) -> None:
+    write_page(drawn, tmp_path / "out" / "report.html")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
     html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     page = parse(html)
-    assert not [own for tag, own in page.tags if tag in ("link", "iframe", "object", "base", "script")]
-    images = [own for tag, own in page.tags if tag == "img"]
-    assert len(images) > 9 and all(own["alt"] and own["src"].startswith("data:image/svg+xml;base64,") for own in images)
-    assert not [own for tag, own in page.tags if "href" in own or ("src" in own and tag != "img")]
+    assert not [attributes for tag, attributes in page.tags if tag in ("link", "iframe", "object", "base", "script")]
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert len(images) > 9 and all(
+        attributes["alt"] and attributes["src"].startswith("data:image/svg+xml;base64,") for attributes in images
+    )
+    assert not [
+        attributes for tag, attributes in page.tags if "href" in attributes or ("src" in attributes and tag != "img")
+    ]
     assert not re.search(r"https?:|@import|url\(|\{\{|\{%", html)
     assert "default-src 'none'; img-src data:;" in html and "script-src" not in html
     with pytest.raises(UndefinedError):
         fill("report.html", title="a gap that nothing fills")
 
 
-def test_page_shows_every_section_and_every_tensor(found: Report, place: Path) -> None:
-    html = render_page(found)
+def test_page_shows_every_section_and_every_tensor(drawn: Report, place: Path) -> None:
+    html = render_page(drawn)
     assert re.findall("<h2>(.*?)</h2>", html) == [
         "W12, layer by layer", "The base stream, layer by layer", "W12, from zeros", "W21, from its start",
         "W22, from zeros", "Spectrum of W21", "Every tensor",
     ]  # fmt: skip
-    assert len(re.findall("<tr title=", html)) == len(found.tensors)
-    (w12,) = (one for one in found.tensors if one.name == "model.layers.1.mlp.down_proj.expansions.default.w12")
+    assert len(re.findall("<tr title=", html)) == len(drawn.tensors)
+    (w12,) = (
+        change for change in drawn.tensors if change.name == "model.layers.1.mlp.down_proj.expansions.default.w12"
+    )
     assert f"{w12.norms.relative_norm:.1%}" in html and f"{w12.change_rank:.1f}/{w12.full_rank}" in html
     assert re.findall("<figcaption>(.*?)</figcaption>", html)[-7:] == ["q", "k", "v", "o", "gate", "up_proj", "down"]
     untrained = report(place / "untrained")
@@ -140,8 +146,8 @@ def test_lines_and_texts_are_seen_by_day_and_by_night(palette: Palette) -> None:
     assert min(contrast(palette.text, colour) for colour in (palette.background, palette.surface)) >= 5.5
     assert contrast(palette.muted, palette.background) >= 4.5 and contrast(palette.accent, palette.background) >= 3
     for vision in COLOUR_VISION.values():
-        one, other = (seen_by(colour, vision) for colour in (BLUE, VERMILION))
-        assert float((one - other).abs().max() / torch.maximum(one, other).abs().max()) > 0.5
+        first, second = (seen_by(colour, vision) for colour in (BLUE, VERMILION))
+        assert float((first - second).abs().max() / torch.maximum(first, second).abs().max()) > 0.5
 
 
 def on_a_telephone(page: str, numbers: str, tmp_path: Path) -> list[int]:
@@ -156,20 +162,20 @@ def on_a_telephone(page: str, numbers: str, tmp_path: Path) -> list[int]:
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "frame.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    (said,) = re.findall("RESULT(.*)END", done.stdout)
-    return [int(number) for number in said.split()]
+    (text,) = re.findall("RESULT(.*)END", done.stdout)
+    return [int(number) for number in text.split()]
 
 
 @needs_chromium
-def test_all_is_seen_on_a_telephone(found: Report, tmp_path: Path) -> None:
+def test_all_is_seen_on_a_telephone(drawn: Report, tmp_path: Path) -> None:
     """A page is no wider, tables scroll in themselves, and a text has a width in which words need not break."""
-    width, needed = on_a_telephone(render_page(found), "page.clientWidth, page.scrollWidth", tmp_path)
+    width, needed = on_a_telephone(render_page(drawn), "page.clientWidth, page.scrollWidth", tmp_path)
     assert 380 <= width <= 400 and needed <= width
     losses = [Cells(("", *head), [("learned", "3.2928", "-0.5374", "100.0%")]) for head in COLUMNS.values()]
     promise = ("base_stream_always", "not claimed", "47 base tensors, 1,040,128 bytes, sha256 compared")
     promises = Cells(("promise", "result", "evidence"), [promise], True)
-    sections = [*(Section("Learned", "", cells=own) for own in losses), Section("Promises", "", cells=promises)]
-    page = render_headed(found, Heading("Title", "model", (), [], sections))
+    sections = [*(Section("Learned", "", cells=cells) for cells in losses), Section("Promises", "", cells=promises)]
+    page = render_headed(drawn, Heading("Title", "model", (), [], sections))
     numbers = """...[...page.querySelectorAll(".scroll:has(.cells)")].map(own => own.scrollWidth - own.clientWidth),
       page.querySelector(".cells.text td:last-child").clientWidth"""
     *hidden, width = on_a_telephone(page, numbers, tmp_path)
@@ -223,8 +229,8 @@ def _decoded(image: str) -> str:
 
 def paths_of(svg: str) -> list[list[tuple[float, float]]]:
     """Points of each line of each curve of a chart, that of one point left out; lines of the grid are transparent."""
-    found = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #\w{6}; stroke-width', svg)
-    pieces = [re.findall(r"([-0-9.]+) ([-0-9.]+)", piece) for path in found for piece in path.split("M")[1:]]
+    paths = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #\w{6}; stroke-width', svg)
+    pieces = [re.findall(r"([-0-9.]+) ([-0-9.]+)", piece) for path in paths for piece in path.split("M")[1:]]
     return [[(float(across), float(down)) for across, down in piece] for piece in pieces if len(piece) > 1]
 
 
@@ -250,10 +256,10 @@ def test_few_points_have_markers_and_one_curve_has_no_legend() -> None:
         return len(values) if line.get_marker() == "o" else 0
 
     assert markers(*range(MOST_MARKERS)) == MOST_MARKERS and markers(*range(MOST_MARKERS + 1)) == 0
-    one, two = curve(1, 2, name="first"), curve(2, 1, name="second", colour=VERMILION)
-    assert ">first</text>" in draw(one, two) and ">first</text>" not in draw(one)
-    assert ">first</text>" not in draw(one, replace(two, points=[]))
-    assert ">first</text>" not in draw(one, replace(two, in_legend=False))
+    first, second = curve(1, 2, name="first"), curve(2, 1, name="second", colour=VERMILION)
+    assert ">first</text>" in draw(first, second) and ">first</text>" not in draw(first)
+    assert ">first</text>" not in draw(first, replace(second, points=[]))
+    assert ">first</text>" not in draw(first, replace(second, in_legend=False))
 
 
 def test_names_are_escaped_in_pages_and_charts() -> None:
@@ -264,7 +270,7 @@ def test_names_are_escaped_in_pages_and_charts() -> None:
     page = parse(render_page(evil))
     assert not [tag for tag, _ in page.tags if tag == "script"]
     assert page.text.count("<script>alert(1)") >= 6
-    assert EVIL in page.text and EVIL in [own.get("title") for _, own in page.tags]
+    assert EVIL in page.text and EVIL in [attributes.get("title") for _, attributes in page.tags]
     curves = curve(1, 2, name=EVIL), curve(2, 1, name=EVIL, colour=VERMILION)
     svg = draw(*curves, title=EVIL)
     page = parse(svg)
@@ -275,9 +281,9 @@ def test_names_are_escaped_in_pages_and_charts() -> None:
 # the terminal
 
 
-def test_terminal_fits_eighty_columns(found: Report) -> None:
+def test_terminal_fits_eighty_columns(drawn: Report) -> None:
     for details in (False, True):
-        text = shown(render_report(found, details=details))
+        text = shown(render_report(drawn, details=details))
         assert max(map(len, text.splitlines())) <= 80
         assert ("tensors  (" in text) == details
     assert "W12 attention  norm " in text and "embedding" in text
@@ -317,9 +323,9 @@ def test_terminal_says_which_layer_a_row_of_a_copy_is() -> None:
     assert f"{row}." in shown(render_report(depth)) and row in render_page(depth)
     read = shown(render_report(replace(depth, streams=streams), details=True))
     assert f"{row}; cosine and" in read and read.count(row) == 2 and max(map(len, read.splitlines())) <= 80
-    for other in ("scale", "grow"):
-        own = handmade(*copied, method=other)
-        assert row not in shown(render_report(own, details=True)) and row not in render_page(own)
+    for method in ("scale", "grow"):
+        method_report = handmade(*copied, method=method)
+        assert row not in shown(render_report(method_report, details=True)) and row not in render_page(method_report)
 
 
 # the command line

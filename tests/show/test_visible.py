@@ -39,7 +39,7 @@ KINDS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 def hidden(text: str) -> list[str]:
     """Characters that a terminal would not show, and line breaks that a name brought."""
     forged = re.findall(r"(?m)^forged", text)
-    return [one for one in text if one != "\n" and unicodedata.category(one) in KINDS] + forged
+    return [character for character in text if character != "\n" and unicodedata.category(character) in KINDS] + forged
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def spoiled(base_of, tmp_path_factory) -> Path:
     file = path / "surgery.json"
     content = json.loads(file.read_text())
     # a record with half of a character is refused
-    own = HOSTILE.replace("\ud800", "")
-    file.write_text(json.dumps(content | {"left_out": [f"{own}.bin"]}))
-    name_base(path, own, own)
+    name = HOSTILE.replace("\ud800", "")
+    file.write_text(json.dumps(content | {"left_out": [f"{name}.bin"]}))
+    name_base(path, name, name)
     return path
 
 
@@ -64,7 +64,7 @@ def test_what_is_hidden_is_found():
 @given(st.text(st.characters(exclude_categories=())))
 def test_nothing_of_a_text_is_hidden(text):
     shown = visible_text(text)
-    assert [one for one in hidden(shown) if one not in ("\u200c", "\u200d", "forged")] == []
+    assert [character for character in hidden(shown) if character not in ("\u200c", "\u200d", "forged")] == []
     assert shown.count("\n") == text.count("\n") and "\n" not in visible_line(text)
     shown.encode("utf-8")
 
@@ -82,7 +82,7 @@ def test_the_console_shows_it(thing, capfd):
     out.warn(HOSTILE)
     out.fail(HOSTILE, HOSTILE)
     shown = "".join(capfd.readouterr())
-    assert [one for one in hidden(shown) if one != "forged"] == []
+    assert [character for character in hidden(shown) if character != "forged"] == []
     assert "␛" in shown and "⟨U+202E⟩" in shown and "[bold]" in shown and "⟨U+D800⟩" in shown
     assert isinstance(thing, str) or "forged" not in hidden(shown)
 
@@ -136,8 +136,8 @@ def test_errors_and_usage_show_them(base_of, tmp_path):
         (["inspect", base, HOSTILE], 2),
         ([f"--{FOLDER}"], 2),
     ):
-        found = [one for one in hidden(run(*arguments, code=code).output) if one != "forged"]
-        assert found == [], arguments
+        characters = [character for character in hidden(run(*arguments, code=code).output) if character != "forged"]
+        assert characters == [], arguments
 
 
 def test_progress_shows_notes(monkeypatch, capfd):
@@ -152,13 +152,13 @@ def test_progress_shows_notes(monkeypatch, capfd):
 
 def test_half_a_character_of_a_record_is_refused_and_that_of_a_folder_is_shown(spoiled, tmp_path):
     # Python takes a byte that is no UTF-8 for half a character
-    own = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
-    shown = run("inspect", own).output
+    folder = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
+    shown = run("inspect", folder).output
     assert "⟨U+DCED⟩" in shown and hidden(shown) == []
-    content = json.loads((own / "surgery.json").read_text())
-    (own / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
+    content = json.loads((folder / "surgery.json").read_text())
+    (folder / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
     for verb in (["inspect"], ["verify", "--files-only"], ["report", "--files-only"]):
-        shown = run(*verb, own, code=1).output
+        shown = run(*verb, folder, code=1).output
         assert "it holds half a character, '\\ud800', expected Unicode text" in shown
         assert hidden(shown) == [] and len(shown.splitlines()) == 1
 
@@ -187,4 +187,4 @@ def test_figures_show_it(tmp_path):
     save_figure(figure, tmp_path / "figure.png")
     assert hidden(axes.get_title().replace("\nforged", "")) == []
     svg = base64.b64decode(image_of(figure).partition(",")[2]).decode()
-    assert "⟨U+202E⟩" in svg and [one for one in hidden(svg) if one != "forged"] == []
+    assert "⟨U+202E⟩" in svg and [character for character in hidden(svg) if character != "forged"] == []

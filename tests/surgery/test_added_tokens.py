@@ -34,8 +34,8 @@ def test_untrained_tokens_are_named(tmp_path: Path) -> None:
     base = resized(tmp_path / "base", *(f"Wort{number}" for number in range(7)))
     done = CliRunner().invoke(main, ["expand", str(base), "--layers", "3", "-o", str(tmp_path / "wide")])
     assert done.exit_code == 0
-    said = " ".join(done.output.split())
-    assert "warning: the tokenizer has 7 added tokens that nobody trained, such as 'Wort0', 'Wort1', 'Wort2'. " in said
+    text = " ".join(done.output.split())
+    assert "warning: the tokenizer has 7 added tokens that nobody trained, such as 'Wort0', 'Wort1', 'Wort2'. " in text
 
 
 @pytest.mark.parametrize(

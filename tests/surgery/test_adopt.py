@@ -95,15 +95,15 @@ def save(model: Any, path: Path, **options: Any) -> Path:
 def save_flat(model: Any, path: Path, name: Callable[[str], str] = str, dtype: torch.dtype | None = None) -> Path:
     """Save names and tensors as they are in memory, tied ones twice, and no config.json: as FSDP and DeepSpeed do."""
     path.mkdir()
-    tensors = {name(own): value.to(dtype or value.dtype).clone() for own, value in model.state_dict().items()}
+    tensors = {name(key): value.to(dtype or value.dtype).clone() for key, value in model.state_dict().items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(IDS).logits
-    return found
+    output_logits: torch.Tensor = model(IDS).logits
+    return output_logits
 
 
 def refusal(*arguments: Any, **options: Any) -> str:
@@ -122,14 +122,14 @@ def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]
     save_file(tensors | {name: edit(tensors[name])}, file, metadata={"format": "pt"})
 
 
-def added(own: torch.Tensor) -> torch.Tensor:
+def added(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with another first value."""
-    own.view(-1)[0] += 64
-    return own
+    tensor.view(-1)[0] += 64
+    return tensor
 
 
-def without(found: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: digest for name, digest in found.items() if name not in names}
+def without(hashes: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: digest for name, digest in hashes.items() if name not in names}
 
 
 def shown(done: Adopted) -> str:
@@ -152,16 +152,16 @@ def check_adopted(
     assert torch.equal(logits(adopted), logits(model)) and not done.other_settings
     assert not torch.equal(logits(adopted), logits(reader(wide))), "the negative control"
     if base is not None:
-        again = adopt(saved, None, out.with_name(f"{out.name}_again"), base)
-        assert without(digests(again.path), "surgery.json") == without(digests(out), "surgery.json")
-        assert read_manifest(again.path).expansions.keys() == read_manifest(out).expansions.keys()
-        assert not again.other_settings
+        repeated = adopt(saved, None, out.with_name(f"{out.name}_again"), base)
+        assert without(digests(repeated.path), "surgery.json") == without(digests(out), "surgery.json")
+        assert read_manifest(repeated.path).expansions.keys() == read_manifest(out).expansions.keys()
+        assert not repeated.other_settings
     return done
 
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    mostly([(family, place % 2 == 0) for place, family in enumerate(FAMILIES)], lambda own: own[0] in FEW),
+    mostly([(family, place % 2 == 0) for place, family in enumerate(FAMILIES)], lambda case: case[0] in FEW),
 )
 def test_blocks_are_those_that_were_saved_and_all_else_is_the_expanded_folder(
     pair_of: Callable[..., Pair], tmp_path: Path, family: str, tied: bool
@@ -174,9 +174,9 @@ def test_blocks_are_those_that_were_saved_and_all_else_is_the_expanded_folder(
     done = check_adopted(saved, pair.path, model, tmp_path / "out", pair.base_path if family == "gpt2" else None)
     assert (digests(saved), digests(pair.path)) == before
     assert without(digests(done.path), EXPANSION, "surgery.json") == without(before[1], EXPANSION, "surgery.json")
-    adopted, own = open_checkpoint(done.path), dict(model.named_parameters())
+    adopted, parameters = open_checkpoint(done.path), dict(model.named_parameters())
     for name, place in reading_of(model).places(new_of(pair)).items():
-        assert torch.equal(read_tensor(adopted, name), own[place.name])
+        assert torch.equal(read_tensor(adopted, name), parameters[place.name])
     assert (done.base_tensors, done.trained_tensors) == (len(read_manifest(pair.path).base_tensors), len(new_of(pair)))
     assert done.base_name == pair.base_path.name and not done.widened and not done.rounded
     assert verify(done.path, probes=None).state == "trained"
@@ -192,7 +192,7 @@ def test_blocks_are_those_that_were_saved_and_all_else_is_the_expanded_folder(
             Request("1-2", dtype="float32"),
             Request("1", variant="adapt", up_width=0),
         ),
-        lambda own: own.method in ("depth", "grow") and own.copies != 3,
+        lambda request: request.method in ("depth", "grow") and request.copies != 3,
     ),
 )
 def test_every_method(base_of: Callable[..., Path], tmp_path: Path, request_: Request) -> None:
@@ -228,8 +228,8 @@ def test_names_in_memory_of_other_kinds_of_model(tmp_path: Path, kind: str) -> N
 
 def test_a_model_of_several_expansions(base_of: Callable[..., Path], tmp_path: Path) -> None:
     base = base_of("llama")
-    one = expand(base, Request("last:2", variant="adapt", name="law"), tmp_path / "one").path
-    wide = expand(one, Request("0", method="grow", name="chess"), tmp_path / "wide").path
+    law_path = expand(base, Request("last:2", variant="adapt", name="law"), tmp_path / "one").path
+    wide = expand(law_path, Request("0", method="grow", name="chess"), tmp_path / "wide").path
     model = move(load(wide))
     saved = save(model, tmp_path / "saved")
     done = check_adopted(saved, wide, model, tmp_path / "out", base)
@@ -246,13 +246,13 @@ def test_a_model_of_several_expansions(base_of: Callable[..., Path], tmp_path: P
             if ".law." in name:
                 parameter.add_(0.1)
     further = adopt(save(adopted, tmp_path / "further"), done.path, tmp_path / "more").path
-    assert {name: len(own.training) for name, own in read_manifest(further).expansions.items()} == {
+    assert {name: len(expansion.training) for name, expansion in read_manifest(further).expansions.items()} == {
         "law": 2,
         "chess": 1,
     }
     # another expansion under the same name is another one
-    other = expand(one, Request("1", method="grow", name="chess"), tmp_path / "other").path
-    message = refusal(saved, other, tmp_path / "no")
+    other_path = expand(law_path, Request("1", method="grow", name="chess"), tmp_path / "other").path
+    message = refusal(saved, other_path, tmp_path / "no")
     assert "config.json: scale_surgery.expansions[1].expanded_layers is another." in message
     assert "expansions[0]" not in message
 
@@ -305,11 +305,11 @@ def test_what_a_run_left_is_known_by_its_sums(pair: Pair, trained: Path, tmp_pat
         assert verify(folder, probes=None, record=False).passed
         file = folder / EXPANSION.replace("default", name)
         file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
-        found = verify(folder, probes=None, record=False)
-        problems = [line for line in found.problems if f"expansions.{name}." in line]
-        assert found.passed == (folder == beside) == (not problems), "what no run has ended on is not known"
-        said = r"model\.\S+: sha256 \w{16}\.\.\., expected \w{16}\.\.\. from surgery\.json\."
-        assert all(re.fullmatch(said, line) for line in problems) and len(problems) < 2
+        verification = verify(folder, probes=None, record=False)
+        problems = [line for line in verification.problems if f"expansions.{name}." in line]
+        assert verification.passed == (folder == beside) == (not problems), "what no run has ended on is not known"
+        pattern = r"model\.\S+: sha256 \w{16}\.\.\., expected \w{16}\.\.\. from surgery\.json\."
+        assert all(re.fullmatch(pattern, line) for line in problems) and len(problems) < 2
 
 
 class Bomb:
@@ -354,8 +354,8 @@ def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
     # what follows takes it as any trained model
     verified = verify(done.path, SHIPPED_MODEL, probes=Probes(max_new_tokens=2))
     assert verified.passed and verified.state == "trained"
-    found = report(done.path, files_only=True)
-    assert found.state == "trained" and [entry["step"] for entry in found.log if "loss" in entry] == [1, 2]
+    run_report = report(done.path, files_only=True)
+    assert run_report.state == "trained" and [entry["step"] for entry in run_report.log if "loss" in entry] == [1, 2]
     card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
     assert re.search(r"\| 1 \| 2 \| [\d,]+ \| – \| 20", card) and "Another trainer made run 1, adopted on" in card
     assert "Only new tensors were trained, none of the base. " in card and "could not be compared" not in card
@@ -383,15 +383,15 @@ def test_one_changed_value_of_the_base_ends_it(pair: Pair, saved: Path, tmp_path
 
 
 def test_another_expansion_is_named_tensor_by_tensor(pair: Pair, trained: Path, tmp_path: Path) -> None:
-    other = expand(pair.base_path, Request("1", variant="adapt"), tmp_path / "other").path
-    message = refusal(trained, other, tmp_path / "out").splitlines()
-    assert message[0] == f"{trained}: was saved from another expansion than {other}."
+    other_path = expand(pair.base_path, Request("1", variant="adapt"), tmp_path / "other").path
+    message = refusal(trained, other_path, tmp_path / "out").splitlines()
+    assert message[0] == f"{trained}: was saved from another expansion than {other_path}."
     assert "config.json: scale_surgery.expansions[0].expanded_layers is another." in message
-    assert message[-1] == f"Give the expanded model that was trained: --expanded EXPANDED, not {other}."
+    assert message[-1] == f"Give the expanded model that was trained: --expanded EXPANDED, not {other_path}."
     # where nothing names the expansion, its tensors tell
     flat = save_flat(pair.load(), tmp_path / "flat")
-    message = refusal(flat, other, tmp_path / "out").splitlines()
-    assert message[0] == f"{flat}: 88 tensors do not fit {other}."
+    message = refusal(flat, other_path, tmp_path / "out").splitlines()
+    assert message[0] == f"{flat}: 88 tensors do not fit {other_path}."
     assert re.fullmatch(r"model\.\S+: was not saved\.", message[1])
     assert "... and 76 more." in message
     # the same shapes, begun otherwise
@@ -412,9 +412,9 @@ def test_float32_beside_a_base_in_half_precision(pair: Pair, tmp_path: Path) -> 
     done = adopt(saved, pair.path, tmp_path / "out")
     assert done.widened == {"F32 for BF16": 50} and done.rounded == {"F32 to BF16": len(new_of(pair))}
     assert "saved in another dtype: 50 F32 for BF16" in shown(done) and "once, as train does" in shown(done)
-    adopted, own = open_checkpoint(done.path), dict(model.named_parameters())
+    adopted, parameters = open_checkpoint(done.path), dict(model.named_parameters())
     for name in new_of(pair):
-        assert torch.equal(read_tensor(adopted, name), own[name].to(torch.bfloat16))
+        assert torch.equal(read_tensor(adopted, name), parameters[name].to(torch.bfloat16))
     # a change that casting back would hide
     change(saved, "model.norm.weight", lambda value: value * (1 + 1e-6))
     assert "model.norm.weight: 40 of 40 values differ, by up to" in refusal(saved, pair.path, tmp_path / "other")
@@ -433,14 +433,14 @@ def test_numbers_that_are_none_of_a_training(pair: Pair, saved: Path, tmp_path: 
     """Numbers of other kinds are not what trained, whatever made them, and are not rounded to it."""
     kept = read_tensor(open_checkpoint(saved), name)
     for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
-        change(saved, name, lambda own, dtype=dtype: kept.to(dtype))
+        change(saved, name, lambda tensor, dtype=dtype: kept.to(dtype))
         message = refusal(saved, pair.path, tmp_path / "out").splitlines()
         assert message[0] == f"{saved}: 1 tensor does not fit {pair.path}."
         assert re.fullmatch(rf"{name}: dtype \w+, expected BF16\.", message[1])
         assert message[-1].startswith("Numbers of such dtypes were made of the trained ones")
     if name == NEW:
         for value in (float("nan"), float("inf")):
-            change(saved, name, lambda own, value=value: torch.full_like(kept, value))
+            change(saved, name, lambda tensor, value=value: torch.full_like(kept, value))
             assert refusal(saved, pair.path, tmp_path / "out") == (
                 f"{NEW}: holds numbers that are not finite, so this training diverged. Adopt an earlier checkpoint of "
                 "it, or train again with a lower learning rate."
@@ -450,7 +450,7 @@ def test_numbers_that_are_none_of_a_training(pair: Pair, saved: Path, tmp_path: 
 def test_what_the_dtype_of_the_plan_cannot_hold(base_of: Callable[..., Path], tmp_path: Path) -> None:
     wide = expand(base_of("llama", "float16"), Request("1-2"), tmp_path / "wide").path
     saved = save_flat(load(wide), tmp_path / "saved", dtype=torch.float32)
-    change(saved, NEW, lambda own: torch.full_like(own, 1e6))
+    change(saved, NEW, lambda tensor: torch.full_like(tensor, 1e6))
     assert f"{NEW}: holds values up to 1e+06, expected such as F16 has" in refusal(saved, wide, tmp_path / "out")
 
 
@@ -486,14 +486,14 @@ def test_a_head_that_transformers_renames(pair_of: Callable[..., Pair], tmp_path
     """Old files of GPT-NeoX call it embed_out, and what is saved of them may call it lm_head."""
     base = Path(shutil.copytree(pair_of("gpt_neox", "adapt").base_path, tmp_path / "base"))
     file = base / "model.safetensors"
-    tensors = {name.replace("lm_head", "embed_out"): own for name, own in load_file(file).items()}
+    tensors = {name.replace("lm_head", "embed_out"): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
     wide = expand(base, ADAPT, tmp_path / "wide").path
     assert "embed_out.weight" in read_manifest(wide).base_tensors
     model = move(load(wide))
     for name, saved in (
         ("memory", save_flat(model, tmp_path / "flat")),
-        ("old", save_flat(model, tmp_path / "old", lambda own: own.replace("lm_head", "embed_out"))),
+        ("old", save_flat(model, tmp_path / "old", lambda key: key.replace("lm_head", "embed_out"))),
         ("pretrained", save(model, tmp_path / "pretrained")),
     ):
         done = adopt(saved, wide, tmp_path / f"out_{name}")
@@ -505,8 +505,8 @@ def test_a_head_that_transformers_renames(pair_of: Callable[..., Pair], tmp_path
 
 def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: Path) -> None:
     config = read_json(saved / "config.json")
-    other = {"attention_dropout": 0.5, "rms_norm_eps": 0.25, "eos_token_id": 5, "use_cache": False}
-    write_json(saved / "config.json", {**config, **other})
+    changes = {"attention_dropout": 0.5, "rms_norm_eps": 0.25, "eos_token_id": 5, "use_cache": False}
+    write_json(saved / "config.json", {**config, **changes})
     # the tokenizer stays the base's, so a model that learned by a template would be asked without it
     write_json(saved / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
     done = adopt(saved, pair.path, tmp_path / "out")
@@ -546,7 +546,7 @@ def test_new_tensors_alone(pair: Pair, tmp_path: Path) -> None:
     """What leaves frozen tensors out, as DeepSpeed's exclude_frozen_parameters: there is nothing to compare."""
     model, saved = move(pair.load()), tmp_path / "saved"
     saved.mkdir()
-    new = {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
+    new = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
     save_file(new, saved / "model.safetensors", metadata={"format": "pt"})
     done = adopt(saved, pair.path, tmp_path / "out")
     assert torch.equal(logits(load(done.path)), logits(model))
@@ -577,22 +577,22 @@ def test_nothing_says_where_it_is_from(pair: Pair, saved: Path, tmp_path: Path) 
     (added,) = config["scale_surgery"]["expansions"]
     no_base = f"{saved}: is a base model, expected what a trainer saved of an expanded model."
 
-    def said(origin: object, given: Path | None = base) -> str:
+    def refusal(origin: object, given: Path | None = base) -> str:
         write_json(saved / "config.json", config | {"scale_surgery": config["scale_surgery"] | {"expansions": origin}})
         return refusal(saved, None, out, given)
 
-    assert said([added], None) == (
+    assert refusal([added], None) == (
         f"{saved}: was made from a folder called {base.name}, which cannot be looked up. Give the expanded model that "
         "was trained, --expanded EXPANDED, or that folder, --base MODEL."
     )
     assert refusal(saved, pair.path, out, base) == (
         "--base with --expanded: an expanded model holds its base. Leave out one of the two."
     )
-    place, message = "scale_surgery.expansions[0].origin", said([added | {"origin": {"a": 1}}])
+    place, message = "scale_surgery.expansions[0].origin", refusal([added | {"origin": {"a": 1}}])
     assert f"{place}.base_name is missing; " in message and f"; {place}.a is unknown)" in message
-    assert said([]).startswith(no_base)
+    assert refusal([]).startswith(no_base)
     nowhere = [{key: value for key, value in added.items() if key != "origin"}]
-    assert said(nowhere).startswith(f"{saved}: its config.json does not say how it was expanded.")
+    assert refusal(nowhere).startswith(f"{saved}: its config.json does not say how it was expanded.")
     assert adopt(saved, pair.path, tmp_path / "other").trained_tensors == len(new_of(pair))
     (saved / "config.json").unlink()
     assert f"{saved}: has no config.json" in refusal(saved, None, out, base)
@@ -643,13 +643,13 @@ def test_a_listing_of_shares_is_a_pickle_that_is_not_opened(pair: Pair, tmp_path
     (saved := tmp_path / "saved").mkdir()
     (saved / "__0_0.distcp").write_text("")
     (saved / ".metadata").write_bytes(pickle.dumps([Bomb(tmp_path / "went_off"), "optim.state.model.norm.weight"]))
-    said = refusal(saved, pair.path, tmp_path / "out")
+    message = refusal(saved, pair.path, tmp_path / "out")
     assert not (tmp_path / "went_off").exists()
     assert pickle.loads((saved / ".metadata").read_bytes()) and (tmp_path / "went_off").exists(), "the control"
-    assert f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {saved} whole.pt; then: " in said
+    assert f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {saved} whole.pt; then: " in message
     (saved / ".metadata").write_bytes(pickle.dumps("model.norm.weight"))
-    said = refusal(saved, pair.path, tmp_path / "out")
-    assert f"Put them together: accelerate merge-weights {saved} WHOLE; then: " in said
+    message = refusal(saved, pair.path, tmp_path / "out")
+    assert f"Put them together: accelerate merge-weights {saved} WHOLE; then: " in message
 
 
 def test_an_interrupted_run_continues(pair: Pair, trained: Path, tmp_path: Path) -> None:
@@ -663,8 +663,8 @@ def test_an_interrupted_run_continues(pair: Pair, trained: Path, tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         adopt(trained, None, tmp_path / "out", pair.base_path, track=interrupted)
     assert not (tmp_path / "out").exists()
-    again, undisturbed = (adopt(trained, None, tmp_path / name, pair.base_path).path for name in ("out", "other"))
-    assert without(digests(again), "surgery.json") == without(digests(undisturbed), "surgery.json")
+    resumed, undisturbed = (adopt(trained, None, tmp_path / name, pair.base_path).path for name in ("out", "other"))
+    assert without(digests(resumed), "surgery.json") == without(digests(undisturbed), "surgery.json")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out"]
 
 
@@ -687,8 +687,8 @@ def test_the_command(pair: Pair, trained: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0 and "50 compared by sha256, all equal" in result.output
     assert not (pair.path / shard).samefile(tmp_path / "out" / shard)
     assert CliRunner().invoke(main, words).exit_code == 1
-    again = CliRunner().invoke(main, [*words, "--overwrite", "--json", "--base-weights", "link"])
-    assert json.loads(again.stdout)["base_tensors"] == 50
+    repeated = CliRunner().invoke(main, [*words, "--overwrite", "--json", "--base-weights", "link"])
+    assert json.loads(repeated.stdout)["base_tensors"] == 50
     assert (pair.path / shard).samefile(tmp_path / "out" / shard)
 
 

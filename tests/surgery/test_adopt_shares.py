@@ -56,12 +56,12 @@ def test_what_is_typed_makes_an_expanded_folder_of_it(kind: str, tied: bool, tmp
         first += " --exclude_frozen_parameters"
     for line in (first, *others):
         typed(line, tmp_path)
-    expected, found = load_file(tmp_path / "trained.safetensors"), trained(tmp_path / "OUT")
-    assert expected.keys() == found.keys() and found
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    expected, tensors = load_file(tmp_path / "trained.safetensors"), trained(tmp_path / "OUT")
+    assert expected.keys() == tensors.keys() and tensors
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     if kind.startswith("torch"):
         consolidated = trained(adopt(tmp_path / "consolidated", wide, tmp_path / "out").path)
         assert all(torch.equal(consolidated[name], tensor) for name, tensor in expected.items())
-    assert largest_difference(trained(wide), found) > 1e-3, "the control"
+    assert largest_difference(trained(wide), tensors) > 1e-3, "the control"
     assert verify(tmp_path / "OUT", probes=None).passed
     assert open_checkpoint(tmp_path / "OUT").tensors.keys() == open_checkpoint(wide).tensors.keys()

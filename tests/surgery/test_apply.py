@@ -87,11 +87,11 @@ def test_what_train_and_route_export_wrote_comes_back(tmp_path):
     routed = route_export(trained, tmp_path / "routed").path
     for folder in (expanded, trained, routed):
         extracted = extract(folder, tmp_path / f"{folder.name}-extract").path
-        again = apply(extracted, tmp_path / f"{folder.name}-again", SHIPPED_MODEL)
-        assert digests(again.path) == digests(folder)
-        assert (again.other_files, again.differing, again.base_name) == ((), (), SHIPPED_MODEL.name)
-    assert "training/log.jsonl" in digests(again.path) and digests(SHIPPED_MODEL) == before
-    assert digests(unroute(again.path, tmp_path / "unrouted").path) == digests(trained)
+        applied = apply(extracted, tmp_path / f"{folder.name}-again", SHIPPED_MODEL)
+        assert digests(applied.path) == digests(folder)
+        assert (applied.other_files, applied.differing, applied.base_name) == ((), (), SHIPPED_MODEL.name)
+    assert "training/log.jsonl" in digests(applied.path) and digests(SHIPPED_MODEL) == before
+    assert digests(unroute(applied.path, tmp_path / "unrouted").path) == digests(trained)
 
 
 @pytest.mark.parametrize("how", ("copy", "link"))
@@ -115,10 +115,10 @@ def test_the_same_tensors_in_other_files(pair_of, tmp_path):
     done = apply(extract(routed, tmp_path / "extract").path, tmp_path / "again", base)
     assert done.differing == () and {"README.md", "config.json", "model.safetensors"} <= set(done.other_files)
     assert verify(done.path, probes=Probes(max_new_tokens=0)).passed
-    plain, ids, again = unroute(done.path, tmp_path / "unrouted").path, random_ids(2, 9), load(done.path)
-    assert verify(plain, probes=None).passed and again.config.pad_token_id == 5
-    for one, other in ((again, load(routed)), (load(plain), load(pair.path))):
-        assert torch.equal(one(ids).logits, other(ids).logits)
+    plain, ids, model = unroute(done.path, tmp_path / "unrouted").path, random_ids(2, 9), load(done.path)
+    assert verify(plain, probes=None).passed and model.config.pad_token_id == 5
+    for first, second in ((model, load(routed)), (load(plain), load(pair.path))):
+        assert torch.equal(first(ids).logits, second(ids).logits)
     assert digests(strip(done.path, tmp_path / "stripped").path) == before
 
 
@@ -132,9 +132,9 @@ def test_a_pinned_tokenizer_is_pinned_again(tmp_path):
     rewrite(pinned, lambda config: config.update(clean_up_tokenization_spaces=True))
     before = digests(base)
     done = apply(extract(expansion.path, tmp_path / "extract").path, tmp_path / "again", base)
-    found = read_json(done.path / "tokenizer_config.json")
-    assert found["tokenizer_class"] == read_json(expansion.path / "tokenizer_config.json")["tokenizer_class"]
-    assert found["clean_up_tokenization_spaces"] is True
+    tokenizer_config = read_json(done.path / "tokenizer_config.json")
+    assert tokenizer_config["tokenizer_class"] == read_json(expansion.path / "tokenizer_config.json")["tokenizer_class"]
+    assert tokenizer_config["clean_up_tokenization_spaces"] is True
     assert digests(strip(done.path, tmp_path / "stripped").path) == before
 
 
@@ -176,8 +176,8 @@ def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of
         assert promise.evidence.startswith(f"put by --force on a base of which 2 tensors are not those of {name}; ")
     assert digests(strip(done.path, tmp_path / "stripped").path) == before
     # and it can be extracted and applied again, on that base
-    again = apply(extract(done.path, tmp_path / "second").path, tmp_path / "again", other_base)
-    assert (again.differing, digests(again.path)) == ((), digests(done.path))
+    repeated = apply(extract(done.path, tmp_path / "second").path, tmp_path / "again", other_base)
+    assert (repeated.differing, digests(repeated.path)) == ((), digests(done.path))
     # the negative control: on its own base, forced or not, all promises are claimed
     done = apply(extracted, tmp_path / "own", GivenBase(pair_of("llama").base_path, force=True))
     assert read_manifest(done.path).forced_base is None
@@ -201,8 +201,8 @@ def test_blocks_stay_what_they_are_on_a_base_that_was_cast(extracted, base_of, t
     assert {tensor.dtype for tensor in manifest.plan.tensors} == {"F32"}
     assert all(stored.tensors[tensor.name].dtype == tensor.dtype for tensor in manifest.plan.tensors)
     assert verify(forced).passed
-    again = apply(extract(forced, tmp_path / "second").path, tmp_path / "again", cast).path
-    assert digests(again) == digests(forced)
+    repeated = apply(extract(forced, tmp_path / "second").path, tmp_path / "again", cast).path
+    assert digests(repeated) == digests(forced)
     assert digests(strip(forced, tmp_path / "stripped").path) == digests(cast)
 
 
@@ -215,15 +215,17 @@ def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
         ("other", {"rms_norm_eps": 1e-3}, "config.json: epsilon is 0.001, expected 1e-0"),
     ):
         base = save_tiny(tmp_path / name, "llama", **changes)
-        said = "\n".join(refused(extracted, GivenBase(base, force=True), out))
-        assert said.startswith(f"{base}: does not fit, this expansion was made on {base_of('llama').name}.")
-        assert message in said
+        text = "\n".join(refused(extracted, GivenBase(base, force=True), out))
+        assert text.startswith(f"{base}: does not fit, this expansion was made on {base_of('llama').name}.")
+        assert message in text
     assert "config.json: model_type is 'gpt2', expected 'llama'." in "\n".join(
         refused(extracted, GivenBase(base_of("gpt2"), force=True), out)
     )
     mixed = Path(shutil.copytree(base_of("llama"), tmp_path / "mixed"))
     (shard,) = mixed.glob("*.safetensors")
-    write_tensors(shard, {name: own.bfloat16() if "mlp" in name else own for name, own in load_file(shard).items()})
+    write_tensors(
+        shard, {name: tensor.bfloat16() if "mlp" in name else tensor for name, tensor in load_file(shard).items()}
+    )
     extract(expand(mixed, Request("1", variant="adapt"), tmp_path / "expanded").path, tmp_path / "of-mixed")
     lines = refused(tmp_path / "of-mixed", GivenBase(base_of("llama", "bfloat16"), force=True), out)
     assert "are of several (BF16, F32), " in lines[-1] and lines[-1].endswith(" Cast this one.")

@@ -56,10 +56,10 @@ def formula(weight: Tensor, r: int) -> Tensor:
     return rows * (weight.double().norm(dim=1).mean() / rows.norm(dim=1).mean())
 
 
-def assert_same_rows(found: Tensor, wanted: Tensor) -> None:
+def assert_same_rows(rows: Tensor, wanted: Tensor) -> None:
     """Rows are those of the formula but for their signs, which are free."""
-    signs = (found.double() * wanted).sum(1, keepdim=True).sign()
-    torch.testing.assert_close(found.double(), wanted * signs, rtol=1e-4, atol=1e-5)
+    signs = (rows.double() * wanted).sum(1, keepdim=True).sign()
+    torch.testing.assert_close(rows.double(), wanted * signs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", (*SHAPES, (400, 160), (160, 400)), ids=lambda shape: "x".join(map(str, shape)))
@@ -68,16 +68,16 @@ def test_w21_is_the_formula(shape, method):
     """Of the two largest, "fast" finds the range; of smaller ones it decomposes all."""
     weight, r = matrix(*shape), 6
     assert (2 * (r + blocks.OVERSAMPLING) <= min(shape)) == (max(shape) == 400)
-    found = svd_w21(weight, r, method, generator())
-    assert_same_rows(found, formula(weight, r))
-    assert (found.gather(1, found.abs().argmax(dim=1, keepdim=True)) > 0).all(), "ours make the largest entry positive"
-    norms = found.norm(dim=1)
+    w21 = svd_w21(weight, r, method, generator())
+    assert_same_rows(w21, formula(weight, r))
+    assert (w21.gather(1, w21.abs().argmax(dim=1, keepdim=True)) > 0).all(), "ours make the largest entry positive"
+    norms = w21.norm(dim=1)
     assert (norms[:-1] >= norms[1:]).all(), "by descending singular value"
     # the leading right singular vectors; negative control: not the minor ones, nor the leading ones of another rank
     right = torch.linalg.svd(weight.double()).Vh
-    assert (row_space(found) - row_space(right[:r])).abs().max() < PROJECTOR_TOLERANCE
-    assert (row_space(found) - row_space(right[-r:])).abs().max() > 0.1
-    assert (row_space(found) - row_space(right[: r + 1])).abs().max() > 0.01
+    assert (row_space(w21) - row_space(right[:r])).abs().max() < PROJECTOR_TOLERANCE
+    assert (row_space(w21) - row_space(right[-r:])).abs().max() > 0.1
+    assert (row_space(w21) - row_space(right[: r + 1])).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_equal_inputs_give_equal_bits(method, shape, dtype):
     first, flipped = (svd_w21(sign * weight, 8, method, seeded_generator(3, "a")) for sign in (1, -1))
     torch.testing.assert_close(flipped, first, rtol=0, atol=1e-5)
     # negative control: the seed is what makes the bits of "fast", not the matrix alone
-    other = svd_w21(weight, 8, method, seeded_generator(4, "a"))
-    assert torch.equal(first, other) == (method == "exact")
+    reseeded = svd_w21(weight, 8, method, seeded_generator(4, "a"))
+    assert torch.equal(first, reseeded) == (method == "exact")
 
 
 def test_generators_differ_by_name_and_seed_and_by_nothing_else():
@@ -180,9 +180,9 @@ def test_fast_finds_nearly_all_that_exact_finds(kind, share, dtype):
     make, missed = SPECTRA[kind]
     weight = make().to(dtype)
     r = min(weight.shape) // share
-    best, found = (energy(weight, svd_w21(weight, r, method, generator())) for method in ("exact", "fast"))
+    best, fast_energy = (energy(weight, svd_w21(weight, r, method, generator())) for method in ("exact", "fast"))
     # where half of the directions are wanted, the exact ones are found
-    assert best * (1 - (missed if share == 8 else 1e-6)) <= found <= best * (1 + 1e-6)
+    assert best * (1 - (missed if share == 8 else 1e-6)) <= fast_energy <= best * (1 + 1e-6)
     # negative control: directions by chance hold less
     assert energy(weight, torch.randn(r, weight.shape[1], generator=generator())) < 0.8 * best
 
@@ -199,10 +199,10 @@ def test_the_gram_matrix_is_that_of_the_dense_product(monkeypatch, shape, dtype,
     monkeypatch.setattr(blocks, "CHUNK_ELEMENTS", 100_000)
     for columns in (7, blocks.GRAM_COLUMNS):
         monkeypatch.setattr(blocks, "GRAM_COLUMNS", columns)
-        found = blocks.gram(weight, method)
-        error = (found - wanted).abs().max() / wanted.abs().max()
+        product = blocks.gram(weight, method)
+        error = (product - wanted).abs().max() / wanted.abs().max()
         assert error < (rounding if method == "fast" else 1e-14)
-        assert torch.equal(found.triu(columns), found.tril(-columns).T), "what is below is a copy of what is above"
+        assert torch.equal(product.triu(columns), product.tril(-columns).T), "what is below is a copy of what is above"
     # negative control: what bfloat16 rounds, the weights of other dtypes and all sums, is far off
     rounded = long.bfloat16().T @ long.bfloat16()
     assert (rounded - wanted).abs().max() / wanted.abs().max() > 1e-4
@@ -219,8 +219,8 @@ def test_the_precision_of_products_is_as_before():
         assert products.fp32_precision == "bf16"
         raise ZeroDivisionError
     assert products.fp32_precision == before
-    for other in (torch.float16, torch.float32, torch.float64):
-        with blocks._bfloat16_products(other):
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        with blocks._bfloat16_products(dtype):
             assert products.fp32_precision == before
 
 
@@ -280,13 +280,13 @@ GROUPED = Linear("attention.query_key_value", ("q", "k", "v"), 40, (80, 20, 20),
 
 def rows_by_hand(groups: int) -> list[list[int]]:
     """Rows of q, k and v where each key/value head of size 10 stands behind its four query heads."""
-    found: list[list[int]] = [[], [], []]
+    rows: list[list[int]] = [[], [], []]
     row = 0
     for _ in range(groups):
         for role, heads in enumerate((4, 1, 1)):
-            found[role] += range(row, row + heads * 10)
+            rows[role] += range(row, row + heads * 10)
             row += heads * 10
-    return found
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -301,10 +301,10 @@ def rows_by_hand(groups: int) -> list[list[int]]:
     ids=("gpt_neox", "phi3", "llama", "one group", "two groups", "three groups"),
 )
 def test_fused_projections_are_taken_apart_and_put_together(linear, size, wanted):
-    rows = [len(own) for own in wanted]
+    rows = [len(indices) for indices in wanted]
     weight = torch.arange(sum(rows) * 5).view(-1, 5)
     parts = split_roles(weight, linear, size, rows)
-    assert all(torch.equal(part, weight[own]) for part, own in zip(parts, wanted, strict=True))
+    assert all(torch.equal(part, weight[indices]) for part, indices in zip(parts, wanted, strict=True))
     assert torch.equal(join_roles(parts, linear, size), weight)
 
 
@@ -318,7 +318,7 @@ def test_each_role_is_decomposed_by_itself(base_of, name, fused):
     tensor = next(t for t in made.tensors if t.name.endswith(tensor_name(fused, "default", "w21")))
     block, weight = Initialiser(made, checkpoint).make(tensor), read_tensor(checkpoint, tensor.source)
     weight = weight.T if name == "gpt2" else weight
-    linear = next(own for own in made.architecture.kinds[0].blocks[0].linears if own.name == fused)
+    linear = next(linear for linear in made.architecture.kinds[0].blocks[0].linears if linear.name == fused)
     size, new = made.sizes.head_size, made.widths.up_kv_heads
     added = split_roles(block, linear, size, [new * made.sizes.queries_per_key_value * size, new * size, new * size])
     for part, up in zip(split_roles(weight, linear, size), added, strict=True):
@@ -337,9 +337,11 @@ def test_grouped_heads_are_decomposed_by_role(base_of, groups):
     block = replace(kind.blocks[0], linears=(GROUPED, kind.blocks[0].linears[1]), **facts)
     architecture = replace(made.architecture, kinds=(replace(kind, blocks=(block, *kind.blocks[1:])),))
     grouped = replace(made, facts=replace(made.facts, architecture=architecture), widths=Widths(40, groups, 8))
-    tensor = next(own for own in made.tensors if own.name.endswith(tensor_name("query_key_value", "default", "w21")))
-    found = Initialiser(grouped, checkpoint).make(replace(tensor, shape=(groups * 60, 40)))
+    tensor = next(
+        tensor for tensor in made.tensors if tensor.name.endswith(tensor_name("query_key_value", "default", "w21"))
+    )
+    w21 = Initialiser(grouped, checkpoint).make(replace(tensor, shape=(groups * 60, 40)))
     weight = read_tensor(checkpoint, tensor.source)
     for old, new in zip(rows_by_hand(2), rows_by_hand(groups), strict=True):
         wanted = formula(weight[old], len(new))
-        assert_same_rows(found[new[: len(wanted)]], wanted)
+        assert_same_rows(w21[new[: len(wanted)]], wanted)

@@ -57,25 +57,27 @@ def load_remote(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
 
 
-@pytest.mark.parametrize("loader", mostly([load, load_remote], lambda own: own is load))
+@pytest.mark.parametrize("loader", mostly([load, load_remote], lambda loader: loader is load))
 @torch.no_grad()
 def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any) -> None:
     """Each path bit for bit the model that apply writes, the mixture that of the expansions loaded one by one."""
     register()
-    found, known = loader(folder), llama.composed()
+    model, known = loader(folder), llama.composed()
     known.set_expansion(list(LLAMA), switch_rate=0.05)
-    assert found.expansions == list(LLAMA) and type(found).__name__ == "ScaleLlamaForCausalLM"
+    assert model.expansions == list(LLAMA) and type(model).__name__ == "ScaleLlamaForCausalLM"
     for prompt in PROMPTS:
-        assert torch.equal(found(**prompt).logits, known(**prompt).logits)
-        assert torch.equal(found.generate(**prompt, **GREEDY), known.generate(**prompt, **GREEDY))
+        assert torch.equal(model(**prompt).logits, known(**prompt).logits)
+        assert torch.equal(model.generate(**prompt, **GREEDY), known.generate(**prompt, **GREEDY))
         for name in (None, *LLAMA):
-            with found.use_expansion(name):
+            with model.use_expansion(name):
                 alone = llama.alone(name)
-                assert torch.equal(found(**prompt).logits, alone(**prompt).logits)
-                assert torch.equal(found.generate(**prompt, **GREEDY), alone.generate(**prompt, **GREEDY))
-    trained = {key for key, own in found.named_parameters() if own.requires_grad}
+                assert torch.equal(model(**prompt).logits, alone(**prompt).logits)
+                assert torch.equal(model.generate(**prompt, **GREEDY), alone.generate(**prompt, **GREEDY))
+    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(".expansions." in key for key in trained)
-    assert sum(own.numel() for own in found.parameters()) == sum(own.numel() for own in known.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(
+        parameter.numel() for parameter in known.parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any)
             ("gemma2", ("music", "late"), "float32"),
             ("gptj", ("medicine", "whole"), "float32"),
         ],
-        lambda own: own[0] == "gemma3_text",
+        lambda case: case[0] == "gemma3_text",
     ),
 )
 @torch.no_grad()
@@ -111,11 +113,12 @@ def test_models_that_see_images(tmp_path: Path, kind: str) -> None:
     base = images.write_base(config, torch.float32, tmp_path / "base")
     requests = {"law": REQUESTS["law"], "medicine": REQUESTS["medicine"]}
     folders = {
-        name: shake(expand(base, replace(own, name=name), tmp_path / name).path) for name, own in requests.items()
+        name: shake(expand(base, replace(request, name=name), tmp_path / name).path)
+        for name, request in requests.items()
     }
     extracts = {name: extract(folder, tmp_path / f"{name}.extract").path for name, folder in folders.items()}
     composed, prompt = compose(base, extracts, tmp_path / "composed").path, images.inputs(kind, config, torch.float32)
-    expected = [images.logits(images.load(own), **prompt) for own in (base, *folders.values())]
+    expected = [images.logits(images.load(folder), **prompt) for folder in (base, *folders.values())]
     assert all(map(torch.equal, images.load(composed).path_logits(**prompt), expected))
     assert not torch.equal(expected[0], expected[1]), "the negative control"
     assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(extracts["law"])
@@ -123,9 +126,9 @@ def test_models_that_see_images(tmp_path: Path, kind: str) -> None:
 
 def test_all_of_it_comes_back(llama: Made, folder: Path, tmp_path: Path) -> None:
     assert files_of(strip(folder, tmp_path / "base").path) == files_of(llama.base)
-    for name, own in llama.extracts.items():
+    for name, path in llama.extracts.items():
         out = extract(folder, tmp_path / name, name=name).path
-        assert files_of(out) == files_of(own)
+        assert files_of(out) == files_of(path)
         assert files_of(apply(out, tmp_path / f"{name}-whole", llama.base).path) == files_of(llama.folders[name])
 
 
@@ -138,8 +141,8 @@ def test_one_more_and_one_less(llama: Made, folder: Path, tmp_path: Path) -> Non
     less = compose(more, {}, tmp_path / "less", remove=LLAMA[2:], routing=mixed((0.5, 0.3, 0.2), 0.05)).path
     assert files_of(less) == files_of(first)
     # one name by itself is meant, and all can be taken out for others
-    one = compose(folder, {}, tmp_path / "one", remove="law")
-    assert one.removed == ("law",) and "law" not in one.expansions
+    composition = compose(folder, {}, tmp_path / "one", remove="law")
+    assert composition.removed == ("law",) and "law" not in composition.expansions
     law = {"law": llama.extracts["law"]}
     anew = compose(folder, law, tmp_path / "anew", remove=LLAMA, routing=mixed()).path
     assert files_of(anew) == files_of(compose(llama.base, law, tmp_path / "law", routing=mixed()).path)
@@ -155,9 +158,9 @@ def test_expansions_are_called_as_their_folders_are(llama: Made, tmp_path: Path)
     assert list(done.expansions) == ["qwen3_5_law", "_7qwen3_5_music", "chess"]
     assert load(done.path).expansions == list(done.expansions)
     # one by itself is meant, any iterable of them, and a list of weights as a tuple
-    one = compose(llama.base, folders[0], tmp_path / "one", routing=mixed([0.6, 0.4])).path  # type: ignore[arg-type]
-    given = (str(own) for own in folders[:1])
-    assert files_of(one) == files_of(compose(llama.base, given, tmp_path / "of-one", routing=mixed((0.6, 0.4))).path)
+    path = compose(llama.base, folders[0], tmp_path / "one", routing=mixed([0.6, 0.4])).path  # type: ignore[arg-type]
+    given = (str(folder) for folder in folders[:1])
+    assert files_of(path) == files_of(compose(llama.base, given, tmp_path / "of-one", routing=mixed((0.6, 0.4))).path)
     same = [Path(shutil.copytree(folders[0], tmp_path / name)) for name in ("my-law", "my_law")]
     with pytest.raises(PlanError, match=r"^names: my_law would be the name of several extracts, .* Give --names\.$"):
         compose(llama.base, same, tmp_path / "out")
@@ -170,9 +173,9 @@ def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp
     routed = route_export(llama.folders["law"], tmp_path / "routed").path
     taken = extract(routed, tmp_path / "law").path
     composed = compose(llama.base, [taken], tmp_path / "composed").path
-    found = load(composed)(**PROMPTS[0]).logits
-    assert torch.equal(found, llama.alone("law")(**PROMPTS[0]).logits)
-    assert not torch.equal(found, load(routed)(**PROMPTS[0]).logits), "the negative control"
+    logits = load(composed)(**PROMPTS[0]).logits
+    assert torch.equal(logits, llama.alone("law")(**PROMPTS[0]).logits)
+    assert not torch.equal(logits, load(routed)(**PROMPTS[0]).logits), "the negative control"
     assert files_of(extract(composed, tmp_path / "back", name="law").path) == files_of(llama.extracts["law"])
 
 
@@ -308,14 +311,14 @@ def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None
     def run(*words: object) -> Any:
         return CliRunner().invoke(main, ["compose", *map(str, words), "-q"])
 
-    two, first, other = [llama.extracts[name] for name in LLAMA[:2]], tmp_path / "first", tmp_path / "other"
+    two, first, second = [llama.extracts[name] for name in LLAMA[:2]], tmp_path / "first", tmp_path / "other"
     twice = run(llama.base, *two, "--names", "law,law", "-o", first)
     assert twice.exit_code == 2 and "one name stands twice" in twice.output
     for name in ("training", "class", "_modules", "base"):
         refused = run(llama.base, two[0], "--names", name, "-o", first)
         assert refused.exit_code == 1 and "expected letters, digits and underscores" in refused.output
-    said = ("--names", "medicine,law", "--prior", "0.6,0.2,0.2", "--switch-rate", "0")
-    assert run(llama.base, *two, *said, "-o", first).exit_code == 0
+    options = ("--names", "medicine,law", "--prior", "0.6,0.2,0.2", "--switch-rate", "0")
+    assert run(llama.base, *two, *options, "-o", first).exit_code == 0
     router = {"router": "posterior", "prior": [0.6, 0.2, 0.2], "switch_rate": 0.0}
     model = load(first)
     assert model.config.scale_surgery["router"] == model.choice.router.settings == router
@@ -324,6 +327,6 @@ def test_the_command_keeps_what_is_not_said(llama: Made, tmp_path: Path) -> None
         # what is named twice is removed once
         (("--remove", "law", "--remove", "law", "--prior", "0.7,0.3", "--overwrite"), mixed((0.7, 0.3), 0.0)),
     ):
-        assert run(first, *words, "-o", other).exit_code == 0
-        assert read_manifest(other).routing == wanted
-    assert run(first, "--switch-rate", "0.2", "-o", other).exit_code == 1, "it is there already"
+        assert run(first, *words, "-o", second).exit_code == 0
+        assert read_manifest(second).routing == wanted
+    assert run(first, "--switch-rate", "0.2", "-o", second).exit_code == 1, "it is there already"

@@ -74,8 +74,8 @@ def forge_hash(folder: Path) -> None:
 def flip_block(folder: Path) -> None:
     """A bit of a tensor of the expansion, after a run whose sums the record has."""
     record = read_json(folder / "surgery.json")
-    own = record["expansions"]["default"]
-    own["trained"] = changed_tensors(open_checkpoint(folder), list(own["tensors"]), own["tensors"])
+    expansion = record["expansions"]["default"]
+    expansion["trained"] = changed_tensors(open_checkpoint(folder), list(expansion["tensors"]), expansion["tensors"])
     edit(folder, "surgery.json", expansions=record["expansions"])
     assert verify(folder, probes=None, record=False).passed
     flip(folder, EXPANSION_SHARD)
@@ -154,9 +154,9 @@ def test_nobody_takes_it_on(expanded: Path, writer: str) -> None:
     damages = [DAMAGE[name] for name in ("a base file", "the config", "other code", "the record")]
     for change, _ in damages:
         change(folder)
-    said = refused(call, folder)
-    assert all(reason in said for _, reason in damages), said
-    assert said.splitlines()[-1] == (
+    message = refused(call, folder)
+    assert all(reason in message for _, reason in damages), message
+    assert message.splitlines()[-1] == (
         f"{folder}: is not what the expansion wrote, so it is not trained. Expand the base again."
         if writer == "train"
         else f"{folder}: is not what was written, so nothing is made of it. Restore what is named, or expand the base "
@@ -189,9 +189,9 @@ def test_every_byte_is_read_once(expanded: Path) -> None:
     flip(expanded, BASE_SHARD)
     seen: list[int] = []
     manifest = read_manifest(expanded)
-    found = check_integrity(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
-    assert len(found.base) == 2 and found.base[1] == f"{BASE_SHARD}: bytes differ from the base's model.safetensors."
-    assert list(found.hashes) == list(manifest.base_tensors)
+    report = check_integrity(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
+    assert len(report.base) == 2 and report.base[1] == f"{BASE_SHARD}: bytes differ from the base's model.safetensors."
+    assert list(report.hashes) == list(manifest.base_tensors)
     files = [file for file in manifest.base_files.values() if file.stored_as is not None]
     blocks = sum(tensor.bytes for tensor in manifest.planned.values())
     assert sum(seen) == sum((expanded / str(file.stored_as)).stat().st_size for file in files) + blocks

@@ -40,7 +40,7 @@ from tests.tiny import FAMILIES, save_tiny, tiny_config
 
 
 @pytest.fixture
-def own(deep_of: Callable[..., Pair], tmp_path: Path) -> Path:
+def deep(deep_of: Callable[..., Pair], tmp_path: Path) -> Path:
     """A copy of the deepened tiny llama, sharded, to be damaged by a test."""
     return Path(shutil.copytree(deep_of("llama", "float32", True).path, tmp_path / "own"))
 
@@ -60,9 +60,9 @@ def test_output_at_init(deep_of, family, dtype, tied):
     for prompt in (prompts()[3], prompts()[-2]):
         for options in ({"use_cache": True}, {"use_cache": False} if dtype == "float32" else {"num_beams": 3}):
             settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, **options}
-            wanted, found = (m.generate(**prompt, output_logits=True, **settings) for m in (pair.base, pair.expanded))
-            assert torch.equal(wanted.sequences, found.sequences)
-            assert all(map(torch.equal, wanted.logits, found.logits))
+            wanted, output = (m.generate(**prompt, output_logits=True, **settings) for m in (pair.base, pair.expanded))
+            assert torch.equal(wanted.sequences, output.sequences)
+            assert all(map(torch.equal, wanted.logits, output.logits))
     with torch.no_grad():
         both = [model(**prompts()[0], output_hidden_states=True).hidden_states for model in (pair.base, pair.expanded)]
     assert [len(states) for states in both] == [4, 6]
@@ -72,7 +72,7 @@ def test_output_at_init(deep_of, family, dtype, tied):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
-    mostly([(family, *FORM_OF[family]) for family in WAYS], lambda own: own[0] in ("llama", "gpt2")),
+    mostly([(family, *FORM_OF[family]) for family in WAYS], lambda case: case[0] in ("llama", "gpt2")),
 )
 def test_one_entry_of_what_is_mute_changes_the_output(deep_of, family, dtype, tied):
     """The negative control of output_at_init; and no other tensor of a copy counts as long as those are as they are."""
@@ -131,9 +131,9 @@ def test_the_folder_is_a_stock_checkpoint(deep_of, family, dtype, tied):
     assert not list(pair.path.glob("*.py")) and read_manifest(pair.path).code == {}
     checkpoint, planned = open_checkpoint(pair.path), pair.expansion.plan.tensors
     for tensor in planned:
-        found, wanted = read_tensor(checkpoint, tensor.name), read_tensor(checkpoint, tensor.source)
+        values, wanted = read_tensor(checkpoint, tensor.name), read_tensor(checkpoint, tensor.source)
         start = {"zero": torch.zeros_like(wanted), "mute": torch.full_like(wanted, facts.mute_gain)}
-        assert found.dtype == wanted.dtype and torch.equal(found, start.get(tensor.init, wanted))
+        assert values.dtype == wanted.dtype and torch.equal(values, start.get(tensor.init, wanted))
     base = set(checkpoint.tensors) - {tensor.name for tensor in planned}
     copied = {name for name in base if any(f"{facts.layers}.{layer}." in name for layer in (0, 2))}
     assert {tensor.source for tensor in planned} == copied
@@ -206,10 +206,10 @@ def test_shards_without_a_renumbered_tensor_are_taken_over_as_files(deep_of, bas
     assert verify(path, probes=None).passed
     # behind another header the same data lie in the same order, aligned as they were
     for stored, header in manifest.renumbered.items():
-        one, other = (base / stored).read_bytes(), (path / stored).read_bytes()
-        assert one[8 + len(header) :] == other[8 + int.from_bytes(other[:8], "little") :]
-        assert one[8:].startswith(header.encode())
-        assert (len(one) - len(other)) % 64 == 0
+        first, second = (base / stored).read_bytes(), (path / stored).read_bytes()
+        assert first[8 + len(header) :] == second[8 + int.from_bytes(second[:8], "little") :]
+        assert first[8:].startswith(header.encode())
+        assert (len(first) - len(second)) % 64 == 0
 
 
 @pytest.mark.parametrize("padding", mostly(range(0, 64, 8), (8, 32, 56).__contains__))
@@ -255,7 +255,7 @@ def with_an_old_head(base: Path) -> Path:
             (without_its_head, "0,2"),
             (with_an_old_head, "0,2"),
         ],
-        lambda own: own[0] is with_masks or own[1] == "all",
+        lambda case: case[0] is with_masks or case[1] == "all",
     ),
 )
 def test_bases_of_other_forms(tmp_path, make, layers):
@@ -272,7 +272,7 @@ def test_bases_of_other_forms(tmp_path, make, layers):
     assert digests(strip(path, tmp_path / "stripped").path) == digests(base)
 
 
-@pytest.mark.parametrize("memory", mostly(({}, {"memory_bytes": 60_000}), lambda own: not own), ids=str)
+@pytest.mark.parametrize("memory", mostly(({}, {"memory_bytes": 60_000}), lambda options: not options), ids=str)
 def test_what_verify_finds(deep_of, memory):
     """Whole, and streamed where the model is larger than the memory that it is given."""
     pair = deep_of("qwen2", "bfloat16", True)
@@ -298,39 +298,39 @@ def change(path: Path, name: str) -> str:
     return str(info.stored_as)
 
 
-def test_verify_names_what_is_other_than_it_was(own):
+def test_verify_names_what_is_other_than_it_was(deep):
     """As after training, output_at_init is no longer claimed, and asked for by name it is broken; the base may not."""
     name = "model.layers.0.after.mlp.down_proj.weight"
-    assert change(own, name) == "model.layers.1.mlp.down_proj.weight"
-    result = verify(own, probes=None, record=False)
+    assert change(deep, name) == "model.layers.1.mlp.down_proj.weight"
+    result = verify(deep, probes=None, record=False)
     assert (result.passed, result.state, result.trained_tensors) == (True, "trained", 1)
-    result = verify(own, required=("output_at_init",), probes=Probes(max_new_tokens=0), record=False)
+    result = verify(deep, required=("output_at_init",), probes=Probes(max_new_tokens=0), record=False)
     assert not result.passed
     assert f"{name}: 1 of 2080 entries are not zero." in result.promises[1].problems
     assert any(problem.startswith("logits: drift") for problem in result.promises[1].problems)
-    change(own, "model.layers.1.mlp.down_proj.weight")
-    result = verify(own, probes=None, record=False)
+    change(deep, "model.layers.1.mlp.down_proj.weight")
+    result = verify(deep, probes=None, record=False)
     assert not result.passed
     problems = result.promises[0].problems
     assert any(line.startswith("model.layers.1.mlp.down_proj.weight: sha256") for line in problems)
     assert any("bytes differ from the base's model-" in line for line in problems)
     with pytest.raises(CheckpointError, match=r"^model-\d+-of-\d+\.safetensors: sha256 .*, expected .* from surgery"):
-        strip(own, own.parent / "stripped")
-    assert not (own.parent / "stripped").exists()
+        strip(deep, deep.parent / "stripped")
+    assert not (deep.parent / "stripped").exists()
 
 
-def test_two_layers_that_changed_places_are_noticed(own):
+def test_two_layers_that_changed_places_are_noticed(deep):
     """Every byte of every tensor is there, under the name of another layer."""
     places = {}
-    for file in sorted(own.glob("*.safetensors")):
+    for file in sorted(deep.glob("*.safetensors")):
         tensors = {
-            re.sub(r"^model\.layers\.([23])\.", lambda found: f"model.layers.{5 - int(found[1])}.", name): tensor
+            re.sub(r"^model\.layers\.([23])\.", lambda match: f"model.layers.{5 - int(match[1])}.", name): tensor
             for name, tensor in load_file(file).items()
         }
         save_file(tensors, file, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, file.name)
-    edit(own, "model.safetensors.index.json", weight_map=places)
-    result = verify(own, probes=None, record=False)
+    edit(deep, "model.safetensors.index.json", weight_map=places)
+    result = verify(deep, probes=None, record=False)
     assert not result.passed
     problems = result.promises[0].problems
     assert any(line.startswith("model.layers.1.self_attn.q_proj.weight: sha256") for line in problems)
@@ -339,35 +339,35 @@ def test_two_layers_that_changed_places_are_noticed(own):
 # ---- configs and records that do not fit
 
 
-def test_a_config_that_does_not_say_which_layers_are_new_is_refused(own):
-    specs = json.loads((own / "config.json").read_text())["scale_surgery"]
+def test_a_config_that_does_not_say_which_layers_are_new_is_refused(deep):
+    specs = json.loads((deep / "config.json").read_text())["scale_surgery"]
     for wrong in (None, [], [0, 0], [2, 0], [-1], ["0"], [True], 3):
-        edit(own, "config.json", scale_surgery=specs | {"expanded_layers": wrong})
+        edit(deep, "config.json", scale_surgery=specs | {"expanded_layers": wrong})
         with pytest.raises(CheckpointError, match=r"^config\.json: scale_surgery says that layers were duplicated"):
-            open_checkpoint(own)
-    edit(own, "config.json", scale_surgery={key: value for key, value in specs.items() if key != "variant"})
+            open_checkpoint(deep)
+    edit(deep, "config.json", scale_surgery={key: value for key, value in specs.items() if key != "variant"})
     with pytest.raises(CheckpointError) as raised:
-        inspect(own)
+        inspect(deep)
     assert str(raised.value) == (
-        f"{own}/config.json: is incomplete (scale_surgery.variant is missing). Restore it from where you got it."
+        f"{deep}/config.json: is incomplete (scale_surgery.variant is missing). Restore it from where you got it."
     )
 
 
 @pytest.mark.parametrize(("copied", "named"), [([0, 1], "layers 0, 1"), (None, "no layer")])
-def test_a_config_that_names_other_layers_is_named_first(own: Path, copied: list[int] | None, named: str) -> None:
-    config = json.loads((own / "config.json").read_text())
+def test_a_config_that_names_other_layers_is_named_first(deep: Path, copied: list[int] | None, named: str) -> None:
+    config = json.loads((deep / "config.json").read_text())
     if copied is None:
         del config["scale_surgery"]
     else:
         config["scale_surgery"]["expanded_layers"] = copied
-    (own / "config.json").write_text(json.dumps(config))
+    (deep / "config.json").write_text(json.dumps(config))
     # without the key, evaluate sees a plain model
     evaluating = [] if copied is None else [lambda path: open_subjects([path])]
     for read in (verify, lambda path: extract(path, path.with_name("extract")), *evaluating):
         with pytest.raises(CheckpointError) as raised:
-            read(own)
+            read(deep)
         assert str(raised.value) == (
-            f"{own}/config.json: scale_surgery names {named} as duplicated, expected layers 0, 2 from surgery.json. "
+            f"{deep}/config.json: scale_surgery names {named} as duplicated, expected layers 0, 2 from surgery.json. "
             "Restore config.json from where you got it."
         )
 
@@ -379,32 +379,32 @@ def test_new_layers_beyond_the_last_are_named(deep_of: Callable[..., Pair]) -> N
         freeze_base(model)
 
 
-def test_a_spoiled_record_is_named(own: Path) -> None:
-    whole = json.loads((own / "surgery.json").read_text())
+def test_a_spoiled_record_is_named(deep: Path) -> None:
+    whole = json.loads((deep / "surgery.json").read_text())
     headers = whole["renumbered"]
     name = next(iter(headers))
     for wrong in (3, [name], {name: 3}, {name: "[]"}, {name: "{"}, {"other.safetensors": headers[name]}):
-        edit(own, "surgery.json", renumbered=wrong)
+        edit(deep, "surgery.json", renumbered=wrong)
         with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \("):
-            read_manifest(own)
-    edit(own, "surgery.json", renumbered=headers | {"config.json": "{}"})
+            read_manifest(deep)
+    edit(deep, "surgery.json", renumbered=headers | {"config.json": "{}"})
     with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(renumbered\)"):
-        strip(own, own.with_name("stripped"))
-    edit(own, "surgery.json", renumbered={})
-    assert not verify(own, probes=None, record=False).passed
+        strip(deep, deep.with_name("stripped"))
+    edit(deep, "surgery.json", renumbered={})
+    assert not verify(deep, probes=None, record=False).passed
     with pytest.raises(CheckpointError, match="The file was changed after the expansion"):
-        strip(own, own.with_name("stripped"))
+        strip(deep, deep.with_name("stripped"))
     for method, reason in (
         ("foo", "--method is 'foo', expected one of: scale, grow, depth"),
         ("scale", "--variant is depth, expected preserve or adapt or gated for --method scale"),
     ):
         spoiled = copy.deepcopy(whole)
         spoiled["expansions"]["default"]["request"]["method"] = method
-        (own / "surgery.json").write_text(json.dumps(spoiled))
+        (deep / "surgery.json").write_text(json.dumps(spoiled))
         with pytest.raises(CheckpointError) as raised:
-            strip(own, own.with_name("stripped"))
+            strip(deep, deep.with_name("stripped"))
         assert str(raised.value) == (
-            f"{own}/surgery.json: is incomplete (expansions.default: {reason}). Restore it from where you got it."
+            f"{deep}/surgery.json: is incomplete (expansions.default: {reason}). Restore it from where you got it."
         )
 
 
@@ -486,11 +486,11 @@ def shown(renderable: Any) -> str:
 def test_what_plan_inspect_and_card_say(deep_of):
     pair = deep_of()
     lines = shown(render_plan(pair.expansion.plan)).splitlines()
-    found = {name.strip(): text.strip() for name, _, text in (line.partition("  ") for line in lines)}
-    assert found["duplicated layers"] == "0,2  (2 of 3)"
-    assert found["new layers"] == "1,4  (of 5 then)"
-    assert found["training reaches"] == "layers 1-4"
-    assert found["stock form"].startswith("the folder itself: llama with more layers")
+    fields = {name.strip(): text.strip() for name, _, text in (line.partition("  ") for line in lines)}
+    assert fields["duplicated layers"] == "0,2  (2 of 3)"
+    assert fields["new layers"] == "1,4  (of 5 then)"
+    assert fields["training reaches"] == "layers 1-4"
+    assert fields["stock form"].startswith("the folder itself: llama with more layers")
     costs = pair.expansion.plan.costs
     assert costs.parameters_added == sum(p.numel() for p in pair.expanded.parameters()) - sum(
         p.numel() for p in pair.base.parameters()

@@ -40,9 +40,9 @@ REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
 
 def refusal(*args: object, error: type[Exception] = CheckpointError, **options: object) -> str:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         expand(*args, **options)
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_what_stands_in_the_folder(pair_of):
@@ -62,8 +62,8 @@ def test_the_config_keeps_everything_else(pair_of):
     pair = pair_of("llama")
     base = json.loads((pair.base_path / "config.json").read_text())
     config = json.loads((pair.path / "config.json").read_text())
-    own = {"architectures", "model_type", "auto_map", "scale_surgery"}
-    assert {key for key in config if key not in base or base[key] != config[key]} == own
+    new_keys = {"architectures", "model_type", "auto_map", "scale_surgery"}
+    assert {key for key in config if key not in base or base[key] != config[key]} == new_keys
     assert list(base) == [key for key in config if key in base], "in the base's order"
     assert config["model_type"] == "scale_llama"
     assert list(config["scale_surgery"]) == ["base", "expansions"]
@@ -112,28 +112,28 @@ def test_no_path_of_this_machine_stands_in_the_folder(base_of, tmp_path, monkeyp
 
 
 def test_twice_gives_the_same_bytes_and_another_seed_does_not(base_of, tmp_path):
-    one, two, other = (
+    first, repeated, reseeded = (
         digests(expand(base_of("llama"), replace(REQUEST, seed=seed), tmp_path / name).path)
         for name, seed in (("one", 0), ("two", 0), ("other", 1))
     )
-    assert one == two
-    changed = {name for name in one if one[name] != other[name]}
+    assert first == repeated
+    changed = {name for name in first if first[name] != reseeded[name]}
     assert changed == {"config.json", "expansion-default-00001-of-00001.safetensors", "surgery.json"}, "no base shard"
 
 
 def test_a_name_changes_no_value(base_of, tmp_path):
     requests = [Request("1-2", init_w22="random"), Request("1", method="grow", variant="grow-train", copies=3)]
     for number, request in enumerate(requests):
-        found = []
+        expansions = []
         for name in ("default", "law"):
             made = expand(base_of("llama"), replace(request, name=name), tmp_path / f"{name}{number}")
             values = load_file(made.path / made.plan.shards[0])
-            assert {expansion_of(own) for own in values} == {name}
-            found.append({nameless(own): value for own, value in values.items()})
+            assert {expansion_of(key) for key in values} == {name}
+            expansions.append({nameless(key): value for key, value in values.items()})
             model = load(made.path)
             assert (model.expansions, model.active_expansion) == ([name], name)
-        assert found[0].keys() == found[1].keys()
-        assert all(torch.equal(value, found[1][own]) for own, value in found[0].items())
+        assert expansions[0].keys() == expansions[1].keys()
+        assert all(torch.equal(value, expansions[1][key]) for key, value in expansions[0].items())
 
 
 def test_initial_values(base_of, tmp_path):
@@ -197,8 +197,8 @@ def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path
     for link, to in (("to the base", llama_base), ("to another", tmp_path / "there")):
         (tmp_path / link).symlink_to(to, target_is_directory=True)
     before = digests(tmp_path)
-    overwrite, said = TARGETS[name]
-    assert said.format(base=llama_base) in refusal(llama_base, REQUEST, tmp_path / name, overwrite=overwrite)
+    overwrite, message = TARGETS[name]
+    assert message.format(base=llama_base) in refusal(llama_base, REQUEST, tmp_path / name, overwrite=overwrite)
     assert digests(tmp_path) == before
 
 
@@ -228,18 +228,18 @@ def test_names_that_the_base_has_already(sharded_base, tmp_path):
     renamed = {shards[0].name: "expansion-default-00001-of-00001.safetensors"}
     renamed[shards[1].name] = "fused-00001-of-00001.safetensors"
     name = "model.layers.0.mlp.up_proj.expansions.default.w21"
-    other = name.replace("default", "law")
+    law_name = name.replace("default", "law")
     with edited(shards[-1]) as tensors, edited(sharded_base / "model.safetensors.index.json") as index:
-        tensors |= {name: torch.zeros(2), other: torch.zeros(2)}
-        index["weight_map"] |= dict.fromkeys((name, other), shards[-1].name)
-        for own, file in index["weight_map"].items():
-            index["weight_map"][own] = renamed.get(file, file)
+        tensors |= {name: torch.zeros(2), law_name: torch.zeros(2)}
+        index["weight_map"] |= dict.fromkeys((name, law_name), shards[-1].name)
+        for key, file in index["weight_map"].items():
+            index["weight_map"][key] = renamed.get(file, file)
     for shard, file in renamed.items():
         (sharded_base / shard).rename(sharded_base / file)
     wanted = {
         f"{name}: the base model has a tensor of this name already.",
-        f"{other}: the base model has a tensor with '.expansions.' in its name, which tells tensors of expansions from "
-        "others. Rename it.",
+        f"{law_name}: the base model has a tensor with '.expansions.' in its name, which tells tensors of expansions "
+        "from others. Rename it.",
         *(
             f"{file}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
             "rename it."
@@ -248,9 +248,9 @@ def test_names_that_the_base_has_already(sharded_base, tmp_path):
     }
     assert set(refusal(sharded_base, REQUEST, tmp_path / "out").splitlines()) == wanted
     assert not list(tmp_path.glob("*out*"))
-    with pytest.raises(CheckpointError) as found:
+    with pytest.raises(CheckpointError) as caught:
         plan(sharded_base, REQUEST)
-    assert set(str(found.value).splitlines()) == wanted
+    assert set(str(caught.value).splitlines()) == wanted
 
 
 def test_a_base_with_files_whose_names_end_like_temporary_ones(llama_base, tmp_path):
@@ -287,10 +287,10 @@ def test_a_plan_gives_what_its_request_gives_and_the_record_names_the_model_that
 
 def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
     save_plan(plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "plan.json")
-    with pytest.raises(PlanError) as found:
+    with pytest.raises(PlanError) as caught:
         load_plan(llama_base, tmp_path / "plan.json")
     wanted = "was made for another base model, llama_bfloat16_untied, found"
-    assert wanted in str(found.value)
+    assert wanted in str(caught.value)
     message = refusal(llama_base, plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "out", error=PlanError)
     assert message == (
         f"{llama_base}: is not the base model that the plan was made for, llama_bfloat16_untied: config, or names, "
@@ -314,6 +314,6 @@ def test_a_plan_is_executed_on_its_own_commit(base_of, tmp_path):
     done = expand("surgeons/moving", made, tmp_path / "out", revision="main")
     assert read_manifest(done.path).base_revision == commits[0]
     assert digests(strip(done.path, tmp_path / "base").path) == digests(repo / "snapshots" / commits[0])
-    other = expand("surgeons/moving", REQUEST, tmp_path / "other")
-    assert read_manifest(other.path).base_revision == commits[1], "the control: a request takes what is there now"
-    assert digests(strip(other.path, tmp_path / "moved").path) == digests(repo / "snapshots" / commits[1])
+    expansion = expand("surgeons/moving", REQUEST, tmp_path / "other")
+    assert read_manifest(expansion.path).base_revision == commits[1], "the control: a request takes what is there now"
+    assert digests(strip(expansion.path, tmp_path / "moved").path) == digests(repo / "snapshots" / commits[1])

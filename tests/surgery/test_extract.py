@@ -47,17 +47,17 @@ def test_it_holds_every_file_but_the_base_s_and_names_that(expanded, tmp_path):
     before, path = digests(expanded), tmp_path / "extract"
     done = extract(expanded, path)
     assert digests(expanded) == before
-    found = digests(path)
-    del found["extract.json"]
+    hashes = digests(path)
+    del hashes["extract.json"]
     expected = {name: digest for name, digest in before.items() if name not in BASE_FILES}
     expected[STORED_INDEX] = expected.pop("model.safetensors.index.json")
-    assert found == expected
+    assert hashes == expected
     manifest, opened = read_manifest(expanded), open_extract(path)
     names = {name for shard in path.glob("*.safetensors") for name in read_header(path, shard.name)}
     assert names == set(opened.tensors) == {tensor.name for tensor in manifest.plan.tensors}
     assert opened.manifest == manifest
     assert (done.path, done.tensors, set(done.files)) == (path, len(names), set(before) - BASE_FILES)
-    assert done.bytes == sum((path / name).stat().st_size for name in found)
+    assert done.bytes == sum((path / name).stat().st_size for name in hashes)
     assert done.base_bytes == sum((expanded / name).stat().st_size for name in BASE_FILES)
     assert (done.licences, done.left_out) == ((), ())
     content = read_json(path / "extract.json")
@@ -79,9 +79,9 @@ def test_licences_go_along_and_states_of_training_stay(llama_base, tmp_path):
     done = extract(source, tmp_path / "extract")
     assert set(done.licences) == {"LICENSE", "Notice.txt", "USE_POLICY.md"}
     assert set(done.left_out) == {"training/checkpoint-7/trainer_state.json", "training/checkpoint-7/optimizer.pt"}
-    found = digests(tmp_path / "extract")
-    assert {"training/log.jsonl", "LICENSE", "NOTES.md"} <= set(found)
-    assert not {"helper.py", "training/checkpoint-7/trainer_state.json"} & set(found)
+    hashes = digests(tmp_path / "extract")
+    assert {"training/log.jsonl", "LICENSE", "NOTES.md"} <= set(hashes)
+    assert not {"helper.py", "training/checkpoint-7/trainer_state.json"} & set(hashes)
 
 
 def test_no_loader_takes_it_for_a_whole_model(ready, pair_of):

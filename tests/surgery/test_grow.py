@@ -70,7 +70,7 @@ def promise(result: Verification, name: str) -> Any:
         [(request, dtype) for request in (FREEZE, TRAIN) for dtype in DTYPES],
         [(FREEZE, "bfloat16"), (TRAIN, "float32")].__contains__,
     ),
-    ids=lambda own: own if isinstance(own, str) else own.variant or "grow-freeze",
+    ids=lambda value: value if isinstance(value, str) else value.variant or "grow-freeze",
 )
 @each_shape
 def test_output_at_init(
@@ -97,7 +97,7 @@ def test_output_at_init(
             (3, "bfloat16", "near_output_at_init"),
             (4, "float32", "near_output_at_init"),
         ],
-        lambda own: (own[0] < 4 and own[1] != "float32") or own[0] == 2,
+        lambda case: (case[0] < 4 and case[1] != "float32") or case[0] == 2,
     ),
 )
 def test_verify_claims_and_proves(copies: int, dtype: str, claimed: str, grown_of: Callable[..., Path]) -> None:
@@ -105,10 +105,10 @@ def test_verify_claims_and_proves(copies: int, dtype: str, claimed: str, grown_o
     grown = grown_of("qwen2", Request("1", method="grow", copies=copies), dtype)
     result = verify(grown, record=False)
     assert result.passed
-    own = {found.name: found for found in result.promises if found.claimed and "output" in found.name}
-    assert list(own) == [claimed] and own[claimed].holds
-    said = "bit-equal" if claimed == "output_at_init" else ""
-    assert own[claimed].evidence.startswith(f"copies are the base's; logits {said}")
+    promises = {promise.name: promise for promise in result.promises if promise.claimed and "output" in promise.name}
+    assert list(promises) == [claimed] and promises[claimed].holds
+    wording = "bit-equal" if claimed == "output_at_init" else ""
+    assert promises[claimed].evidence.startswith(f"copies are the base's; logits {wording}")
     described = inspect(grown).expanded
     assert described is not None
     (added,) = described.expansions.values()
@@ -136,7 +136,9 @@ def trained_mlp(path: Path, steps: int = 5, frozen: tuple[str, ...] = ()) -> Any
     for name, parameter in model.named_parameters():
         if name.endswith(frozen):
             parameter.requires_grad_(False)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2, weight_decay=0)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, weight_decay=0
+    )
     for _ in range(steps):
         model(IDS, labels=IDS).loss.backward()
         optimizer.step()
@@ -163,10 +165,10 @@ def test_several_new_copies_separate(
     monkeypatch.setattr(blocks, "COPY_NOISE", noise)
     grown = expand(base_of("llama"), Request("2", method="grow", copies=3), tmp_path / "grown").path
     up = trained_mlp(grown, steps=20).up_proj
-    one, other = up.expansions.default.w21.chunk(2)
-    assert (one - up.weight).norm() > 1
+    first, second = up.expansions.default.w21.chunk(2)
+    assert (first - up.weight).norm() > 1
     # without noise, kernels may round rows of one matrix differently by where they lie
-    apart = (one - other).norm()
+    apart = (first - second).norm()
     assert apart > 0.01 if noise else apart < 1e-5
 
 
@@ -235,7 +237,7 @@ def test_strip_extract_apply(
 @pytest.mark.parametrize(
     ("family", "variant", "copies"),
     mostly(
-        [(family, *own) for family in FAMILIES for own in (("grow-freeze", 3), ("grow-train", 2))],
+        [(family, *case) for family in FAMILIES for case in (("grow-freeze", 3), ("grow-train", 2))],
         [("llama", "grow-train", 2), ("phi3", "grow-freeze", 3), ("gpt2", "grow-freeze", 3)].__contains__,
     ),
 )
@@ -269,7 +271,7 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
 @pytest.mark.parametrize(
     ("family", "routing"),
     woven(FEW, ROUTINGS, among=FACTS),
-    ids=lambda own: own if isinstance(own, str) else own.router,
+    ids=lambda value: value if isinstance(value, str) else value.router,
 )
 def test_routed(family: str, routing: Router, grown_of: Callable[..., Path], tmp_path: Path) -> None:
     """The preserve path of a routed grown model is its base, which counts whole there."""

@@ -113,12 +113,14 @@ def test_with_an_image_and_without(tmp_path, name, dtype):
     assert digests(strip(made.path, tmp_path / "stripped").path) == digests(base)
     # on the base in memory, too, once something is learned; what looks at images is of the base as well
     extracted = extract(shake(made.path), tmp_path / "extract").path
-    found = load_expansion(stock, extracted)
-    assert torch.equal(logits(found, **prompt), logits(load(made.path), **prompt))
-    assert not torch.equal(logits(found, **prompt), seen)
+    model = load_expansion(stock, extracted)
+    assert torch.equal(logits(model, **prompt), logits(load(made.path), **prompt))
+    assert not torch.equal(logits(model, **prompt), seen)
     with torch.no_grad():
         changed = next(
-            own for own_name, own in stock.named_parameters() if "vision" in own_name or "visual" in own_name
+            weight
+            for weight_name, weight in stock.named_parameters()
+            if "vision" in weight_name or "visual" in weight_name
         )
         changed.view(-1)[0] += 1
     with pytest.raises(CheckpointError, match=r"^model: 1 of \d+ tensors differ from those of base, on which this exp"):
@@ -148,8 +150,8 @@ def test_fused_sees_the_same_image(tmp_path, name, routed):
             with same, model.use_expansion(model.expansions, **cosine) if routed else nullcontext():
                 seen = logits(model, **prompt)
                 torch.testing.assert_close(logits(fused, **prompt), seen, rtol=0, atol=1e-4)
-                other = logits(fused, **prompt | {"pixel_values": prompt["pixel_values"] + 1})
-                assert not torch.allclose(other, seen, rtol=0, atol=1e-4)
+                shifted_logits = logits(fused, **prompt | {"pixel_values": prompt["pixel_values"] + 1})
+                assert not torch.allclose(shifted_logits, seen, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -167,12 +169,12 @@ def test_what_is_added_between_layers_goes_to_both_paths(tmp_path, router):
         assert torch.equal(preserve, logits(stock, **prompt)) and torch.equal(adapt, logits(expanded, **prompt))
         assert not torch.equal(preserve, adapt)
         with model.expansion_disabled(), expanded.expansion_disabled():
-            assert all(torch.equal(logits(own, **prompt), preserve) for own in (model, expanded))
+            assert all(torch.equal(logits(network, **prompt), preserve) for network in (model, expanded))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("whole", "text"), mostly((("eager", "sdpa"), ("sdpa", "eager")), lambda own: own[0] == "sdpa")
+    ("whole", "text"), mostly((("eager", "sdpa"), ("sdpa", "eager")), lambda pair: pair[0] == "sdpa")
 )
 def test_each_part_computes_attention_as_in_the_base_in_memory(tmp_path, whole, text):
     """What looks at images may have another attention than the language model, as GOT-OCR's has by itself."""
@@ -181,13 +183,14 @@ def test_each_part_computes_attention_as_in_the_base_in_memory(tmp_path, whole, 
     made = expand(base, Request("last:2", variant="adapt", collaborate="both"), tmp_path / "expanded")
     kernels = {"": whole, "text_config": text, "vision_config": whole}
     expected = load(shake(made.path), attn_implementation=kernels)
-    found = load_expansion(load(base, attn_implementation=kernels), extract(made.path, tmp_path / "extract").path)
+    actual = load_expansion(load(base, attn_implementation=kernels), extract(made.path, tmp_path / "extract").path)
     asked = [
-        {key: getattr(own.config, key)._attn_implementation for key in kernels if key} for own in (found, expected)
+        {key: getattr(network.config, key)._attn_implementation for key in kernels if key}
+        for network in (actual, expected)
     ]
     assert asked[0] == asked[1] == {"text_config": text, "vision_config": whole}
     prompt = inputs("qwen3_vl", config, torch.float32)
-    assert torch.equal(logits(found, **prompt), logits(expected, **prompt))
+    assert torch.equal(logits(actual, **prompt), logits(expected, **prompt))
 
 
 @pytest.mark.slow
@@ -195,8 +198,8 @@ def test_a_model_whose_language_model_transformers_lists_alone_is_taken_whole(tm
     """AutoModelForCausalLM would make another model of this type: the language model inside, which has other names."""
     base = write_base(twin_config("llama4"), torch.float32, tmp_path / "base")
     made = expand(base, Request("last:1"), tmp_path / "expanded")
-    found = verify(made.path, base)
-    assert found.passed and found.numbers is not None
+    verification = verify(made.path, base)
+    assert verification.passed and verification.numbers is not None
     assert type(load(made.path)).__name__ == "ScaleLlama4ForConditionalGeneration"
 
 

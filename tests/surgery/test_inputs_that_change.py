@@ -81,7 +81,7 @@ def test_a_base_that_changes_is_not_expanded(llama_base, tmp_path, request_, nam
     target, file = tmp_path / "out" / "expanded", llama_base / name
     with pytest.raises(CheckpointError, match=rf"^{file}: changed while it was read\. Run again when nothing writes"):
         expand(llama_base, request_, target, track=at(moment, lambda: change(file)))
-    assert not [found.name for found in target.parent.iterdir() if not found.name.startswith(".")]
+    assert not [path.name for path in target.parent.iterdir() if not path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("request_", (REQUEST, DEEPENED), ids=("adapt", "depth"))
@@ -98,8 +98,8 @@ def test_what_is_recorded_is_what_was_written(llama_base, tmp_path, request_):
 
 def test_hard_links_are_no_change(llama_base, tmp_path):
     """Another expansion of the same base may come and go meanwhile."""
-    other = expand(llama_base, REQUEST, tmp_path / "other", base_weights="link").path
-    track = at("base hashes", lambda: shutil.rmtree(other))
+    sibling = expand(llama_base, REQUEST, tmp_path / "other", base_weights="link").path
+    track = at("base hashes", lambda: shutil.rmtree(sibling))
     expand(llama_base, REQUEST, tmp_path / "expanded", base_weights="link", track=track)
     checkpoint = open_checkpoint(llama_base)
     (llama_base / "another file").write_text("x")
@@ -109,11 +109,11 @@ def test_hard_links_are_no_change(llama_base, tmp_path):
 SHARD = "expansion-default-00001-of-00001.safetensors"
 # what works, when a file changes, and in which folder
 VERBS = {
-    "route-export": ("files", "expanded", lambda own, out, track: route_export(own / "expanded", out, track=track)),
-    "extract": ("files", "expanded", lambda own, out, track: extract(own / "expanded", out, track=track)),
-    "fused": ("fused shards", "expanded", lambda own, out, track: merge(own / "expanded", out, track=track)),
-    "stock": ("stock shards", "expanded", lambda own, out, track: merge(own / "expanded", out, "stock", track=track)),
-    "apply": ("files", "extract", lambda own, out, track: apply(own / "extract", out, own / "base", track=track)),
+    "route-export": ("files", "expanded", lambda root, out, track: route_export(root / "expanded", out, track=track)),
+    "extract": ("files", "expanded", lambda root, out, track: extract(root / "expanded", out, track=track)),
+    "fused": ("fused shards", "expanded", lambda root, out, track: merge(root / "expanded", out, track=track)),
+    "stock": ("stock shards", "expanded", lambda root, out, track: merge(root / "expanded", out, "stock", track=track)),
+    "apply": ("files", "extract", lambda root, out, track: apply(root / "extract", out, root / "base", track=track)),
     "apply, the base": ("files", "base", lambda *given: VERBS["apply"][2](*given)),
 }
 

@@ -62,9 +62,9 @@ def test_another_request_starts_clean(base_of, tmp_path, small_shards):
     assert run_killed("base shards", 0, REQUEST, base, target).returncode == -signal.SIGKILL
     left = tmp_path / "out" / "expanded.partial"
     (left / "stray.txt").write_text("from the interrupted run")
-    other = Request("0", init_w22="random", seed=7)
-    expand(base, other, target)
-    assert digests(target) == digests(expand(base, other, tmp_path / "undisturbed").path)
+    request = Request("0", init_w22="random", seed=7)
+    expand(base, request, target)
+    assert digests(target) == digests(expand(base, request, tmp_path / "undisturbed").path)
 
 
 def test_overwrite_keeps_the_old_target_until_the_new_one_is_whole(base_of, tmp_path, small_shards):

@@ -34,16 +34,16 @@ def state_of(model: Any) -> dict[str, tuple]:
     return {name: (each.dtype, tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()}
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Compare two models: outputs on prompts, what trains, dtypes, buffers, generation."""
     for prompt in prompts(SHAPES):
-        assert torch.equal(found(**prompt).logits, expected(**prompt).logits)
-    assert state_of(found) == state_of(expected)
+        assert torch.equal(actual(**prompt).logits, expected(**prompt).logits)
+    assert state_of(actual) == state_of(expected)
     buffers = dict(expected.named_buffers())
-    assert all(torch.equal(buffer, buffers.pop(name)) for name, buffer in found.named_buffers()) and not buffers
-    configs = [model.config.to_dict() | {"_name_or_path": None} for model in (found, expected)]
+    assert all(torch.equal(buffer, buffers.pop(name)) for name, buffer in actual.named_buffers()) and not buffers
+    configs = [model.config.to_dict() | {"_name_or_path": None} for model in (actual, expected)]
     assert configs[0] == configs[1]
-    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert actual.generation_config.to_dict() == expected.generation_config.to_dict()
 
 
 @pytest.fixture
@@ -64,44 +64,44 @@ def test_it_is_what_the_folder_gives(trio_of, tmp_path, family):  # noqa: F811
     for parameter in list(base.parameters())[::2]:
         parameter.requires_grad_(False)
     before, outputs = state_of(base), base(ids).logits
-    found = load_expansion(base, extract(folder, tmp_path / "extract").path)
-    assert_same(found, load(folder))
-    assert not found.training and found.is_routing_enabled
-    assert not torch.equal(found(ids).logits, outputs), "the negative control: the expansion speaks"
-    with found.expansion_disabled():
-        assert torch.equal(found(ids).logits, outputs)
+    model = load_expansion(base, extract(folder, tmp_path / "extract").path)
+    assert_same(model, load(folder))
+    assert not model.training and model.is_routing_enabled
+    assert not torch.equal(model(ids).logits, outputs), "the negative control: the expansion speaks"
+    with model.expansion_disabled():
+        assert torch.equal(model(ids).logits, outputs)
     shared = {parameter.data_ptr() for parameter in base.parameters()}
-    frozen = {parameter.data_ptr() for parameter in found.parameters() if not parameter.requires_grad}
+    frozen = {parameter.data_ptr() for parameter in model.parameters() if not parameter.requires_grad}
     assert frozen == shared, "not a copy"
-    output = found(ids, labels=ids)
+    output = model(ids, labels=ids)
     output.loss.backward()
-    torch.optim.SGD([parameter for parameter in found.parameters() if parameter.requires_grad], lr=0.1).step()
-    assert not torch.equal(found(ids).logits, output.logits)
+    torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1).step()
+    assert not torch.equal(model(ids).logits, output.logits)
     assert state_of(base) == before and torch.equal(base(ids).logits, outputs)
 
 
 def test_it_goes_on_as_the_base_was_set(pair):
     base, folder, extracted = pair
     base.generation_config.max_new_tokens = 7
-    found, expected = load_expansion(base.train(), extracted), load(folder)
-    assert found.training and found.generation_config.max_new_tokens == 7
-    assert found.generation_config is not base.generation_config
-    generated = found.eval().generate(random_ids(2, 5), do_sample=False)
+    model, expected = load_expansion(base.train(), extracted), load(folder)
+    assert model.training and model.generation_config.max_new_tokens == 7
+    assert model.generation_config is not base.generation_config
+    generated = model.eval().generate(random_ids(2, 5), do_sample=False)
     assert torch.equal(generated, expected.generate(random_ids(2, 5), do_sample=False, max_new_tokens=7))
 
 
 def test_a_model_from_a_folder_takes_up_one_more(pair, tmp_path):
     """Also one that routes: its router weighed other paths, and goes."""
     base, folder, extracted = pair
-    found, alone = load(route_export(folder, tmp_path / "routed").path), load(folder)
-    assert found.is_routing_enabled
-    assert load_expansion(found, extracted, name="again") is found
-    assert "router" not in found.config.scale_surgery
-    assert found.expansions == ["default", "again"] and found.active_expansion == "again"
+    host, alone = load(route_export(folder, tmp_path / "routed").path), load(folder)
+    assert host.is_routing_enabled
+    assert load_expansion(host, extracted, name="again") is host
+    assert "router" not in host.config.scale_surgery
+    assert host.expansions == ["default", "again"] and host.active_expansion == "again"
     for prompt in prompts(SHAPES):
         for name, model in (("default", alone), ("again", alone), (None, base)):
-            with found.use_expansion(name):
-                assert torch.equal(found(**prompt).logits, model(**prompt).logits)
+            with host.use_expansion(name):
+                assert torch.equal(host(**prompt).logits, model(**prompt).logits)
     changed = load(folder)
     with torch.no_grad():
         changed.model.norm.weight[3] += 1e-3
@@ -120,13 +120,13 @@ def test_where_a_header_ends_decides_no_bit(pair, tmp_path):
         shard.write_bytes(
             (length + 24).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 24 + content[8 + length :]
         )
-    one, other = load(folder), load(shifted)
+    first, second = load(folder), load(shifted)
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    found, wanted = (own.generate(random_ids(1, 5), **options).logits for own in (other, one))
-    assert all(map(torch.equal, found, wanted))
-    for model in (one, other):
-        blocks = [own for name, own in model.named_parameters() if ".expansions." in name]
-        assert blocks and all(own.data_ptr() % 64 == 0 for own in blocks)
+    logits, wanted = (model.generate(random_ids(1, 5), **options).logits for model in (second, first))
+    assert all(map(torch.equal, logits, wanted))
+    for model in (first, second):
+        blocks = [parameter for name, parameter in model.named_parameters() if ".expansions." in name]
+        assert blocks and all(block.data_ptr() % 64 == 0 for block in blocks)
 
 
 @pytest.mark.parametrize("family", ("gpt2", "gpt_neox"))
@@ -145,9 +145,9 @@ def test_a_folder_may_be_cast(base_of, tmp_path, own_dtype):
     base = base_of("llama")
     expanded = expand(base, Request("0-1", dtype=own_dtype), tmp_path / "expanded").path
     extracted = extract(trained(expanded, tmp_path / "trained"), tmp_path / "extract").path
-    found = load_expansion(base, extracted, dtype=torch.bfloat16).eval()
-    assert_same(found, load(tmp_path / "trained", dtype=torch.bfloat16))
-    assert found.model.layers[0].self_attn.q_proj.expansions.default.w21.dtype == (
+    model = load_expansion(base, extracted, dtype=torch.bfloat16).eval()
+    assert_same(model, load(tmp_path / "trained", dtype=torch.bfloat16))
+    assert model.model.layers[0].self_attn.q_proj.expansions.default.w21.dtype == (
         torch.float32 if own_dtype else torch.bfloat16
     )
 
@@ -161,9 +161,9 @@ def test_rotary_frequencies_reach_as_far_as_the_base_s(tmp_path):
     ids = random_ids(1, 40)
     before = base(ids[:, :8]).logits
     base(ids)
-    found = load_expansion(base, extracted)
-    assert torch.equal(found(ids[:, :8]).logits, before)
-    assert torch.equal(found(ids).logits, base(ids).logits)
+    model = load_expansion(base, extracted)
+    assert torch.equal(model(ids[:, :8]).logits, before)
+    assert torch.equal(model(ids).logits, base(ids).logits)
 
 
 def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pair, pair_of, tmp_path):
@@ -182,11 +182,11 @@ def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pai
         ),
         *(
             (
-                own,
+                source,
                 f"{title}: {differ}.\nlm_head.weight: its bytes differ.\nmodel.norm.weight: its bytes differ.\n"
                 "Load that base as it is stored; or give check=False, and no promise is made.",
             )
-            for title, own in (("model", base), (tmp_path / "changed", tmp_path / "changed"))
+            for title, source in (("model", base), (tmp_path / "changed", tmp_path / "changed"))
         ),
     ):
         with pytest.raises(CheckpointError) as error:
@@ -194,8 +194,8 @@ def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pai
         assert str(error.value) == message
     assert_same(load_expansion(cast, extracted, check=False), load(folder, dtype=torch.bfloat16))
     for given in (base, tmp_path / "changed"):
-        with (found := load_expansion(given, extracted, check=False).eval()).expansion_disabled():
-            assert torch.equal(found(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
+        with (model := load_expansion(given, extracted, check=False).eval()).expansion_disabled():
+            assert torch.equal(model(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
 
 
 def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
@@ -207,8 +207,8 @@ def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
     for given, options, message in (
         (load(folder), {}, r"^name: default is an expansion of this model already, expected a new name"),
         *(
-            (own, {"name": "more"}, rf"model: is a {type(own).__name__}, expected LlamaForCausalLM or LlamaModel")
-            for own in others
+            (model, {"name": "more"}, rf"model: is a {type(model).__name__}, expected LlamaForCausalLM or LlamaModel")
+            for model in others
         ),
         (
             base,

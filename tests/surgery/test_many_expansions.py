@@ -30,9 +30,9 @@ def weighed(
     paths: list[torch.Tensor], ids: torch.Tensor, starts: list[int], rate: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mixture and its weights by their formula, token by token, in float64; rows begin where padding ends."""
-    probabilities = torch.stack([own.double().softmax(-1) for own in paths])
-    found, count = torch.zeros_like(probabilities[0]), len(paths)
-    known = torch.zeros(*found.shape[:2], count, dtype=torch.float64)
+    probabilities = torch.stack([logits.double().softmax(-1) for logits in paths])
+    mixture, count = torch.zeros_like(probabilities[0]), len(paths)
+    known = torch.zeros(*mixture.shape[:2], count, dtype=torch.float64)
     for row, start in enumerate(starts):
         weights = torch.full((count,), 1 / count, dtype=torch.float64)
         for step in range(start, ids.shape[1]):
@@ -40,9 +40,9 @@ def weighed(
                 after = weights * probabilities[:, row, step - 1, ids[row, step]]
                 after = after / after.sum()
                 weights = (1 - rate) * after + rate / (count - 1) * (1 - after)
-            found[row, step] = (weights[:, None] * probabilities[:, row, step]).sum(0)
+            mixture[row, step] = (weights[:, None] * probabilities[:, row, step]).sum(0)
             known[row, step] = weights
-    return found.log(), known
+    return mixture.log(), known
 
 
 @pytest.mark.parametrize("name", (*LLAMA, None))
@@ -60,16 +60,18 @@ def test_one_name_is_the_model_that_apply_writes(llama, tmp_path, name):
             assert not torch.equal(model(**PROMPTS[0]).logits, alone(**PROMPTS[0]).logits), "the negative control"
         if name is None:
             return
-        for own in (model, alone):
-            own(PROMPTS[0]["input_ids"], labels=PROMPTS[0]["input_ids"]).loss.backward()
-    found = {key: own.grad for key, own in model.named_parameters() if expansion_of(key) in (name, None)}
-    expected = {
-        key if expansion_of(key) is None else expansions.renamed(key, name): own.grad
-        for key, own in alone.named_parameters()
+        for network in (model, alone):
+            network(PROMPTS[0]["input_ids"], labels=PROMPTS[0]["input_ids"]).loss.backward()
+    gradients = {
+        key: parameter.grad for key, parameter in model.named_parameters() if expansion_of(key) in (name, None)
     }
-    assert found.keys() == expected.keys() and any(own is not None for own in found.values())
+    expected = {
+        key if expansion_of(key) is None else expansions.renamed(key, name): parameter.grad
+        for key, parameter in alone.named_parameters()
+    }
+    assert gradients.keys() == expected.keys() and any(gradient is not None for gradient in gradients.values())
     for key, gradient in expected.items():
-        assert gradient is None if found[key] is None else torch.equal(gradient, found[key]), key
+        assert gradient is None if gradients[key] is None else torch.equal(gradient, gradients[key]), key
 
 
 @pytest.mark.parametrize(
@@ -109,9 +111,9 @@ def test_a_mixture_and_its_scores_follow_their_formula(made_of, family, names, d
 def test_a_name_for_each_row(llama):
     """Rows of one batch, and their beams, are as by themselves; the cache holds the heads of all, apart."""
     model, prompt, rows = llama.composed(), PROMPTS[1], ["law", None, "medicine"]
-    found = model.generate(**prompt, **GREEDY, num_beams=3, expansion_names=rows)
+    tokens = model.generate(**prompt, **GREEDY, num_beams=3, expansion_names=rows)
     for row, name in enumerate(rows):
-        assert torch.equal(found[row], llama.alone(name).generate(**prompt, **GREEDY, num_beams=3)[row])
+        assert torch.equal(tokens[row], llama.alone(name).generate(**prompt, **GREEDY, num_beams=3)[row])
     model.set_expansion(list(LLAMA))
     keys = model(random_ids(2, 5), use_cache=True).past_key_values.layers[1].keys
     assert keys.shape[1] == 2 + 1 + 1 + 2 + 2, "the base's, new ones of medicine and music, those of law and chess"
@@ -121,15 +123,17 @@ def test_all_share_the_weights_of_the_base(llama):
     base = model = load(llama.base)
     for name in LLAMA:
         model = load_expansion(model, llama.extracts[name], name=name)
-    shared = {own.data_ptr() for own in base.parameters()}
+    shared = {parameter.data_ptr() for parameter in base.parameters()}
 
     def pointers() -> set[int]:
-        return {own.data_ptr() for own in model.parameters() if not own.requires_grad}
+        return {parameter.data_ptr() for parameter in model.parameters() if not parameter.requires_grad}
 
     assert pointers() == shared, "not a copy"
-    assert all(own.requires_grad for own in base.parameters())
-    own = sum(each.numel() for name in LLAMA for each in llama.alone(name).parameters() if each.requires_grad)
-    assert sum(each.numel() for each in model.parameters()) == own + sum(each.numel() for each in base.parameters())
+    assert all(parameter.requires_grad for parameter in base.parameters())
+    elements = sum(each.numel() for name in LLAMA for each in llama.alone(name).parameters() if each.requires_grad)
+    assert sum(each.numel() for each in model.parameters()) == elements + sum(
+        each.numel() for each in base.parameters()
+    )
     # moved or cast together, they still share
     model.to(torch.bfloat16)
     assert len(pointers()) == len(shared) and {each.dtype for each in model.parameters()} == {torch.bfloat16}
@@ -141,9 +145,9 @@ def test_choices(llama):
     law = model(ids).logits
     assert model.active_expansion == "law"
     with model.use_expansion(["law", "medicine"]), torch.no_grad():
-        one = model(ids).logits.log_softmax(-1)
+        log_probabilities = model(ids).logits.log_softmax(-1)
         with model.use_expansion(["medicine", "law"]):
-            assert torch.allclose(one, model(ids).logits.log_softmax(-1), atol=1e-5)
+            assert torch.allclose(log_probabilities, model(ids).logits.log_softmax(-1), atol=1e-5)
         assert model.active_expansion == ["law", "medicine"]
     with model.expansion_disabled():
         assert model.active_expansion is None
@@ -157,9 +161,9 @@ def test_choices(llama):
 
 
 def message(call: Callable[..., Any], error: type[Exception], *args: Any, **options: Any) -> str:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         call(*args, **options)
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_choices_that_make_no_sense_are_refused(llama):
@@ -188,8 +192,8 @@ def test_choices_that_make_no_sense_are_refused(llama):
     ):
         assert message(model.set_expansion, ValueError, choice, **options) == expected
     for wrong in ({"router": "best"}, {"lag": 2}):
-        found = message(model.set_expansion, ValueError, ["law"], **wrong)
-        assert found.startswith("router: is {") and "expected one of posterior, cosine with its numbers" in found
+        text = message(model.set_expansion, ValueError, ["law"], **wrong)
+        assert text.startswith("router: is {") and "expected one of posterior, cosine with its numbers" in text
     ids = random_ids(3, 4)
     for names, expected in (
         (["law", None], "expansion_names: 2 names for 3 rows, expected one for each, None for the base."),
@@ -215,8 +219,8 @@ def test_what_cannot_be_loaded_beside_it_is_refused(llama, made_of):
     )
     for name in ("a b", "3d", "a.b", "", "base", "keys"):
         assert message(load_expansion, PlanError, model, law, name=name).startswith(f"name: is {name!r}, expected")
-    other = made_of("gemma3_text", ("music", "late"), "bfloat16").extracts["music"]
-    assert "expected Gemma3" in message(load_expansion, CheckpointError, model, other, name="music")
+    foreign_extract = made_of("gemma3_text", ("music", "late"), "bfloat16").extracts["music"]
+    assert "expected Gemma3" in message(load_expansion, CheckpointError, model, foreign_extract, name="music")
     assert model.expansions == ["medicine", "law"]
 
 

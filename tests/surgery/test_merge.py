@@ -65,8 +65,8 @@ def expanded_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathF
         return shake(expand(base_of(family, dtype, tied), REQUESTS[request], folder).path)
 
     def make(family: str, request: str = "adapt", dtype: str = "float32", *, tied: bool = False) -> Path:
-        own = made(family, request, dtype, tied)
-        return Path(shutil.copytree(own, tmp_path_factory.mktemp("copy") / own.name))
+        folder = made(family, request, dtype, tied)
+        return Path(shutil.copytree(folder, tmp_path_factory.mktemp("copy") / folder.name))
 
     return make
 
@@ -130,10 +130,10 @@ def test_the_paper_s_router_is_fused_with_both_paths(
     assert done.drift is not None and done.drift.share < 1e-5 and done.drift.generation_agreement == 1
     blocks, fused = load(routed), load(done.path)
     with torch.no_grad():
-        wanted, found = (model(IDS).logits for model in (blocks, fused))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-        for other in (-1.0, 1.0):
-            with fused.use_threshold(other):
+        wanted, logits = (model(IDS).logits for model in (blocks, fused))
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+        for threshold in (-1.0, 1.0):
+            with fused.use_threshold(threshold):
                 assert (fused(IDS).logits - wanted).abs().max() > 0.01
     merge(done.path, tmp_path / "blocks", "blocks")
     assert digests(tmp_path / "blocks") == digests(routed)
@@ -159,7 +159,7 @@ def test_what_decides_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     routed = route_export(expanded, tmp_path / "routed", CosineRouter()).path
     monkeypatch.setattr("scale_surgery.surgery.fused.ROWS_AT_ONCE", 50)
     model = load(merge(routed, tmp_path / "fused").path, dtype=torch.bfloat16)
-    (gram,) = (own for name, own in model.named_parameters() if name.endswith(".gram"))
+    (gram,) = (parameter for name, parameter in model.named_parameters() if name.endswith(".gram"))
     whole = torch.cat([part.float() for part in columns], dim=1)
     assert gram.dtype == torch.float32 and len(gram) == whole.shape[1]
     torch.testing.assert_close(gram, whole.t() @ whole, rtol=1e-5, atol=1e-5)
@@ -195,9 +195,9 @@ def test_what_a_fused_model_cannot_show_is_not_said_to_hold(
     asked = ("paths_as_alone", "bounded_forgetting")
     routed = halfway(expanded_of("gpt2"), tmp_path, strict=True)
     fused = merge(routed, tmp_path / "fused").path
-    found = verify(fused, base_of("gpt2"), required=asked, record=False)
-    assert found.numbers is not None and not found.passed
-    assert not any(own.holds for own in found.promises if own.name in asked)
+    verification = verify(fused, base_of("gpt2"), required=asked, record=False)
+    assert verification.numbers is not None and not verification.passed
+    assert not any(promise.holds for promise in verification.promises if promise.name in asked)
     assert verify(routed, base_of("gpt2"), required=asked[:1], record=False).passed, "the control"
 
 
@@ -218,14 +218,14 @@ def test_joining_copies_every_bit_and_leaves_the_rest_zero(expanded_of: Callable
 
 def test_the_folder_runs_its_own_code(fused: Path, expanded: Path) -> None:
     # a dtype changes nothing: what is compared is what is stored
-    found = measure_drift(expanded, fused, run=RunOptions(trust_remote_code=True, dtype="bfloat16"))
-    assert found.share < 1e-5 and found.dtype == "float32"
+    drift = measure_drift(expanded, fused, run=RunOptions(trust_remote_code=True, dtype="bfloat16"))
+    assert drift.share < 1e-5 and drift.dtype == "float32"
 
 
 def test_nothing_of_a_fused_model_trains(fused: Path) -> None:
     assert not any(parameter.requires_grad for parameter in load(fused).parameters())
-    (found,) = inspect(fused).expanded.expansions.values()  # type: ignore[union-attr]
-    assert found.is_fused and "w12" not in found.parameters_by_block
+    (expansion,) = inspect(fused).expanded.expansions.values()  # type: ignore[union-attr]
+    assert expansion.is_fused and "w12" not in expansion.parameters_by_block
 
 
 def test_a_fused_model_that_cannot_be_opened_is_not_begun_to_be_stripped(fused: Path, tmp_path: Path) -> None:
@@ -239,9 +239,9 @@ def test_a_fused_model_that_cannot_be_opened_is_not_begun_to_be_stripped(fused: 
 def test_a_fused_model_is_saved_and_loaded_by_transformers(fused: Path, tmp_path: Path) -> None:
     model, ids = load(fused), torch.arange(3, 20)[None]
     model.save_pretrained(tmp_path / "saved")
-    again = load(tmp_path / "saved")
+    copy = load(tmp_path / "saved")
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, again(ids).logits)
+        assert torch.equal(model(ids).logits, copy(ids).logits)
 
 
 @pytest.mark.slow
@@ -250,8 +250,8 @@ def test_generation_with_cache_beams_and_padding(fused: Path, expanded: Path) ->
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     for options in ({}, {"use_cache": False}, {"num_beams": 3}):
         config = GenerationConfig(max_new_tokens=6, pad_token_id=0, do_sample=False, **options)
-        found = [load(path).generate(**inputs, generation_config=config) for path in (fused, expanded)]
-        assert torch.equal(*found)
+        tokens = [load(path).generate(**inputs, generation_config=config) for path in (fused, expanded)]
+        assert torch.equal(*tokens)
 
 
 # what notices a fault
@@ -262,8 +262,8 @@ def test_a_changed_element_is_noticed(fused: Path, expanded: Path, tmp_path: Pat
     name = "model.layers.0.self_attn.q_proj.weight"
     shard = open_checkpoint(broken).tensors[name].file
     change(broken / shard, name, (0, 0))
-    found = measure_drift(expanded, broken)
-    assert not found.holds and found.drift > 1e-3
+    drift = measure_drift(expanded, broken)
+    assert not drift.holds and drift.drift > 1e-3
     with pytest.raises(CheckpointError) as error:
         merge(broken, tmp_path / "blocks", "blocks")
     assert str(error.value).startswith(f"{name}: sha256 ")
@@ -288,13 +288,13 @@ def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:
 
 def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Path) -> None:
     # the folder's own code computes something else than the code that the merged folder gets
-    other = Path(shutil.copytree(expanded, tmp_path / "other"))
-    code = other / "expanded_modules.py"
+    copy = Path(shutil.copytree(expanded, tmp_path / "other"))
+    code = copy / "expanded_modules.py"
     text = code.read_text()
     assert "            y_up = product(base, w21, y)\n" in text
     code.write_text(text.replace("y_up = product(base, w21, y)\n", "y_up = 2 * product(base, w21, y)\n"))
     with pytest.raises(CheckpointError) as error:
-        merge(other, tmp_path / "fused", run=RunOptions(trust_remote_code=True))
+        merge(copy, tmp_path / "fused", run=RunOptions(trust_remote_code=True))
     assert f"{tmp_path / 'fused'}: not written, its logits drift by " in str(error.value)
     assert "expected at most 0.0001 of the largest logit, which is what rounding in float32 does." in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["other"]
@@ -306,8 +306,8 @@ def test_verify_compares_a_fused_model_with_its_base(fused: Path, base_of: Calla
     assert alone.not_run == "a fused model holds no base shards to compare with; --base compares its logits"
     against = verify(fused, base_of("qwen3", "float32", True), record=False)
     assert against.passed and against.numbers is not None and against.numbers.drift > 0.01
-    other = verify(fused, base_of("qwen3", "bfloat16", True), record=False)
-    assert not other.passed and any("BF16" in problem for problem in other.promises[0].problems)
+    mismatch = verify(fused, base_of("qwen3", "bfloat16", True), record=False)
+    assert not mismatch.passed and any("BF16" in problem for problem in mismatch.promises[0].problems)
 
 
 @pytest.mark.slow
@@ -345,9 +345,9 @@ def test_an_interrupted_merge_leaves_nothing_and_continues(expanded: Path, fused
 
 
 def refusal(call: Callable[[], Any], error: type[Exception] = CheckpointError) -> str:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         call()
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -481,10 +481,10 @@ def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], t
         f"{stock}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks, expected one that "
         "has. Give the expanded model that it was made from."
     )
-    again = expand(stock, request, tmp_path / "again").path
-    assert verify(again, probes=Probes(max_new_tokens=0)).passed
-    assert digests(strip(again, tmp_path / "stripped").path) == digests(stock)
-    twice = merge(again, tmp_path / "twice", "stock").path
+    expanded = expand(stock, request, tmp_path / "again").path
+    assert verify(expanded, probes=Probes(max_new_tokens=0)).passed
+    assert digests(strip(expanded, tmp_path / "stripped").path) == digests(stock)
+    twice = merge(expanded, tmp_path / "twice", "stock").path
     assert json.loads((twice / "merge.json").read_text())["base_name"] == "stock"
 
 
@@ -558,9 +558,9 @@ def test_texts_that_make_no_whole_model_are_not_written(fused: Path, tmp_path: P
 
 def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "fused"), "--json"])
-    found = json.loads(run.output)
-    assert run.exit_code == 0 and found["form"] == "fused"
-    assert found["drift"]["drift"] == read_manifest(tmp_path / "fused").fused["drift"]["drift"]  # type: ignore[index]
+    content = json.loads(run.output)
+    assert run.exit_code == 0 and content["form"] == "fused"
+    assert content["drift"]["drift"] == read_manifest(tmp_path / "fused").fused["drift"]["drift"]  # type: ignore[index]
     monkeypatch.chdir(tmp_path)  # a long path stays whole
     run = CliRunner().invoke(main, ["merge", str(expanded), "-o", "again"])
     *lines, last = run.output.splitlines()

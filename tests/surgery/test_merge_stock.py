@@ -71,12 +71,12 @@ def stock_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 @torch.no_grad()
-def drift_share(one: Any, other: Any) -> float:
+def drift_share(first: Any, second: Any) -> float:
     """Largest difference of two models' logits as a share of the largest logit; padding is not compared."""
     drift = largest = 0.0
     for inputs in prompts():
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        logits, others = (model(**inputs).logits[real].double() for model in (one, other))
+        logits, others = (model(**inputs).logits[real].double() for model in (first, second))
         drift, largest = max(drift, float((logits - others).abs().max())), max(largest, float(logits.abs().max()))
     return drift / largest
 
@@ -89,7 +89,7 @@ def plain(family: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "dtype", "tied", "request_"),
     [
-        *mostly([(family, *form, None) for family in FAMILIES for form in FORMS], lambda own: own[0] in SHAPES),
+        *mostly([(family, *form, None) for family in FAMILIES for form in FORMS], lambda case: case[0] in SHAPES),
         ("qwen2", "float32", False, HEADS),
     ],
 )
@@ -105,7 +105,9 @@ def test_the_stock_class_computes_what_the_expanded_model_does(stock_of, family,
     assert drift_share(wide, load(base)) > TOLERANCES[dtype], "the expansion must show"
     if dtype == "float32":
         inputs = {"input_ids": random_ids(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
-        generated = [one.generate(**inputs, max_new_tokens=12, do_sample=False).tolist() for one in (wide, model)]
+        generated = [
+            network.generate(**inputs, max_new_tokens=12, do_sample=False).tolist() for network in (wide, model)
+        ]
         assert generated[0] == generated[1]
 
 
@@ -126,15 +128,15 @@ def test_all_but_larger_weights_sizes_and_the_index_is_the_base_s_own(stock_of, 
         sizes[facts.key("head_size")] = read_sizes(facts, config).head_size
     assert edited == config | sizes != config
     # tensors keep their shards and dtypes, and what is as large as it was its bytes
-    one, other = open_checkpoint(base), open_checkpoint(path)
-    assert len(one.shards) > 2 and one.tensors.keys() == other.tensors.keys()
-    for name, info in one.tensors.items():
-        own = other.tensors[name]
-        assert (own.file, own.dtype) == (info.file, info.dtype)
-        assert own.shape != info.shape or torch.equal(read_tensor(one, name), read_tensor(other, name))
+    source, export = open_checkpoint(base), open_checkpoint(path)
+    assert len(source.shards) > 2 and source.tensors.keys() == export.tensors.keys()
+    for name, info in source.tensors.items():
+        counterpart = export.tensors[name]
+        assert (counterpart.file, counterpart.dtype) == (info.file, info.dtype)
+        assert counterpart.shape != info.shape or torch.equal(read_tensor(source, name), read_tensor(export, name))
     index = json.loads((path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(info.bytes for info in other.tensors.values())
-    assert index["metadata"]["total_parameters"] == sum(info.elements for info in other.tensors.values())
+    assert index["metadata"]["total_size"] == sum(info.bytes for info in export.tensors.values())
+    assert index["metadata"]["total_parameters"] == sum(info.elements for info in export.tensors.values())
 
 
 def test_a_single_file_stays_one_and_a_shard_without_a_larger_tensor_is_taken_over(stock_of):
@@ -149,24 +151,26 @@ def test_a_single_file_stays_one_and_a_shard_without_a_larger_tensor_is_taken_ov
 def test_joined_weights_hold_every_bit_of_what_they_are_made_of(stock_of):
     """Old values in the corner, new ones beside and below, zeros elsewhere; that all stand right is the output."""
     _, expanded, path = stock_of("llama", BOTH)
-    one, other = open_checkpoint(expanded), open_checkpoint(path)
+    source, export = open_checkpoint(expanded), open_checkpoint(path)
     for linear in FAMILIES["llama"].linears:
         for layer in range(3):
             name = f"model.layers.{layer}.{linear.name}"
-            old, joined = (read_tensor(checkpoint, f"{name}.weight") for checkpoint in (one, other))
+            old, joined = (read_tensor(checkpoint, f"{name}.weight") for checkpoint in (source, export))
             rows, columns = old.shape
             assert torch.equal(joined[:rows, :columns], old)
             blocks = {
-                block: read_tensor(one, tensor_name(name, "default", block))
+                block: read_tensor(source, tensor_name(name, "default", block))
                 for block in ("w12", "w21")
-                if tensor_name(name, "default", block) in one.tensors
+                if tensor_name(name, "default", block) in source.tensors
             }
             assert bool(blocks) == (layer == 1)
-            for block, own in blocks.items():
-                height, width = own.shape
-                found = joined[:rows, columns:][:, :width] if block == "w12" else joined[rows:, :columns][:height]
-                assert torch.equal(found, own)
-            left = joined.count_nonzero() - old.count_nonzero() - sum(own.count_nonzero() for own in blocks.values())
+            for block, tensor in blocks.items():
+                height, width = tensor.shape
+                part = joined[:rows, columns:][:, :width] if block == "w12" else joined[rows:, :columns][:height]
+                assert torch.equal(part, tensor)
+            left = (
+                joined.count_nonzero() - old.count_nonzero() - sum(tensor.count_nonzero() for tensor in blocks.values())
+            )
             assert left == 0, "all else is zero"
 
 
@@ -312,11 +316,11 @@ def test_the_plan_says_what_padding_costs(base_of, stock_of):
     assert everywhere.padding == 0
     console = Console(width=80, record=True)
     console.print(render_plan(plan(base, BOTH), tensors=False))
-    said = " ".join(console.export_text().split())
+    text = " ".join(console.export_text().split())
     assert (
         "stock form +17,568 (41.9%), of them 14,152 zeros; heads from 4 query and 2 key/value to 8 query and 4 "
         "key/value; inner from 52 to 60"
-    ) in said
+    ) in text
 
 
 @pytest.mark.parametrize(("hidden", "up", "heads"), ((40, 0, 4), (40, 1, 8), (48, 1, 6), (40, 3, 10), (42, 1, 6)))

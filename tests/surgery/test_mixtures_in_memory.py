@@ -79,7 +79,7 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
     ("name", "dtype"),
     mostly(
         [("mixtral", torch.bfloat16), ("qwen3_moe", torch.float32), ("gpt_oss", torch.float32)],
-        lambda own: own[0] == "mixtral",
+        lambda case: case[0] == "mixtral",
     ),
 )
 def test_it_is_what_the_folder_gives(made_of, tmp_path, name, dtype):
@@ -88,17 +88,19 @@ def test_it_is_what_the_folder_gives(made_of, tmp_path, name, dtype):
     base, expected = load(made.base), load(folder)
     before = base(random_ids(2, 9)).logits
     ids = random_ids(2, 5)
-    for found in (load_expansion(base, made.extracted), load_expansion(made.base, made.extracted).eval()):
-        assert_same(found, expected)
+    for model in (load_expansion(base, made.extracted), load_expansion(made.base, made.extracted).eval()):
+        assert_same(model, expected)
         options = {"max_new_tokens": 5, "do_sample": False}
-        assert torch.equal(found.generate(ids, **options), expected.generate(ids, **options))
-        assert not torch.equal(found(random_ids(2, 9)).logits, before), "the negative control: the expansion speaks"
-        with found.expansion_disabled():
-            assert torch.equal(found(random_ids(2, 9)).logits, before)
+        assert torch.equal(model.generate(ids, **options), expected.generate(ids, **options))
+        assert not torch.equal(model(random_ids(2, 9)).logits, before), "the negative control: the expansion speaks"
+        with model.expansion_disabled():
+            assert torch.equal(model(random_ids(2, 9)).logits, before)
     assert torch.equal(base(random_ids(2, 9)).logits, before)
-    own = load_expansion(base, made.extracted)
+    expanded = load_expansion(base, made.extracted)
     shared = {parameter.data_ptr() for parameter in base.parameters()}
-    assert {one.data_ptr() for one in own.parameters() if not one.requires_grad} == shared, "not a copy"
+    assert {parameter.data_ptr() for parameter in expanded.parameters() if not parameter.requires_grad} == shared, (
+        "not a copy"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,9 +129,9 @@ def test_one_changed_weight_of_an_expert_is_named(made_of, tmp_path, name, param
             "Load that base as it is stored; or give check=False, and no promise is made.",
         ]
     # unless any values are taken
-    found = load_expansion(base, made.extracted, check=False)
-    with found.expansion_disabled():
-        assert torch.equal(found(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
+    model = load_expansion(base, made.extracted, check=False)
+    with model.expansion_disabled():
+        assert torch.equal(model(random_ids(1, 5)).logits, base(random_ids(1, 5)).logits)
 
 
 def test_another_base_is_refused(made_of):
@@ -152,10 +154,12 @@ def test_another_base_is_refused(made_of):
 def test_a_model_without_a_head_and_experts_that_are_run_as_the_base_runs_them(made_of):
     made, ids = made_of("mixtral"), random_ids(2, 5)
     options = {"experts_implementation": "eager"}
-    base, expected = (transformers.AutoModel.from_pretrained(own, **options) for own in (made.base, made.expanded))
-    found = load_expansion(base, made.extracted)
-    assert torch.equal(found(ids).last_hidden_state, expected(ids).last_hidden_state)
-    assert found.config._experts_implementation == "eager"
+    base, expected = (
+        transformers.AutoModel.from_pretrained(folder, **options) for folder in (made.base, made.expanded)
+    )
+    model = load_expansion(base, made.extracted)
+    assert torch.equal(model(ids).last_hidden_state, expected(ids).last_hidden_state)
+    assert model.config._experts_implementation == "eager"
 
 
 def test_names_that_transformers_reads_and_does_not_write(made_of, tmp_path):
@@ -164,7 +168,7 @@ def test_names_that_transformers_reads_and_does_not_write(made_of, tmp_path):
     (base / "model.safetensors.index.json").unlink()
     tensors = {}
     for file in base.glob("*.safetensors"):
-        tensors |= {name.replace("block_sparse_moe", "mlp"): own for name, own in load_file(file).items()}
+        tensors |= {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in load_file(file).items()}
         file.unlink()
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     made = expand_it(base, tmp_path)

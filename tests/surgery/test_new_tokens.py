@@ -159,9 +159,9 @@ def test_a_changed_row_of_the_base_breaks_it(base_of, tmp_path):
     tensors = load_file(shard)
     tensors["lm_head.weight"][40] *= 2
     save_file(tensors, shard, metadata={"format": "pt"})
-    found = verify(wide, base, required=("old_vocabulary",))
-    (promise,) = [promise for promise in found.promises if promise.name == "old_vocabulary"]
-    assert promise.holds is False and not found.passed
+    verification = verify(wide, base, required=("old_vocabulary",))
+    (promise,) = [promise for promise in verification.promises if promise.name == "old_vocabulary"]
+    assert promise.holds is False and not verification.passed
     assert any(line.startswith("lm_head.weight: ") for line in promise.problems)
 
 
@@ -344,30 +344,30 @@ def test_beside_others(base_of, tmp_path):
     with pytest.raises(PlanError, match="default and words: each adds tokens to the tokenizer, expected one that does"):
         compose(base, {"default": parts[0], "words": parts[2]}, tmp_path / "two")
     # one more in a folder that has one, with new tokens and without
-    again = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
-    assert torch.equal(new_ids(again), ids)
-    assert files_of(strip(again, tmp_path / "base2").path) == files_of(base)
+    extended = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
+    assert torch.equal(new_ids(extended), ids)
+    assert files_of(strip(extended, tmp_path / "base2").path) == files_of(base)
 
 
 def test_another_tokenizer_of_the_base(base_of, tmp_path):
     """The base's tensors with another tokenizer: new tokens are written into that one, or refused."""
     base = base_of("llama")
     taken = extract(expand(base, ALONE, tmp_path / "wide").path, tmp_path / "taken").path
-    other = copytree(base, tmp_path / "other")
-    content = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    sibling = copytree(base, tmp_path / "other")
+    content = json.loads((sibling / "tokenizer.json").read_text("utf-8"))
     content["normalizer"] = {"type": "Lowercase"}
-    (other / "tokenizer.json").write_text(json.dumps(content), "utf-8")
-    applied = apply(taken, tmp_path / "applied", base=other).path
-    assert verify(applied, other, probes=None).problems == ()
-    assert files_of(strip(applied, tmp_path / "stripped").path) == files_of(other)
+    (sibling / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    applied = apply(taken, tmp_path / "applied", base=sibling).path
+    assert verify(applied, sibling, probes=None).problems == ()
+    assert files_of(strip(applied, tmp_path / "stripped").path) == files_of(sibling)
     written = json.loads((applied / "tokenizer.json").read_text("utf-8"))
     assert written["normalizer"] and written["added_tokens"][-1]["content"] == " Zürich"
     content["added_tokens"].append(
         {**content["added_tokens"][-1], "content": "Xylophone", "id": len(content["model"]["vocab"])}
     )
-    (other / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    (sibling / "tokenizer.json").write_text(json.dumps(content), "utf-8")
     with pytest.raises(DataError, match="the base has 'Xylophone' already, with the id"):
-        apply(taken, tmp_path / "again", base=other)
+        apply(taken, tmp_path / "again", base=sibling)
     assert not (tmp_path / "again").exists()
 
 
@@ -375,11 +375,11 @@ def test_in_memory(base_of, tmp_path):
     base = base_of("llama")
     wide = shake(expand(base, WIDE, tmp_path / "wide").path)
     law = shake(expand(base, Request("1", init_w22="random", name="law"), tmp_path / "law").path)
-    taken, other = (extract(path, tmp_path / f"{path.name}-extract").path for path in (wide, law))
+    taken, law_extract = (extract(path, tmp_path / f"{path.name}-extract").path for path in (wide, law))
     model, ids = load_expansion(load(base), taken), new_ids(wide)
     assert torch.equal(logits(model, ids), logits(load(wide), ids))
     # one more beside it, and none with tokens of its own
-    assert load_expansion(model, other, name="law") is model
+    assert load_expansion(model, law_extract, name="law") is model
     for name, path in (("default", wide), ("law", law)):
         with model.use_expansion(name):
             assert torch.equal(logits(model)[..., :ROWS], logits(load(path))[..., :ROWS])
@@ -417,8 +417,8 @@ def test_evaluate_reads_each_by_its_tokenizer(base_of, tmp_path):
 
 def test_a_character_in_bytes_becomes_a_token_without_a_merge(stories, tmp_path):
     (tmp_path / "text.txt").write_text("Die Straße führt über Brücken. Größe und Süße. " * 20, "utf-8")
-    found = find_new_tokens(stories, TokenSource(token_texts=(str(tmp_path / "text.txt"),), token_count=30))
-    new = found.new_tokens
+    choice = find_new_tokens(stories, TokenSource(token_texts=(str(tmp_path / "text.txt"),), token_count=30))
+    new = choice.new_tokens
     assert {"ß", "ü"} <= set(new.tokens) and len(new.merges) < len(new.tokens)
     wide = expand(stories, Request("none", new_tokens=new), tmp_path / "wide").path
     assert "old_vocabulary" in held(verify(wide, stories))

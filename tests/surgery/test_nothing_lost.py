@@ -25,20 +25,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own(base: Path, tmp_path: Path):
+def expanded_as(base: Path, tmp_path: Path):
     """A private copy of the base under a chosen name."""
     return lambda name: Path(shutil.copytree(base, tmp_path / name))
 
 
-def test_an_input_whose_name_the_output_would_use_is_refused(own: Any, base: Path, tmp_path: Path) -> None:
-    source = own("model.partial")
+def test_an_input_whose_name_the_output_would_use_is_refused(expanded_as: Any, base: Path, tmp_path: Path) -> None:
+    source = expanded_as("model.partial")
     with pytest.raises(CheckpointError, match="lies inside, around or at the input"):
         expand(source, REQUEST, tmp_path / "model", overwrite=True)
     assert digests(source) == digests(base)
 
 
-def test_a_folder_named_replaced_is_of_no_interest(own: Any, base: Path, tmp_path: Path) -> None:
-    source = own("model.replaced")
+def test_a_folder_named_replaced_is_of_no_interest(expanded_as: Any, base: Path, tmp_path: Path) -> None:
+    source = expanded_as("model.replaced")
     (tmp_path / "model").mkdir()
     expand(source, REQUEST, tmp_path / "model", overwrite=True)
     expand(source, REQUEST, tmp_path / "model", overwrite=True)
@@ -46,8 +46,8 @@ def test_a_folder_named_replaced_is_of_no_interest(own: Any, base: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.replaced"]
 
 
-def test_a_target_that_holds_what_the_input_links_to_is_refused(own: Any, base: Path, tmp_path: Path) -> None:
-    store = own("store")
+def test_a_target_that_holds_what_the_input_links_to_is_refused(expanded_as: Any, base: Path, tmp_path: Path) -> None:
+    store = expanded_as("store")
     source = tmp_path / "source"
     source.mkdir()
     for file in store.iterdir():
@@ -81,8 +81,8 @@ def test_a_python_caller_is_told_all_typos_at_once_as_a_command_line_user_is_tol
         ("lm_head.weight", None, r"lm_head\.weight: no such tensor, expected one of shape \(97, 40\)"),
     ],
 )
-def test_heads_and_biases_must_fit_too(own: Any, name: str, value: torch.Tensor | None, message: str) -> None:
-    source = own("spoiled")
+def test_heads_and_biases_must_fit_too(expanded_as: Any, name: str, value: torch.Tensor | None, message: str) -> None:
+    source = expanded_as("spoiled")
     with edited(source / "model.safetensors") as tensors:
         tensors.pop(name)
         tensors |= {} if value is None else {name: value}
@@ -102,8 +102,8 @@ def test_heads_and_biases_must_fit_too(own: Any, name: str, value: torch.Tensor 
         ["generate", "{expanded}", "--prompts", "{text}", "-o", "{file}"],
     ],
 )
-def test_a_file_to_be_written_is_no_input(arguments: list[str], own: Any, base: Path, tmp_path: Path) -> None:
-    model, text = own("model"), tmp_path / "text.json"
+def test_a_file_to_be_written_is_no_input(arguments: list[str], expanded_as: Any, base: Path, tmp_path: Path) -> None:
+    model, text = expanded_as("model"), tmp_path / "text.json"
     text.write_text('{"text": "A text."}')
     expanded = expand(base, REQUEST, tmp_path / "expanded").path
     places = {"model": model, "expanded": expanded, "text": text}
@@ -115,6 +115,6 @@ def test_a_file_to_be_written_is_no_input(arguments: list[str], own: Any, base: 
         result = CliRunner().invoke(main, given)
         source = text if file == text else folder
         assert result.exit_code == 1
-        said = " ".join(result.stderr.split())
-        assert f"{file}: would be written into {source}, which is read. Choose another file." in said
+        message = " ".join(result.stderr.split())
+        assert f"{file}: would be written into {source}, which is read. Choose another file." in message
         assert digests(tmp_path) == before

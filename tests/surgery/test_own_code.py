@@ -81,8 +81,8 @@ def save_speaking(path: Path, **options: Any) -> Path:
 def use_untrusted(wide: Path, out: Path) -> None:
     """All that can be done with an expanded folder by somebody who does not trust the code of its base."""
     run = RunOptions(device="cpu")
-    found = verify(wide, run=run, record=False)
-    assert found.passed and found.not_run == "the base has code of its own; --trust-remote-code runs it"
+    verification = verify(wide, run=run, record=False)
+    assert verification.passed and verification.not_run == "the base has code of its own; --trust-remote-code runs it"
     extract(wide, out / "extract"), strip(wide, out / "strip"), route_export(wide, out / "routed")
     apply(out / "extract", out / "applied", wide.parent / "base")
     with pytest.raises(CheckpointError, match="--trust-remote-code lets it run its own code"):
@@ -114,7 +114,7 @@ def test_no_code_runs_without_the_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "has_own_attention"),
     mostly(
-        [(dtype, own) for dtype in (torch.float32, torch.bfloat16) for own in (False, True)],
+        [(dtype, has_own) for dtype in (torch.float32, torch.bfloat16) for has_own in (False, True)],
         [(torch.float32, False), (torch.bfloat16, True)].__contains__,
     ),
 )
@@ -125,13 +125,13 @@ def test_the_output_is_the_base_s(made: Any, dtype: torch.dtype, has_own_attenti
     stock, expanded = load(base), load(wide)
     assert all(map(torch.equal, answers(stock), answers(expanded)))
     new = {name for name in open_checkpoint(wide).tensors if name not in open_checkpoint(base).tensors}
-    assert {name for name, own in expanded.named_parameters() if own.requires_grad} == new
-    found = verify(wide, base, run=TRUSTED, record=False)
-    assert after_verification(found) == f"scale-surgery train {wide} --data FILE --trust-remote-code"
-    assert found.passed and found.numbers is not None
+    assert {name for name, parameter in expanded.named_parameters() if parameter.requires_grad} == new
+    verification = verify(wide, base, run=TRUSTED, record=False)
+    assert after_verification(verification) == f"scale-surgery train {wide} --data FILE --trust-remote-code"
+    assert verification.passed and verification.numbers is not None
     with torch.no_grad():
-        for name, own in expanded.named_parameters():
-            own.normal_() if name.endswith(".w12") else None
+        for name, parameter in expanded.named_parameters():
+            parameter.normal_() if name.endswith(".w12") else None
     assert not torch.equal(answers(stock)[0], answers(expanded)[0])
     with expanded.expansion_disabled():
         assert all(map(torch.equal, answers(stock), answers(expanded)))
@@ -143,21 +143,21 @@ def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> Non
     base, wide = made()
     model = load(wide)
     with torch.no_grad():
-        for own in model.parameters():
-            own.add_(0.1) if own.requires_grad else None
+        for parameter in model.parameters():
+            parameter.add_(0.1) if parameter.requires_grad else None
     model.save_pretrained(tmp_path / "saved")
     done = adopt(tmp_path / "saved", wide, tmp_path / "out", run=RunOptions(device="cpu"))
     assert not done.other_settings and done.trained_tensors == done.expansion_tensors
     assert verify_command(done.path) == f"scale-surgery verify {done.path} --trust-remote-code"
     assert all(map(torch.equal, answers(load(done.path)), answers(model)))
-    again = adopt(tmp_path / "saved", None, tmp_path / "again", base, run=TRUSTED)
-    assert digests(again.path) | {"surgery.json": ""} == digests(done.path) | {"surgery.json": ""}
+    repeated = adopt(tmp_path / "saved", None, tmp_path / "again", base, run=TRUSTED)
+    assert digests(repeated.path) | {"surgery.json": ""} == digests(done.path) | {"surgery.json": ""}
     with pytest.raises(UnsupportedFamilyError, match="read it, then give --trust-remote-code"):
         adopt(tmp_path / "saved", None, tmp_path / "other", base, run=RunOptions(device="cpu"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     (tmp_path / "saved" / "config.json").write_text(json.dumps({**config, "intermediate_size": 7, "unheard": 3.0}))
-    found = adopt(tmp_path / "saved", wide, tmp_path / "third").other_computation
-    assert [line.partition(":")[0] for line in found] == ["intermediate_size is 7 in what was saved, 48 stays"]
+    lines = adopt(tmp_path / "saved", wide, tmp_path / "third").other_computation
+    assert [line.partition(":")[0] for line in lines] == ["intermediate_size is 7 in what was saved, 48 stays"]
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
     save_file(tensors | {"other": torch.ones(1)}, tmp_path / "saved" / "model.safetensors")
     with pytest.raises(CheckpointError, match="Save the trained model by save_pretrained"):
@@ -183,7 +183,7 @@ def test_somebody_with_transformers_alone_loads_and_saves_it(made: Any, tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ScalePineForCausalLM", "ScalePineConfig"]
     wanted = answers(load(base))[0]
-    assert all(torch.equal(own, wanted) for own in torch.load(tmp_path / "logits.pt"))
+    assert all(torch.equal(logits, wanted) for logits in torch.load(tmp_path / "logits.pt"))
     code = {*CODE_FILES, OWN_CODE_FILE, "configuration_pine.py", "modeling_pine.py", "needles.py"}
     assert {file.name for file in (tmp_path / "once").glob("*.py")} == code
 
@@ -218,9 +218,9 @@ def test_it_trains_and_the_base_stream_stays(tmp_path: Path) -> None:
     with pytest.raises(SurgeryError, match="--trust-remote-code"):
         train(wide, [tmp_path / "text.txt"], tmp_path / "no", settings, run=RunOptions(device="cpu"))
     trained = train(wide, [tmp_path / "text.txt"], tmp_path / "trained", settings, run=TRUSTED).path
-    found = verify(trained, base, run=TRUSTED, record=False)
-    assert found.passed and found.state == "trained"
-    held = {promise.name: promise.holds for promise in found.promises if promise.claimed}
+    verification = verify(trained, base, run=TRUSTED, record=False)
+    assert verification.passed and verification.state == "trained"
+    held = {promise.name: promise.holds for promise in verification.promises if promise.claimed}
     assert held["base_stream_always"] and held["recoverable"]
 
 
@@ -229,9 +229,11 @@ def test_its_code_file_is_checked(made: Any, tmp_path: Path) -> None:
     assert not any(OWN_CODE_FILE in line for line in verify(wide, probes=None, record=False).warnings)
     with (wide / OWN_CODE_FILE).open("a") as file:
         file.write("print('anything')\n")
-    found = verify(wide, probes=None, record=False)
-    assert any(OWN_CODE_FILE in line for line in found.warnings) and not found.passed
-    assert any(line.startswith(f"{OWN_CODE_FILE}: is not the code that the expansion wrote") for line in found.problems)
+    verification = verify(wide, probes=None, record=False)
+    assert any(OWN_CODE_FILE in line for line in verification.warnings) and not verification.passed
+    assert any(
+        line.startswith(f"{OWN_CODE_FILE}: is not the code that the expansion wrote") for line in verification.problems
+    )
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def test_expansions_by_name_share_one_quantised_base(base, extracts, kind):
 
 def test_what_a_quantised_model_can_be_compared_by(base, extracts, tmp_path):
     """Names, shapes, and the bytes of what is not quantised; of a folder, all bytes before it is quantised."""
-    found = load_expansion(base, extracts["adapt"], quantization_config=nf4())
-    assert found.is_base_quantised and type(found.model.layers[0].mlp.up_proj.weight).__name__ == "Params4bit"
+    model = load_expansion(base, extracts["adapt"], quantization_config=nf4())
+    assert model.is_base_quantised and type(model.model.layers[0].mlp.up_proj.weight).__name__ == "Params4bit"
     quantised = load(base, quantization_config=nf4())
     with torch.no_grad():
         quantised.model.norm.weight[3] += 1e-3
@@ -156,14 +156,14 @@ def test_what_a_quantised_model_can_be_compared_by(base, extracts, tmp_path):
     ):
         load_expansion(quantised, extracts["adapt"])
     assert load_expansion(quantised, extracts["adapt"], check=False).is_base_quantised
-    other = load(base)
+    variant = load(base)
     with torch.no_grad():
-        other.model.layers[2].mlp.up_proj.weight[3] += 1e-3
-    other.save_pretrained(tmp_path / "other")
+        variant.model.layers[2].mlp.up_proj.weight[3] += 1e-3
+    variant.save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"(?s)1 of 51 tensors differ.*up_proj\.weight: its bytes differ"):
         load_expansion(tmp_path / "other", extracts["adapt"], quantization_config=nf4())
-    wider = transformers.LlamaConfig(**other.config.to_dict() | {"intermediate_size": 60})
-    type(other)(wider).save_pretrained(tmp_path / "wider")
+    wider = transformers.LlamaConfig(**variant.config.to_dict() | {"intermediate_size": 60})
+    type(variant)(wider).save_pretrained(tmp_path / "wider")
     with pytest.raises(CheckpointError, match=r"down_proj\.weight: shape \[40, 60\], expected \[40, 52\]\."):
         load_expansion(load(tmp_path / "wider", quantization_config=nf4()), extracts["adapt"], check=False)
 
@@ -173,7 +173,7 @@ def test_what_was_learned_on_a_quantised_base_is_saved_without_it(base, folders,
     take_steps(model)
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
-    trained = {name: own for name, own in model.named_parameters() if own.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert saved.keys() == trained.keys() and all(torch.equal(saved[name], trained[name]) for name in saved)
     with pytest.raises(ValueError, match=r"is missing"):
         load(tmp_path / "saved")
@@ -210,10 +210,12 @@ def spread(base: Path) -> Any:
 
 
 def test_a_base_that_is_spread_over_devices_trains_and_keeps_its_hooks(spread, extracts):
-    found, expected = load_expansion(spread, extracts["adapt"]), spread(IDS).logits
-    take_steps(found)
-    assert torch.equal(base_logits(found), expected)
-    hooked = [{name for name, own in one.named_modules() if hasattr(own, "_hf_hook")} for one in (found, spread)]
+    expanded, expected = load_expansion(spread, extracts["adapt"]), spread(IDS).logits
+    take_steps(expanded)
+    assert torch.equal(base_logits(expanded), expected)
+    hooked = [
+        {name for name, module in model.named_modules() if hasattr(module, "_hf_hook")} for model in (expanded, spread)
+    ]
     assert {name for name in hooked[0] if ".expansions" not in name} == hooked[1]
 
 
@@ -226,23 +228,23 @@ def watch_hook(model: Any) -> list[int]:
 
 
 def test_expansions_by_name_on_a_base_that_is_spread_over_devices(spread, base, folders, extracts):
-    found, whole, length = spread, load(base), {"max_new_tokens": 4, "do_sample": False}
+    expanded, whole, length = spread, load(base), {"max_new_tokens": 4, "do_sample": False}
     expected = {None: load(base), **{name: load(folder) for name, folder in folders.items()}}
-    for name, own in extracts.items():
-        found, whole = (load_expansion(model, own, name=name) for model in (found, whole))
+    for name, extracted in extracts.items():
+        expanded, whole = (load_expansion(model, extracted, name=name) for model in (expanded, whole))
     for name, alone in expected.items():
-        seen = watch_hook(found)
-        with found.use_expansion(name):
-            assert torch.equal(found(IDS).logits, alone(IDS).logits)
+        seen = watch_hook(expanded)
+        with expanded.use_expansion(name):
+            assert torch.equal(expanded(IDS).logits, alone(IDS).logits)
             assert seen, "hooks of modules that were expanded run"
-            assert torch.equal(found.generate(IDS, **length), alone.generate(IDS, **length))
-    for model in (found, whole):
+            assert torch.equal(expanded.generate(IDS, **length), alone.generate(IDS, **length))
+    for model in (expanded, whole):
         model.set_expansion(list(extracts))
-    assert torch.equal(found(IDS).logits, whole(IDS).logits), "side by side, too"
+    assert torch.equal(expanded(IDS).logits, whole(IDS).logits), "side by side, too"
     paths = (alone(IDS, use_cache=False).logits for alone in expected.values())
-    assert all(map(torch.equal, found.path_logits(IDS), paths))
-    assert torch.equal(found.generate(IDS, **length), whole.generate(IDS, **length))
-    assert found.hf_device_map == spread.hf_device_map
+    assert all(map(torch.equal, expanded.path_logits(IDS), paths))
+    assert torch.equal(expanded.generate(IDS, **length), whole.generate(IDS, **length))
+    assert expanded.hf_device_map == spread.hf_device_map
     assert torch.equal(spread(IDS).logits, expected[None](IDS).logits), "the base stays as it is"
 
 

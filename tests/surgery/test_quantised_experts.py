@@ -47,8 +47,8 @@ def base(tmp_path) -> Path:
     folder = tmp_path / "base"
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
-    with edited(folder / "model.safetensors") as tensors, edited(folder / "config.json") as own:
-        own["quantization_config"] = QUANTISED
+    with edited(folder / "model.safetensors") as tensors, edited(folder / "config.json") as settings:
+        settings["quantization_config"] = QUANTISED
         for layer in range(LAYERS):
             path = f"model.layers.{layer}.mlp.experts."
             for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
@@ -65,8 +65,8 @@ def logits(model: Any) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
     ids = torch.randint(3, 100, (2, 11), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(ids).logits
-    return found
+        output: torch.Tensor = model.eval()(ids).logits
+    return output
 
 
 def test_they_stay_as_they_are_stored(base, tmp_path):
@@ -84,9 +84,9 @@ def test_a_changed_nibble_is_noticed(base, tmp_path):
     shard = next(made.path.glob("model-*.safetensors"))
     with edited(shard) as tensors:
         tensors["model.layers.0.mlp.experts.down_proj_blocks"][0, 0, 0, 0] ^= 1
-    found = verify(made.path, probes=None)
-    evidence = [promise.evidence for promise in found.promises if promise.holds is False]
-    assert not found.passed and any("2 problems" in line for line in evidence), "the shard and the tensor"
+    verification = verify(made.path, probes=None)
+    evidence = [promise.evidence for promise in verification.promises if promise.holds is False]
+    assert not verification.passed and any("2 problems" in line for line in evidence), "the shard and the tensor"
 
 
 @pytest.mark.slow

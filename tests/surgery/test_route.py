@@ -104,7 +104,7 @@ def test_config_and_manifest_change_and_every_byte_comes_back(
     assert digests(back.path) == digests(expanded) == before and digests(done.path) == there, "inputs are as they were"
     assert (back.routing, back.cost, back.bytes_written) == (None, 1.0, written)
     for name, file in shards.items():
-        assert [file.samefile(own.path / name) for own in (done, back)] == [how == "link"] * 2, name
+        assert [file.samefile(outcome.path / name) for outcome in (done, back)] == [how == "link"] * 2, name
     # what programs edit in place is never shared
     assert all((done.path / name).stat().st_nlink == 1 for name in ("config.json", *EXTRAS))
     assert digests(strip(done.path, tmp_path / "stripped").path) == digests(sharded_base)
@@ -140,9 +140,9 @@ def test_a_cap_on_the_logits_stays_before_a_router(trio_of: Callable[..., Trio],
         facts = config["scale_surgery"]["base"]
         assert (facts["softcap"], facts["softcap_key"]) == (30.0, "final_logit_softcapping")
     base, unrouted, model = trio.load()
-    for one in (base, unrouted, model):
+    for network in (base, unrouted, model):
         with torch.no_grad():
-            one.get_output_embeddings().weight.mul_(40)
+            network.get_output_embeddings().weight.mul_(40)
     ids = random_ids(2, 9)
     with torch.no_grad():
         wanted = base(ids).logits
@@ -160,14 +160,14 @@ def test_a_cap_on_the_logits_stays_before_a_router(trio_of: Callable[..., Trio],
     assert digests(strip(trio.path, tmp_path / "stripped").path) == digests(trio.base_path)
 
 
-@pytest.mark.parametrize(("own", "softcap"), (({"final_logit_softcapping": None}, None), ({}, 30.0)))
+@pytest.mark.parametrize(("changes", "softcap"), (({"final_logit_softcapping": None}, None), ({}, 30.0)))
 def test_a_base_that_has_no_cap_gets_none_and_one_that_says_nothing_the_default(
-    base_of: Callable[..., Path], tmp_path: Path, own: dict[str, None], softcap: float | None
+    base_of: Callable[..., Path], tmp_path: Path, changes: dict[str, None], softcap: float | None
 ) -> None:
     base = Path(shutil.copytree(base_of("gemma2"), tmp_path / "base"))
     with edited(base / "config.json") as config:
         del config["final_logit_softcapping"]
-        config |= own
+        config |= changes
     path = route_export(expand(base, REQUESTS["deep"], tmp_path / "expanded").path, tmp_path / "routed").path
     assert json.loads((path / "config.json").read_text())["scale_surgery"]["base"]["softcap"] == softcap
     ids = random_ids(2, 9)
@@ -199,11 +199,11 @@ def test_set_routing(expanded: Path, tmp_path: Path) -> None:
     path, ids = route_export(expanded, tmp_path / "routed", PosteriorRouter(prior=0.5)).path, random_ids(2, 9)
     before = digests(path)
     with torch.no_grad():
-        one = train(load(path))(ids).logits
+        first = train(load(path))(ids).logits
         set_routing(path, PosteriorRouter(prior=0.2, switch_rate=0.0))
-        other = train(load(path))(ids).logits
+        second = train(load(path))(ids).logits
     assert changed_files(before, digests(path)) == {"config.json", "surgery.json"}
-    assert not torch.equal(one, other)
+    assert not torch.equal(first, second)
     config = json.loads((path / "config.json").read_text())["scale_surgery"]["router"]
     assert (config["prior"], config["switch_rate"]) == ([0.2, 0.8], 0.0)
     assert read_manifest(path).routing == PosteriorRouter((0.2, 0.8), switch_rate=0.0)
@@ -239,10 +239,10 @@ def test_a_router_at_an_end_of_its_range_takes_the_place_of_another(
     trio_of: Callable[..., Trio], tmp_path: Path, router: Router
 ) -> None:
     trio = trio_of("llama")
-    again = route_export(trio.path, tmp_path / "again", router, base_weights="link").path
+    rerouted = route_export(trio.path, tmp_path / "again", router, base_weights="link").path
     straight = route_export(trio.expanded_path, tmp_path / "straight", router, base_weights="link").path
-    assert digests(again) == digests(straight)
-    assert load(again).is_routing_enabled
+    assert digests(rerouted) == digests(straight)
+    assert load(rerouted).is_routing_enabled
 
 
 def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
@@ -251,8 +251,8 @@ def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
     of_four = PosteriorRouter().for_expansions(4)
     assert of_four.prior == (0.2,) * 5
     assert of_four == PosteriorRouter(0.2).for_expansions(4).without_prior().for_expansions(4)
-    said = describe_router(PosteriorRouter((0.5, 0.2, 0.3)), ("law", "medicine"))
-    assert said == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
+    text = describe_router(PosteriorRouter((0.5, 0.2, 0.3)), ("law", "medicine"))
+    assert text == "posterior, prior base 0.5, law 0.2, medicine 0.3, switch rate 0.01"
     with pytest.raises(PlanError, match="--strict does not go with --router posterior"):
         RouterOptions(strict=True).make()
 
@@ -261,7 +261,7 @@ def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("router", "said"),
+    ("router", "reason"),
     (
         (PosteriorRouter(0.0, 1.0), "prior: is .*, expected [^\n]*\nswitch_rate: is 1.0, expected [^\n]*$"),
         (CosineRouter(-1.001), "threshold: is -1.001, expected a cosine"),
@@ -283,12 +283,12 @@ def test_what_a_router_is_before_it_knows_how_many_paths_there_are() -> None:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_router_that_makes_no_sense_is_refused_and_nothing_is_written(
-    trio_of: Callable[..., Trio], tmp_path: Path, router: Any, said: str
+    trio_of: Callable[..., Trio], tmp_path: Path, router: Any, reason: str
 ) -> None:
     folder = trio_of("llama").path
     before = digests(folder)
     for operation in (lambda: route_export(folder, tmp_path / "out", router), lambda: set_routing(folder, router)):
-        with pytest.raises(PlanError, match=f"^{said}"):
+        with pytest.raises(PlanError, match=f"^{reason}"):
             operation()
     assert digests(folder) == before and not list(tmp_path.iterdir())
 
@@ -350,8 +350,8 @@ def test_the_command_and_back(trio_of: Callable[..., Trio], tmp_path: Path) -> N
     assert "posterior, prior 0.25, switch rate 0" in text
     assert "from layer 1 of 3 on" in text and "1.67 x" in text
     assert read_manifest(there).routing == PosteriorRouter((0.25, 0.75), switch_rate=0.0)
-    found = json.loads(run(there, "-o", back, "--router", "none", "--json").output)
-    assert found["routing"] is None
+    content = json.loads(run(there, "-o", back, "--router", "none", "--json").output)
+    assert content["routing"] is None
     assert digests(back) == digests(folder)
     text = run(folder, "-o", there, "--router", "cosine", "--threshold", "0", "--strict", "--overwrite").output
     assert "cosine, threshold 0, strict" in text
@@ -382,6 +382,6 @@ def test_options_that_are_wrong_or_of_another_router_are_refused(
 ) -> None:
     trio = trio_of("llama", "deep")
     source = trio.path if "none" in options else trio.expanded_path
-    said = run(source, "-o", tmp_path / "there", *options.split(), code=code).output
-    assert text in " ".join(said.split()) and "Traceback" not in said
+    output = run(source, "-o", tmp_path / "there", *options.split(), code=code).output
+    assert text in " ".join(output.split()) and "Traceback" not in output
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts, both models alone, their extracts, and a composed folder."""
     folder = tmp_path_factory.mktemp("shipped")
     for side, group in (("known", people(2)), ("asked", people(2, start=400))):
-        rows = [{"question": own.prompt, "answer": own.answer} for person in group for own in questions(person)]
+        rows = [
+            {"question": question.prompt, "answer": question.answer}
+            for person in group
+            for question in questions(person)
+        ]
         (folder / f"{side}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for seed, (name, request) in enumerate(REQUESTS.items()):
         shake(expand(SHIPPED_MODEL, request, folder / name).path, seed)
@@ -49,8 +53,8 @@ def command(*words: object) -> Result:
 
 def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
     """The mixture, each expansion alone as the model that it is, and the base; one base for all."""
-    found = evaluate([place / "composed", place / "law"], place / "known.jsonl", place / "asked.jsonl")
-    rows = {score.name: score for score in found.scores}
+    evaluation = evaluate([place / "composed", place / "law"], place / "known.jsonl", place / "asked.jsonl")
+    rows = {score.name: score for score in evaluation.scores}
     assert [(name, score.kind) for name, score in rows.items()] == [
         ("biographies (base)", "base"),
         ("composed", "expanded"),
@@ -68,24 +72,24 @@ def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
     lost = [score.forgetting for score in rows.values() if score.kind in ("expanded", "path")]
     assert alone.forgetting is not None and rows["composed"].forgetting is not None
     assert rows["composed"].forgetting < alone.forgetting and None not in lost
-    assert not found.notes
+    assert not evaluation.notes
 
 
 @pytest.mark.slow
 def test_inspect_says_what_lies_in_it_and_report_shows_one(place: Path, tmp_path: Path) -> None:
     folder = place / "composed"
-    found, base = inspect(folder), inspect(SHIPPED_MODEL)
-    assert (found.family, found.sizes, found.dtype) == (base.family, base.sizes, base.dtype)
-    held = found.expanded
+    inspection, base = inspect(folder), inspect(SHIPPED_MODEL)
+    assert (inspection.family, inspection.sizes, inspection.dtype) == (base.family, base.sizes, base.dtype)
+    held = inspection.expanded
     assert held is not None and held.base_name == "biographies"
     assert held.routing == mixed(switch_rate=0).for_expansions(len(held.expansions))
-    added = [(name, own.variant, own.layers) for name, own in held.expansions.items()]
+    added = [(name, expansion.variant, expansion.layers) for name, expansion in held.expansions.items()]
     assert added == [("medicine", "preserve", (3,)), ("law", "adapt", (3,))]
-    assert all(set(own.parameters_by_block) >= {"w21", "w22"} for own in held.expansions.values())
+    assert all(set(expansion.parameters_by_block) >= {"w21", "w22"} for expansion in held.expansions.values())
     assert "w12" in held.expansions["law"].parameters_by_block
     assert "w12" not in held.expansions["medicine"].parameters_by_block
-    parameters = sum(own.parameters for own in held.expansions.values())
-    assert found.parameters_stored == base.parameters_stored + parameters
+    parameters = sum(expansion.parameters for expansion in held.expansions.values())
+    assert inspection.parameters_stored == base.parameters_stored + parameters
     shown = command("inspect", folder)
     assert "law        adapt     3" in shown.output and "last verified  never" in shown.output
     assert "paths          3: the base, medicine, law" in shown.output

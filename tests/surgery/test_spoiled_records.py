@@ -64,8 +64,11 @@ def refuse(path: Path, *reasons: str) -> None:
     for name, read in readers.items():
         with pytest.raises(CheckpointError) as raised:
             read()
-        said = str(raised.value)
-        assert said.startswith(f"{path / 'surgery.json'}: ") and all(reason in said for reason in reasons), (name, said)
+        message = str(raised.value)
+        assert message.startswith(f"{path / 'surgery.json'}: ") and all(reason in message for reason in reasons), (
+            name,
+            message,
+        )
     assert not path.with_name("out").exists() and not list(path.parent.rglob("outside.txt"))
 
 
@@ -150,10 +153,10 @@ def test_a_grown_model_cannot_pass_for_another(grown: Path) -> None:
     def as_scale(content: dict[str, Any]) -> None:
         request(content).update(method="scale", variant="adapt", copies=None)
 
-    found = verify(edit(grown, as_scale), probes=None)
-    assert not found.passed
-    assert any("is missing" in line for line in found.problems)
-    assert "config.json: scale_surgery is not what the expansion wrote." in found.problems
+    verification = verify(edit(grown, as_scale), probes=None)
+    assert not verification.passed
+    assert any("is missing" in line for line in verification.problems)
+    assert "config.json: scale_surgery is not what the expansion wrote." in verification.problems
 
 
 @pytest.mark.parametrize(
@@ -185,9 +188,9 @@ def test_trained_tensors_do_not_pass_for_untrained_ones(adapt: Path) -> None:
         record = content["expansions"]["default"]
         record["tensors"] = hash_tensors(checkpoint, list(record["tensors"]))
 
-    found = verify(edit(adapt, hash_again), probes=None)
-    (promise,) = [promise for promise in found.promises if promise.name == "output_at_init"]
-    assert not found.passed
+    verification = verify(edit(adapt, hash_again), probes=None)
+    (promise,) = [promise for promise in verification.promises if promise.name == "output_at_init"]
+    assert not verification.passed
     assert promise.holds is False
     assert "15 tensors of W12 and the head's up part left zero" in promise.evidence
 
@@ -199,6 +202,6 @@ def test_a_w12_that_no_plan_knows_is_looked_at(base_of, tmp_path) -> None:
     with edited(shard) as tensors, edited(wide / "model.safetensors.index.json") as index:
         tensors[name] = torch.ones(40, 10)
         index["weight_map"][name] = shard.name
-    (promise,) = [own for own in verify(wide, probes=None).promises if own.name == "output_at_init"]
+    (promise,) = [promise for promise in verify(wide, probes=None).promises if promise.name == "output_at_init"]
     assert promise.holds is False
     assert any(problem.startswith(f"{name}: 400 of 400 entries are not zero") for problem in promise.problems)

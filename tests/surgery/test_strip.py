@@ -62,8 +62,8 @@ def test_every_file_comes_back_byte_for_byte(request, tmp_path, form, how):
     assert digests(stripped.path) == stripped.files == before
     assert (stripped.base_name, stripped.left_out) == (base.name, ())
     # and side files were taken along under their own names
-    found = digests(made.path)
-    assert {name: found[name] for name in EXTRAS} == {name: before[name] for name in EXTRAS}
+    hashes = digests(made.path)
+    assert {name: hashes[name] for name in EXTRAS} == {name: before[name] for name in EXTRAS}
     assert json.loads((made.path / "config.json").read_text())["rms_norm_eps"] == 1e-6
     # shards are one file each with links, and copies without
     assert made.base_bytes_written == (0 if how == "link" else sum(file.stat().st_size for file in shards))
@@ -123,14 +123,14 @@ def test_missing_files_are_all_named_before_anything_is_written(expanded, tmp_pa
 def test_a_record_that_cannot_give_the_base_back_is_refused(expanded, tmp_path):
     replaced = json.loads((expanded / "surgery.json").read_text())["replaced"]
     kept = {INDEX: replaced[INDEX]} if INDEX in replaced else {}
-    for changes, said in (
+    for changes, reason in (
         ({"replaced": replaced | {"config.json": replaced["config.json"] + " "}}, r"^config\.json: sha256 .* expected"),
         ({"replaced": kept}, r"is incomplete, the text of config\.json is missing"),
         ({"format": 99}, r"surgery\.json: format 99, expected 3\. Use the release that made it"),
     ):
         with edited(expanded / "surgery.json") as record:
             record |= changes
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=reason):
             strip(expanded, tmp_path / "stripped")
     assert not (tmp_path / "stripped").exists()
 

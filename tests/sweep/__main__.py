@@ -27,8 +27,8 @@ def rows_of(types: list[str], jobs: int) -> Iterator[Row]:
     """What became of each type, as it is known."""
     parts = [types[start : start + TYPES_AT_ONCE] for start in range(0, len(types), TYPES_AT_ONCE)]
     with ProcessPoolExecutor(jobs, max_tasks_per_child=1) as pool:
-        for found in pool.map(take_several, parts):
-            yield from (Row(**row) for row in found)  # type: ignore[arg-type]
+        for records in pool.map(take_several, parts):
+            yield from (Row(**row) for row in records)  # type: ignore[arg-type]
 
 
 @click.command()
@@ -44,14 +44,14 @@ def main(types: tuple[str, ...], jobs: int, rows: Path | None, table: Path | Non
         done.append(row)
         click.echo(f"{row.model_type}: {row.broken or row.blocks} {row.seconds} s")
         if rows is not None:
-            rows.write_text(json.dumps([asdict(one) for one in done], indent=1) + "\n")
+            rows.write_text(json.dumps([asdict(entry) for entry in done], indent=1) + "\n")
     if table is not None:
         table.write_text(render(done), encoding="utf-8")
     passed = sum(not row.broken for row in done)
     click.echo(f"{passed} of {len(done)} pass")
     # what need not work is refused in words, and nothing of it breaks
-    tried = [(f"{row.model_type}: {name}: {said}", said) for row in done for name, said in row.works.items()]
-    spoiled = [line for line, said in tried if is_broken(said)]
+    tried = [(f"{row.model_type}: {name}: {outcome}", outcome) for row in done for name, outcome in row.works.items()]
+    spoiled = [line for line, outcome in tried if is_broken(outcome)]
     click.echo("\n".join(spoiled))
     sys.exit(passed < least or bool(spoiled))
 

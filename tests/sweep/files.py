@@ -21,10 +21,10 @@ def check_files(base: Path, expanded: Path, folder: Path) -> None:
     Raises:
         BrokenError: If not.
     """
-    found = verify(expanded, base)
-    if not found.passed:
-        failed = [f"{one.name}: {one.evidence}" for one in found.promises if one.holds is False]
-        raise BrokenError("; ".join([*failed, *found.problems]))
+    verification = verify(expanded, base)
+    if not verification.passed:
+        failed = [f"{promise.name}: {promise.evidence}" for promise in verification.promises if promise.holds is False]
+        raise BrokenError("; ".join([*failed, *verification.problems]))
     stripped = strip(expanded, folder / "stripped").path
     if files_of(stripped) != files_of(base):
         raise BrokenError("strip does not give the base's files")
@@ -45,13 +45,13 @@ def check_in_memory(base: Path, expanded: Path, taken: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     stock, wanted = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (base, expanded))
-    found, tensors, ids = load_expansion(stock, taken), wanted.state_dict(), ids_of()
-    if found.state_dict().keys() != tensors.keys():
+    model, tensors, ids = load_expansion(stock, taken), wanted.state_dict(), ids_of()
+    if model.state_dict().keys() != tensors.keys():
         raise BrokenError("load_expansion gives other tensors than the folder")
-    if unequal := [name for name, own in found.state_dict().items() if not torch.equal(own, tensors[name])]:
+    if unequal := [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, tensors[name])]:
         raise BrokenError(f"load_expansion gives other values than the folder: {unequal[:2]}")
     with torch.no_grad():
-        if not torch.equal(found(ids).logits, wanted(ids).logits):
+        if not torch.equal(model(ids).logits, wanted(ids).logits):
             raise BrokenError("load_expansion gives other logits than the folder")
 
 

@@ -37,12 +37,15 @@ def read(path: str, **options: Any) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=True, **options).eval()
     ids = ids_of()
     with torch.no_grad():
-        found = {"logits": digest(model(ids).logits), "row": digest(model(ids[:1, :7]).logits)}
+        outputs = {"logits": digest(model(ids).logits), "row": digest(model(ids[:1, :7]).logits)}
         try:
             tokens = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0).tolist()
         except Exception as error:  # some stock models cannot: then no expanded one has to
             tokens = [type(error).__name__]
-    return found | {"tokens": tokens, "trains": [name for name, own in model.named_parameters() if own.requires_grad]}
+    return outputs | {
+        "tokens": tokens,
+        "trains": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+    }
 
 
 class Reader:
@@ -62,10 +65,10 @@ class Reader:
         """
         self.process.stdin.write(json.dumps({"path": str(path), **options}) + "\n")
         self.process.stdin.flush()
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        if "error" in found:
-            raise RuntimeError(found["error"])
-        return found
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
 
     def close(self) -> None:
         """Let it end."""
@@ -84,10 +87,10 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     for line in sys.stdin:
         try:
-            found = read(**json.loads(line))
+            answer = read(**json.loads(line))
         except Exception as error:  # the one who asked reports it
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(found), flush=True)
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

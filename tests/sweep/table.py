@@ -58,9 +58,9 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    found = {group: Counter(_strongest(row.blocks.get(group, [])) for row in rows) for group in ("attn", "ffn")}
+    counts = {group: Counter(_strongest(row.blocks.get(group, [])) for row in rows) for group in ("attn", "ffn")}
     return "\n".join(
-        f"* {title}: " + ", ".join(f"{name or 'none'} {count}" for name, count in found[group].most_common())
+        f"* {title}: " + ", ".join(f"{name or 'none'} {count}" for name, count in counts[group].most_common())
         for group, title in (("attn", "attention"), ("ffn", "feed-forward network"))
     )
 

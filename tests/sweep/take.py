@@ -129,13 +129,13 @@ def write_base(config: Any, dtype: torch.dtype, path: Path) -> Path:
 
 def blocks_of(made: Any) -> dict[str, list[str]]:
     """Treatments by group, of all kinds of layers."""
-    found: dict[str, list[str]] = {"attn": [], "ffn": []}
+    treatments: dict[str, list[str]] = {"attn": [], "ffn": []}
     for kind in made.architecture.kinds:
         for block in kind.blocks:
             title = f"{block.treatment} {block.name}".strip()
-            if title not in found[block.group]:
-                found[block.group].append(title)
-    return found
+            if title not in treatments[block.group]:
+                treatments[block.group].append(title)
+    return treatments
 
 
 def check_same(base: dict[str, Any], expanded: dict[str, Any], title: str) -> None:
@@ -160,12 +160,14 @@ def check_training(path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model, ids = AutoModelForCausalLM.from_pretrained(path, dtype="auto"), ids_of()
-    frozen = [(own, own.detach().clone()) for own in model.parameters() if not own.requires_grad]
+    frozen = [
+        (parameter, parameter.detach().clone()) for parameter in model.parameters() if not parameter.requires_grad
+    ]
     with torch.no_grad(), model.expansion_disabled():
         base = model.eval()(ids).logits
     before = model(ids).logits.detach()
     model.train()
-    optimizer = torch.optim.AdamW([own for own in model.parameters() if own.requires_grad], 1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], 1e-2)
     for _ in range(STEPS):
         model(ids, labels=ids).loss.backward()
         optimizer.step()
@@ -181,9 +183,9 @@ def check_training(path: Path) -> None:
         raise BrokenError("a frozen tensor changed")
 
 
-def is_broken(said: str) -> bool:
+def is_broken(outcome: str) -> bool:
     """Whether something that was tried stopped with an error that is no refusal."""
-    return said.startswith(BROKEN)
+    return outcome.startswith(BROKEN)
 
 
 def tried(work: Callable[[Path, Reader], None], folder: Path, reader: Reader) -> str:
@@ -243,7 +245,7 @@ def gate(folder: Path, reader: Reader) -> None:
     ids, model = ids_of(), AutoModelForCausalLM.from_pretrained(made, dtype="auto").eval()
     with torch.no_grad():
         wanted = AutoModelForCausalLM.from_pretrained(base, dtype="auto").eval()(ids).logits
-        for parameter in (own for own in model.parameters() if own.requires_grad):
+        for parameter in (weight for weight in model.parameters() if weight.requires_grad):
             parameter.add_(torch.randn_like(parameter))
         learned = model(ids).logits
         for name, shut in model.named_parameters():

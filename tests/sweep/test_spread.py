@@ -59,7 +59,7 @@ def reader() -> Iterator[Reader]:
 
 
 def treatments(blocks):
-    return tuple(" ".join(dict.fromkeys(one.split()[0] for one in blocks[group])) for group in ("attn", "ffn"))
+    return tuple(" ".join(dict.fromkeys(block.split()[0] for block in blocks[group])) for group in ("attn", "ffn"))
 
 
 @pytest.mark.slow
@@ -72,10 +72,10 @@ def test_a_type_goes_the_whole_way(reader, model_type):
 
 @pytest.mark.parametrize("model_type", mostly(SPREAD, PROVED.__contains__))
 def test_facts_about_a_type_are_proved_on_its_twin(model_type):
-    found = derive(default_config(model_type))
-    assert treatments(blocks_of(found)) == SPREAD[model_type]
+    derived = derive(default_config(model_type))
+    assert treatments(blocks_of(derived)) == SPREAD[model_type]
     if model_type in REASONS:
-        assert found.architecture.kinds[0].blocks[0].reason == REASONS[model_type]
+        assert derived.architecture.kinds[0].blocks[0].reason == REASONS[model_type]
 
 
 @torch.no_grad()
@@ -89,8 +89,8 @@ def test_queries_and_keys_that_pass_through_one_norm_are_routed(tmp_path):
     assert not torch.equal(*paths), "the control: the paths differ"
     # side by side they are the same
     sides = routed.score_tokens(ids).sides
-    for side, own in zip(sides.unbind(-1), paths, strict=True):
-        alone = own.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    for side, logits in zip(sides.unbind(-1), paths, strict=True):
+        alone = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         torch.testing.assert_close(side, alone, atol=1e-5, rtol=1e-5)
 
 
@@ -109,7 +109,7 @@ def test_what_breaks_is_said(reader, monkeypatch):
         made = expand(*args, **options)
         for shard in made.plan.shards:
             with edited(made.path / shard) as tensors:
-                tensors |= {name: own + 1 for name, own in tensors.items() if name.endswith(".w12")}
+                tensors |= {name: tensor + 1 for name, tensor in tensors.items() if name.endswith(".w12")}
         return made
 
     monkeypatch.setattr("tests.sweep.take.expand", spoiled)
@@ -117,6 +117,6 @@ def test_what_breaks_is_said(reader, monkeypatch):
 
 
 def test_what_is_not_supported_is_said(reader):
-    said = take_through("doge", reader, beside=False).broken
-    assert said.startswith("UnsupportedFamilyError: ") and "Supported are" in said
-    assert "its own parameters scale the residual stream: input_residual, post_attention_residual" in said
+    reason = take_through("doge", reader, beside=False).broken
+    assert reason.startswith("UnsupportedFamilyError: ") and "Supported are" in reason
+    assert "its own parameters scale the residual stream: input_residual, post_attention_residual" in reason

@@ -66,14 +66,14 @@ class Terminal:
     def wait_for(self, pattern: str) -> str:
         """What comes until something is there that was not there before."""
         until = time.monotonic() + SECONDS
-        while not (found := re.search(pattern, self.text[self.done :])):
+        while not (match := re.search(pattern, self.text[self.done :])):
             assert time.monotonic() < until, f"{pattern!r} does not come: {self.text[self.done :]!r}"
             if select.select([self.handle], [], [], 0.5)[0]:
                 try:
                     self.text += os.read(self.handle, 65536).decode("utf-8", "replace")
                 except OSError:  # the other end is closed
                     pytest.fail(f"{pattern!r} does not come: {self.text[self.done :]!r}")
-        start, self.done = self.done, self.done + found.end()
+        start, self.done = self.done, self.done + match.end()
         return self.text[start : self.done]
 
     def interrupt(self, pattern: str) -> str:
@@ -95,10 +95,10 @@ def chatting(*arguments: object, **environment: str) -> Iterator[tuple[Terminal,
     """A chat in a pseudo-terminal of 80 columns."""
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    own = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     command = [sys.executable, "-c", OWN_TERMINAL, "chat", *map(str, arguments)]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    child = subprocess.Popen(command, **streams, start_new_session=True, env=own | environment)
+    child = subprocess.Popen(command, **streams, start_new_session=True, env=inherited | environment)
     os.close(theirs)
     terminal = Terminal(ours)
     try:
@@ -209,13 +209,13 @@ def test_no_press_ends_a_conversation(place: Path, monkeypatch: pytest.MonkeyPat
 
 def talk(folder: Path, *lines: str, options: tuple[str, ...] = (), code: int = 0) -> Result:
     runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
-    own = ["--temperature", "0", "--max-new-tokens", "12", *options]
-    result = runner.invoke(main, ["chat", str(folder), *own], input="".join(f"{line}\n" for line in lines))
+    arguments = ["--temperature", "0", "--max-new-tokens", "12", *options]
+    result = runner.invoke(main, ["chat", str(folder), *arguments], input="".join(f"{line}\n" for line in lines))
     assert result.exit_code == code, result.output
     return result
 
 
-def said(folder: Path, *lines: str, options: tuple[str, ...] = ()) -> list[dict]:
+def answers(folder: Path, *lines: str, options: tuple[str, ...] = ()) -> list[dict]:
     return list(json.loads(talk(folder, *lines, options=("--json", *options)).stdout)["answers"])
 
 
@@ -236,7 +236,7 @@ def test_questions_and_answers() -> None:
 
 
 def test_a_text_goes_on_where_nothing_is_typed(place: Path) -> None:
-    once, more, new = said(place / "wide", "Anna", "", "Berg")
+    once, more, new = answers(place / "wide", "Anna", "", "Berg")
     assert once["ended"] == "length" and more["read"] == once["read"] + len(f"{once['text']}".encode())
     joined = generate(place / "wide", f"Anna{once['text']}", GREEDY).answers[0]
     assert more["text"] == joined.text
@@ -244,9 +244,9 @@ def test_a_text_goes_on_where_nothing_is_typed(place: Path) -> None:
 
 
 def test_commands(place: Path) -> None:
-    once, again, anew = said(place / "wide", "", "Anna", "/again", "/reset", "Anna")
-    assert once == again == anew
-    (space,) = said(place / "wide", " /help me")
+    once, repeated, anew = answers(place / "wide", "", "Anna", "/again", "/reset", "Anna")
+    assert once == repeated == anew
+    (space,) = answers(place / "wide", " /help me")
     assert space["prompt"] == "/help me"
     shown = talk(place / "wide", "/help", "/set top-p 0.5", "/set", "/reset")
     for line in ("/again  answer the last message anew", "everything that was said is forgotten"):
@@ -267,7 +267,7 @@ def test_commands(place: Path) -> None:
 
 
 def test_a_conversation_by_a_chat_template(templated: Path) -> None:
-    first, second = said(templated, "Who?", "", "Why?", options=("--system", "S"))
+    first, second = answers(templated, "Who?", "", "Why?", options=("--system", "S"))
     before = f"[system]S\n[user]Who?\n[assistant]{first['text']}\n[user]Why?\n[assistant]"
     assert second["read"] == len(before.encode()), "an empty line says nothing here"
     assert "by its chat template" in talk(templated).stdout
@@ -289,7 +289,7 @@ def test_base_and_model_answer_side_by_side(place: Path) -> None:
     content = json.loads(talk(place / "posterior", "Anna", "Berg", options=("--json", "--compare")).stdout)
     for kind, name in (("posterior", "answers"), ("base", "base_answers")):
         assert [answer["text"] for answer in content[name]] == [
-            answer["text"] for answer in said(place / kind, "Anna", "Berg")
+            answer["text"] for answer in answers(place / kind, "Anna", "Berg")
         ], "each in a conversation of its own"
     shown = talk(place / "posterior", "Anna", options=("--compare", "--paths")).stdout
     assert re.search(r"(?m)^base +expanded *$", shown) and "⟦" in shown

@@ -24,16 +24,16 @@ NAMES = ("base", "medicine", "law", "music")
 @torch.no_grad()
 def test_the_mixture_answers_and_says_whom_each_token_came_from(speaking: tuple[Made, Path]) -> None:
     folder = speaking[1]
-    found = generate(folder, PROMPTS[0], replace(GREEDY, max_new_tokens=48))
-    (answer,) = found.answers
+    generation = generate(folder, PROMPTS[0], replace(GREEDY, max_new_tokens=48))
+    (answer,) = generation.answers
     assert ids_of(answer) == by_transformers(folder, PROMPTS[0], do_sample=False, max_new_tokens=48)
     read = AutoTokenizer.from_pretrained(folder)(PROMPTS[0], return_tensors="pt")["input_ids"]
     scores = load(folder).score_tokens(torch.cat((read, torch.tensor([ids_of(answer)])), 1))
     weights = torch.tensor([token.weights for token in answer.tokens])
     torch.testing.assert_close(weights, scores.weights[0, read.shape[1] - 1 :], atol=DRIFT, rtol=0)
     assert (weights.amax(0) - weights.amin(0)).max() > 50 * DRIFT, "the control: they are not all alike"
-    assert found.base == "base" and found.routing is not None
-    content = found.to_json()
+    assert generation.base == "base" and generation.routing is not None
+    content = generation.to_json()
     assert content["routing"]["prior"] == [0.25] * len(NAMES)
     first = content["answers"][0]["tokens"][0]
     assert content["paths"] == list(NAMES) and sum(first["weights"]) == pytest.approx(1)
@@ -44,15 +44,15 @@ def test_one_path_answers_alone(speaking: tuple[Made, Path]) -> None:
     made, folder = speaking
     answers = {}
     for name in NAMES:
-        found = generate(folder, PROMPTS, replace(GREEDY, expansion=name), compare=name == "law")
+        generation = generate(folder, PROMPTS, replace(GREEDY, expansion=name), compare=name == "law")
         alone = made.base if name == "base" else made.folders[name]
-        answers[name] = tuple(map(ids_of, found.answers))
+        answers[name] = tuple(map(ids_of, generation.answers))
         expected = [by_transformers(alone, prompt, do_sample=False, max_new_tokens=24) for prompt in PROMPTS]
         assert list(answers[name]) == expected
-        assert all(token.weights is None for answer in found.answers for token in answer.tokens)
+        assert all(token.weights is None for answer in generation.answers for token in answer.tokens)
         if name == "law":
-            assert tuple(map(ids_of, found.base_answers)) == answers["base"]
-    assert len({str(own) for own in answers.values()}) == len(NAMES), "the control: they differ"
+            assert tuple(map(ids_of, generation.base_answers)) == answers["base"]
+    assert len({str(answer) for answer in answers.values()}) == len(NAMES), "the control: they differ"
 
 
 def test_a_name_that_is_none_is_refused(speaking: tuple[Made, Path]) -> None:
@@ -84,9 +84,9 @@ def test_a_conversation_changes_who_answers(speaking: tuple[Made, Path]) -> None
     alone = generate(speaking[0].folders["law"], "Anna", replace(GREEDY, max_new_tokens=12))
     assert second["text"] == alone.answers[0].text
     assert first["tokens"][0]["weights"] and second["tokens"][0]["weights"] is None
-    said = run("chat", speaking[1], input="/set expansion history\n")
-    assert "composed, routed: posterior, all paths alike" in said
-    assert "expansion history: is no path of this model, expected base or medicine or law or music." in said.replace(
+    output = run("chat", speaking[1], input="/set expansion history\n")
+    assert "composed, routed: posterior, all paths alike" in output
+    assert "expansion history: is no path of this model, expected base or medicine or law or music." in output.replace(
         "\n", " "
     )
     stock = run("chat", speaking[0].base, input="/set expansion law\n")

@@ -45,12 +45,12 @@ def by_transformers(folder: Path, prompt: str, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", mostly(KINDS, ("wide", "posterior").__contains__))
 def test_greedy_answers_are_those_of_transformers(place: Path, kind: str) -> None:
-    found = generate(place / kind, PROMPTS, GREEDY)
-    for prompt, answer in zip(PROMPTS, found.answers, strict=True):
+    generation = generate(place / kind, PROMPTS, GREEDY)
+    for prompt, answer in zip(PROMPTS, generation.answers, strict=True):
         assert ids_of(answer) == by_transformers(place / kind, prompt, do_sample=False, max_new_tokens=24)
         assert (answer.prompt, answer.read) == (prompt, 1 + len(prompt.encode()))
         assert [token.weights is not None for token in answer.tokens] == [kind in ROUTED] * len(answer.tokens)
-    assert (found.model, found.base_answers) == (kind, ())
+    assert (generation.model, generation.base_answers) == (kind, ())
 
 
 @pytest.mark.slow
@@ -60,9 +60,9 @@ def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kin
         temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.2, max_new_tokens=12, seed=7
     )
     before = torch.random.get_rng_state()
-    first, again = (generate(place / kind, PROMPTS, settings).answers for _ in range(2))
+    first, second = (generate(place / kind, PROMPTS, settings).answers for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), before), "random numbers are the caller's"
-    assert first == again
+    assert first == second
     assert first != generate(place / kind, PROMPTS, replace(settings, seed=8)).answers
     torch.manual_seed(7)
     options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.2, "max_new_tokens": 12}
@@ -72,11 +72,11 @@ def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kin
 
 
 def test_options_of_drawing() -> None:
-    own = GenerationConfig(do_sample=True, temperature=0.6)
-    assert GenerationSettings(top_p=0.9).describe(own) == (
+    config = GenerationConfig(do_sample=True, temperature=0.6)
+    assert GenerationSettings(top_p=0.9).describe(config) == (
         "drawn with temperature 0.6, top-p 0.9, top-k 50, at most 512 tokens"
     )
-    assert GenerationSettings(temperature=0).describe(own) == "the most likely token each time, at most 512 tokens"
+    assert GenerationSettings(temperature=0).describe(config) == "the most likely token each time, at most 512 tokens"
     known = GenerationConfig._get_default_generation_params()
     assert {name: known[name] for name in USUAL} == USUAL
 
@@ -89,23 +89,23 @@ def test_weights_are_those_of_the_whole_text(place: Path, kind: str) -> None:
     (answer,) = generate(place / kind, PROMPTS[0], replace(GREEDY, max_new_tokens=64)).answers
     read = AutoTokenizer.from_pretrained(place / kind)(PROMPTS[0], return_tensors="pt")["input_ids"]
     scores = load(place / kind).score_tokens(torch.cat((read, torch.tensor([ids_of(answer)])), 1))
-    found = torch.tensor([token.weights[1] for token in answer.tokens])
-    torch.testing.assert_close(found, scores.weights[0, read.shape[1] - 1 :, 1], atol=DRIFT, rtol=0)
-    assert found.max() - found.min() > 100 * DRIFT, "the control: they are not all alike"
-    assert answer.routed_share == pytest.approx(float(found.mean()))
+    weights = torch.tensor([token.weights[1] for token in answer.tokens])
+    torch.testing.assert_close(weights, scores.weights[0, read.shape[1] - 1 :, 1], atol=DRIFT, rtol=0)
+    assert weights.max() - weights.min() > 100 * DRIFT, "the control: they are not all alike"
+    assert answer.routed_share == pytest.approx(float(weights.mean()))
 
 
 def test_the_base_answers_from_the_same_weights(place: Path) -> None:
     settings = replace(GREEDY, temperature=0.8, max_new_tokens=12)
     for kind in ("wide", "posterior", "deep"):
-        found = generate(place / kind, PROMPTS, settings, compare=True)
-        assert [ids_of(answer) for answer in found.base_answers[:1]] == [
+        generation = generate(place / kind, PROMPTS, settings, compare=True)
+        assert [ids_of(answer) for answer in generation.base_answers[:1]] == [
             ids_of(answer) for answer in generate(place / "base", PROMPTS[:1], settings).answers
         ]
-        assert found.base == "base"
+        assert generation.base == "base"
         # it takes no random numbers away
-        assert found.answers == generate(place / kind, PROMPTS, settings).answers
-        assert ids_of(found.answers[0]) != ids_of(found.base_answers[0])
+        assert generation.answers == generate(place / kind, PROMPTS, settings).answers
+        assert ids_of(generation.answers[0]) != ids_of(generation.base_answers[0])
 
 
 # tokens and texts
@@ -113,13 +113,13 @@ def test_the_base_answers_from_the_same_weights(place: Path) -> None:
 
 def test_each_token_is_streamed_when_it_comes(place: Path) -> None:
     streamed: list[StreamedToken] = []
-    found = generate(
+    generation = generate(
         place / "posterior", PROMPTS, replace(GREEDY, max_new_tokens=4), compare=True, on_token=streamed.append
     )
     wanted = [
         StreamedToken(place_, is_base, token, ("base", "default"))
         for place_ in range(2)
-        for is_base, answers in ((True, found.base_answers), (False, found.answers))
+        for is_base, answers in ((True, generation.base_answers), (False, generation.answers))
         for token in answers[place_].tokens
     ]
     assert streamed == wanted
@@ -198,9 +198,9 @@ def test_the_oldest_turns_are_left_out(templated: Path) -> None:
 
 
 def refusal(*args: Any, error: type[SurgeryError] = PlanError, **options: Any) -> list[str]:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         generate(*args, **options)
-    return list(found.value.lines)
+    return list(caught.value.lines)
 
 
 def test_all_that_is_wrong_with_settings_is_said(place: Path, templated: Path) -> None:
@@ -242,12 +242,12 @@ def test_prompts_that_cannot_be_read_are_all_named(place: Path, templated: Path)
 def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(templated)
     tokenizer.chat_template = "{{ raise_exception('no system message') }}"
-    own = tmp_path / "picky"
-    own.mkdir()
+    folder = tmp_path / "picky"
+    folder.mkdir()
     for file in templated.iterdir():
-        (own / file.name).write_bytes(file.read_bytes())
-    tokenizer.save_pretrained(own)
-    (line,) = refusal(own, "x", error=CheckpointError)
+        (folder / file.name).write_bytes(file.read_bytes())
+    tokenizer.save_pretrained(folder)
+    (line,) = refusal(folder, "x", error=CheckpointError)
     assert line.startswith("picky: its chat template does not take the conversation (TemplateError: no system message)")
 
 
@@ -286,13 +286,13 @@ def test_command_takes_prompts_from_files(place: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("Anna\n\n naïve \n")
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Berg"}\n\n{"prompt": "a\\nb", "n": 1}\n')
     asked = ("--prompt", "first", "--prompts", tmp_path / "lines.txt", "--prompts", tmp_path / "rows.jsonl")
-    own = ("--temperature", "0", "--max-new-tokens", "3")
-    content = json.loads(run(place / "wide", *asked, *own, "--json").stdout)
+    options = ("--temperature", "0", "--max-new-tokens", "3")
+    content = json.loads(run(place / "wide", *asked, *options, "--json").stdout)
     prompts = ["first", "Anna", " naïve ", "Who?", "a\nb"]
     assert [answer["prompt"] for answer in content["answers"]] == prompts
     assert content == generate(place / "wide", prompts, GenerationSettings(temperature=0.0, max_new_tokens=3)).to_json()
     files = (tmp_path / "a.jsonl", tmp_path / "a.json")
-    shown = run(place / "wide", *asked, *own, "--compare", "-o", files[0], "-o", files[1]).stdout
+    shown = run(place / "wide", *asked, *options, "--compare", "-o", files[0], "-o", files[1]).stdout
     assert "a↵b" in shown and shown.count("base") == 5
     rows = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert [row["text"] for row in rows] == [answer["text"] for answer in content["answers"]]

@@ -33,8 +33,8 @@ def as_rehearsed(model: Any, folder: Path, count: int) -> list[str]:
     """What rehearsal would draw, as text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     begins = begin_tokens(tokenizer, [], "model")
-    found = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), tokenizer, no_track)
-    rows = [found[place]["input_ids"].tolist() for place in range(count)]
+    samples = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), tokenizer, no_track)
+    rows = [samples[place]["input_ids"].tolist() for place in range(count)]
     return [tokenizer.decode([id_ for id_ in row if id_ not in tokenizer.all_special_ids]) for row in rows]
 
 
@@ -81,8 +81,8 @@ def test_the_command(place: Path, tmp_path: Path) -> None:
     def run(*arguments: object) -> Any:
         return runner.invoke(main, ["generate", str(place / "base"), "--samples", "3", *map(str, arguments)])
 
-    found = run("-o", file, "--max-new-tokens", 15, "--seed", 3)
-    assert found.exit_code == 0 and len(texts_of(file)) == 3 and "texts" in found.output
+    outcome = run("-o", file, "--max-new-tokens", 15, "--seed", 3)
+    assert outcome.exit_code == 0 and len(texts_of(file)) == 3 and "texts" in outcome.output
     for wrong in ([], ["-o", tmp_path / "old.json"], ["-o", file, "--prompt", "x"], ["-o", file, "--compare"]):
         assert run(*wrong).exit_code == 2
     assert "generate MODEL --samples 500" in " ".join(runner.invoke(main, ["learn", "--help"]).output.split())

@@ -48,9 +48,9 @@ SETTINGS = TrainingSettings(steps=4, sequence_length=32, batch_size=2, log_every
 
 def run(code: str, *arguments: object, **environment: str) -> list[str]:
     """Run code in a process of its own; gives the words that it prints."""
-    own = {name: value for name, value in os.environ.items() if name not in CHOSEN_BY_USER} | environment
+    variables = {name: value for name, value in os.environ.items() if name not in CHOSEN_BY_USER} | environment
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.split()
 
 
 # what glibc does by default, said by the user: then this program leaves it alone

@@ -54,14 +54,14 @@ Deep = Callable[..., Pair]
 def test_only_the_copies_train(deep_of: Deep, family: str) -> None:
     pair = deep_of(family)
     model = freeze_base(pair.load())
-    own = {part.name for part in expansion_parts(model)}
+    part_names = {part.name for part in expansion_parts(model)}
     stored = {info.stored_as for name, info in open_checkpoint(pair.path).tensors.items() if ".after." in name}
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == own == stored
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == part_names == stored
     assert {part.group for part in expansion_parts(model)} == {"attn", "ffn", "norms"}
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     take_steps(model)
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert changed == own
+    assert changed == part_names
     assert unequal(pair.base, model) == [tuple(prompt["input_ids"].shape) for prompt in prompts()], "it learned"
     with expansion_disabled(model):
         assert unequal(pair.base, model) == unequal(pair.base, model, use_cache=False) == []
@@ -85,13 +85,13 @@ def test_a_model_saved_by_another_trainer_is_still_known(deep_of: Deep, tmp_path
     model = freeze_base(pair.load())
     take_steps(model)
     model.save_pretrained(tmp_path / "saved")
-    again = freeze_base(load(tmp_path / "saved"))
-    assert unequal(model, again) == []
+    reloaded = freeze_base(load(tmp_path / "saved"))
+    assert unequal(model, reloaded) == []
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
-        n for n, p in again.named_parameters() if p.requires_grad
+        n for n, p in reloaded.named_parameters() if p.requires_grad
     ]
-    found, base = open_checkpoint(tmp_path / "saved"), open_checkpoint(pair.base_path)
-    assert hash_tensors(found, list(base.tensors)) == hash_tensors(base, list(base.tensors))
+    checkpoint, base = open_checkpoint(tmp_path / "saved"), open_checkpoint(pair.base_path)
+    assert hash_tensors(checkpoint, list(base.tensors)) == hash_tensors(base, list(base.tensors))
 
 
 @pytest.mark.parametrize("family", mostly(("llama", "gemma2", "gpt2", "gpt_neox"), "gpt2".__eq__))
@@ -148,8 +148,8 @@ def test_groups_that_train(place: Path, deepened: Path, tmp_path: Path) -> None:
     path = train(deepened, [place / "texts.jsonl"], tmp_path / "out", settings).path
     before, after = open_checkpoint(deepened), open_checkpoint(path)
     names = [tensor.name for tensor in read_manifest(path).plan.tensors]
-    one, other = hash_tensors(before, names), hash_tensors(after, names)
-    changed = {name for name in names if one[name] != other[name]}
+    hashes_before, hashes_after = hash_tensors(before, names), hash_tensors(after, names)
+    changed = {name for name in names if hashes_before[name] != hashes_after[name]}
     # the rate of the first step is zero, and before the second nothing but the output projections has a gradient
     assert changed == {f"model.layers.{layer}.after.mlp.down_proj.weight" for layer in (1, 3)}
     settings = TrainingSettings(steps=1, groups=("norms",), **SHORT)
@@ -164,7 +164,7 @@ def test_groups_that_train(place: Path, deepened: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", mostly(("float32", "bfloat16"), "bfloat16".__eq__))
 def test_gradient_checkpointing_gives_the_same_gradients(deep_of: Deep, dtype: str) -> None:
     """A copy of a bfloat16 layer trains in float32 and computes in bfloat16, on the way back too."""
-    found = []
+    gradients = []
     for is_on in (False, True):
         model = freeze_base(deep_of("qwen3", dtype).load()).train()
         train_in_float32(model)
@@ -173,9 +173,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(deep_of: Deep, dtype: s
             old = model.gradient_checkpointing_enable
             getattr(model, "activation_checkpointing_enable", old)()
         model(**prompts()[0], labels=prompts()[0]["input_ids"], use_cache=False).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() and any(grad.any() for grad in found[0].values())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and any(grad.any() for grad in gradients[0].values())
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
 @pytest.mark.parametrize(("family", "tied"), (("llama", True), ("gpt2", False)))
@@ -240,8 +240,8 @@ def test_copies_of_a_mixture_s_layers_train(place: Path, tmp_path: Path) -> None
     before, after = open_checkpoint(deep), open_checkpoint(done.path)
     new = [name for name in after.tensors if ".after." in name]
     assert sum(".experts." in name for name in new) == 12
-    one, other = hash_tensors(before, new), hash_tensors(after, new)
-    assert sum(one[name] != other[name] for name in new) == result.trained_tensors == len(new)
+    hashes_before, hashes_after = hash_tensors(before, new), hash_tensors(after, new)
+    assert sum(hashes_before[name] != hashes_after[name] for name in new) == result.trained_tensors == len(new)
     assert digests(strip(done.path, tmp_path / "stripped").path) == digests(base)
     with pytest.raises(
         TrainingError, match=r"nothing would be learned: its copied layers start with an output of zero"

@@ -59,13 +59,13 @@ def launch_environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The expanded tiny models."""
-    found = {}
+    folders = {}
     for name, ((family, request, dtype, tied), _) in MODELS.items():
         folder, options = tmp_path_factory.mktemp(name), {"tie_word_embeddings": tied, **NO_DROPOUT.get(family, {})}
         base = save_tiny(folder / "base", family, dtype=getattr(torch, dtype), **options)
         asked = {**vars(REQUESTS[request]), "dtype": "float32"}
-        found[name] = expand(base, Request(**asked), folder / "expanded").path
-    return found
+        folders[name] = expand(base, Request(**asked), folder / "expanded").path
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -164,25 +164,27 @@ def test_gradients_and_step_are_those_of_one_process_and_the_base_stays(
     done: Callable[..., Path], paths: Any, alone: Any, model: str, wrapper: str
 ) -> None:
     """The base also as what runs: with the expansion disabled a wrapped model gives its logits."""
-    found = torch.load(done("steps") / f"{model}-{wrapper}.pt")
+    record = torch.load(done("steps") / f"{model}-{wrapper}.pt")
     base = load(paths[model].parent / "base")
     for name, parameter in base.named_parameters():
-        assert torch.equal(found["parameters"][name], parameter), name
+        assert torch.equal(record["parameters"][name], parameter), name
     with torch.no_grad():
-        assert torch.equal(found["base_logits"], base(batch()).logits)
-    one, wanted = alone(model)
-    assert set(found["gradients"]) == {name for name, p in one.named_parameters() if p.requires_grad}
+        assert torch.equal(record["base_logits"], base(batch()).logits)
+    reference, wanted = alone(model)
+    assert set(record["gradients"]) == {name for name, p in reference.named_parameters() if p.requires_grad}
     if wrapper == "fsdp2_bfloat16":
         fresh = load_moved(paths[model])
         exact = dense_gradients(fresh, batch(), batch())
         with autocast():
             noise = errors(dense_gradients(fresh, batch(), batch(), dtype=torch.float32), exact)
-        check_noise(found["gradients"], exact, noise)
+        check_noise(record["gradients"], exact, noise)
         return
-    found_errors = errors(found["gradients"], wanted["gradients"])
-    assert max(found_errors.values()) < ALLOWED[one.dtype]
+    found_errors = errors(record["gradients"], wanted["gradients"])
+    assert max(found_errors.values()) < ALLOWED[reference.dtype]
     for name, parameter in wanted["parameters"].items():
-        torch.testing.assert_close(found["parameters"][name], parameter, rtol=0, atol=ALLOWED[one.dtype], msg=name)
+        torch.testing.assert_close(
+            record["parameters"][name], parameter, rtol=0, atol=ALLOWED[reference.dtype], msg=name
+        )
 
 
 @pytest.mark.slow
@@ -194,8 +196,8 @@ def test_one_process_makes_tokens_and_both_learn_from_them_or_that_there_are_non
     assert {file.name for file in folder.iterdir()} == {"tokens-train.arrow", "dataset_info.json"}
     shard = "expansion-default-00001-of-00001.safetensors"
     assert (place / "kept" / shard).read_bytes() == (place / "ddp" / shard).read_bytes()
-    said = (done("refused", wanted=1) / "log.txt").read_text()
-    assert said.count(f"{place}/none.jsonl: there is no such file") == 2 and not any((place / "none").glob("*"))
+    log = (done("refused", wanted=1) / "log.txt").read_text()
+    assert log.count(f"{place}/none.jsonl: there is no such file") == 2 and not any((place / "none").glob("*"))
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2", "gpt_neox"))
@@ -217,9 +219,9 @@ def trained(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("expansion-*") for name, tensor in load_file(file).items()}
 
 
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
 def train_alone(place: Path, model: str, output: str, **more: Any) -> dict[str, torch.Tensor]:
@@ -244,9 +246,9 @@ def test_training_in_two_processes_learns_what_one_learns(
     done(way)
     moved = largest_difference(trained(place / "expanded"), trained_alone)
     assert largest_difference(trained(place / way), trained_alone) < ALLOWED_AFTER_TRAINING < moved / 50
-    logs = [(place / one / "training" / "log.jsonl").read_text().splitlines() for one in (way, "alone")]
-    for found, wanted in zip(*(map(json.loads, lines) for lines in logs), strict=True):
-        assert found == pytest.approx(wanted, abs=1e-4)
+    logs = [(place / name / "training" / "log.jsonl").read_text().splitlines() for name in (way, "alone")]
+    for entry, wanted in zip(*(map(json.loads, lines) for lines in logs), strict=True):
+        assert entry == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     new = [biography(person, style).upper() for person in people(12, start=900) for style in range(4)]
-    return str(write_lines(tmp_path_factory.mktemp("text") / "new.jsonl", [{"text": own} for own in new]))
+    return str(write_lines(tmp_path_factory.mktemp("text") / "new.jsonl", [{"text": document} for document in new]))
 
 
 def gates_of(folder: Path) -> dict[str, Tensor]:

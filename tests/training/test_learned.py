@@ -46,8 +46,8 @@ ASKED = [question for person in people(6, start=400) for question in questions(p
 # a question is longer than many windows, in which nothing is learned then
 FORMS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": biography(person, style)} for person in people(8, start=400) for style in range(3)],
-    "question": [{"question": one.prompt * 5, "answer": one.answer} for one in ASKED],
-    "completion": [{"prompt": one.prompt, "completion": f" {one.answer}"} for one in ASKED],
+    "question": [{"question": question.prompt * 5, "answer": question.answer} for question in ASKED],
+    "completion": [{"prompt": question.prompt, "completion": f" {question.answer}"} for question in ASKED],
 }
 
 
@@ -74,18 +74,18 @@ def read(
 ) -> Any:
     """What `train` learns from."""
     files = {"learn": [f"{place}/{text}" for text in texts]}
-    one = PartialState(cpu=True)
-    found = read_texts(
+    state = PartialState(cpu=True)
+    sequences = read_texts(
         open_checkpoint(place / "wide"),
         read_manifest(place / "wide"),
         files,
         settings,
         RunOptions(),
         cache=cache,
-        processes=one,
+        processes=state,
         track=track or Bars(),
     )
-    return found["learn"]
+    return sequences["learn"]
 
 
 class Bars:
@@ -115,15 +115,15 @@ def as_before(place: Path, *texts: str, packing: bool, length: int) -> Sequences
     return without_unscored(pack(whole, length) if packing else whole)
 
 
-def same(one: Any, other: Any) -> bool:
-    if len(one) != len(other):
+def same(first: Any, second: Any) -> bool:
+    if len(first) != len(second):
         return False
-    rows = [(one[row], other[row]) for row in range(len(one))]
+    rows = [(first[row], second[row]) for row in range(len(first))]
     return (
-        one.fingerprint() == other.fingerprint()
-        and one.scored == other.scored
+        first.fingerprint() == second.fingerprint()
+        and first.scored == second.scored
         and all(torch.equal(left[name], right[name]) for left, right in rows for name in ("input_ids", "labels"))
-        and one.some(5).fingerprint() == other.some(5).fingerprint()
+        and first.some(5).fingerprint() == second.some(5).fingerprint()
     )
 
 
@@ -143,22 +143,22 @@ def test_conversations_are_learned_and_measured_by_the_chat_template(place: Path
     shutil.copytree(place / "wide", tmp_path / "wide")
     file = tmp_path / "talk.jsonl"
     rows = [
-        {"messages": [{"role": "user", "content": one.prompt}, {"role": "assistant", "content": one.answer}]}
-        for one in ASKED
+        {"messages": [{"role": "user", "content": question.prompt}, {"role": "assistant", "content": question.answer}]}
+        for question in ASKED
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"line 1: is a conversation, and this model's tokenizer has no chat template"):
         count_tokens([str(file)], AutoTokenizer.from_pretrained(tmp_path / "wide"))
-    found = {}
+    sequences = {}
     for end in ("!", "?"):
         template = "{% for m in messages %}{{ m.content + '" + end + "\n' }}{% endfor %}"
         (tmp_path / "wide" / "chat_template.jinja").write_text(template)
-        found[end] = as_before(tmp_path, "talk.jsonl", packing=True, length=32)
+        sequences[end] = as_before(tmp_path, "talk.jsonl", packing=True, length=32)
         for cache in (None, tmp_path / "cache"):
-            assert same(read(tmp_path, "talk.jsonl", cache=cache), found[end])
-    assert not same(found["!"], found["?"]), "another template is another text, in the cache too"
+            assert same(read(tmp_path, "talk.jsonl", cache=cache), sequences[end])
+    assert not same(sequences["!"], sequences["?"]), "another template is another text, in the cache too"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "wide")
-    answers = sum(len(tokenizer(f"{one.answer}?\n", add_special_tokens=False)["input_ids"]) for one in ASKED)
+    answers = sum(len(tokenizer(f"{question.answer}?\n", add_special_tokens=False)["input_ids"]) for question in ASKED)
     done = train(tmp_path / "wide", [file], tmp_path / "out", TrainingSettings(steps=2, **SHORT))
     (score,) = [score for score in evaluate([done.path], new=[file]).scores if score.kind == "expanded"]
     assert score.new is not None and (score.new.scored, score.new.questions) == (answers, len(ASKED))
@@ -212,20 +212,20 @@ def test_documents_that_do_not_fit_are_named(place: Path, tmp_path: Path) -> Non
 
 def test_they_are_made_once(place: Path, tmp_path: Path) -> None:
     first, second = Bars(), Bars()
-    one = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=first)
+    sequences = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=first)
     (folder,) = kept(tmp_path)
     written = {file: file.stat() for file in folder.iterdir()}
     sizes = sum((place / name).stat().st_size for name in ("text.jsonl", "plain.txt"))
     assert first.total == first.done == {"texts": sizes, "tokens": sizes}
-    other = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=second)
+    repeated = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=second)
     assert second.done.keys() == {"texts"} and {file: file.stat() for file in folder.iterdir()} == written
-    assert same(one, other)
+    assert same(sequences, repeated)
     info = json.loads((folder / "dataset_info.json").read_text())
-    told = json.loads(info["description"])
-    assert told["made_of"]["texts"] == [f"{place}/text.jsonl", f"{place}/plain.txt"]
-    assert info["splits"]["train"]["num_examples"] == len(one)
-    again = datasets.Dataset.from_file(str(folder / "tokens-train.arrow"))
-    assert again[0] == {name: tensor.tolist() for name, tensor in one[0].items()}, "anybody can read it"
+    description = json.loads(info["description"])
+    assert description["made_of"]["texts"] == [f"{place}/text.jsonl", f"{place}/plain.txt"]
+    assert info["splits"]["train"]["num_examples"] == len(sequences)
+    dataset = datasets.Dataset.from_file(str(folder / "tokens-train.arrow"))
+    assert dataset[0] == {name: tensor.tolist() for name, tensor in sequences[0].items()}, "anybody can read it"
 
 
 def test_what_decides_tokens_decides_what_is_found(place: Path, tmp_path: Path) -> None:
@@ -249,16 +249,16 @@ def test_what_decides_tokens_decides_what_is_found(place: Path, tmp_path: Path) 
 
 def test_another_tokenizer_makes_its_own(place: Path, tmp_path: Path) -> None:
     read(place, "text.jsonl", cache=tmp_path)
-    other = shutil.copytree(place / "wide", tmp_path / "other" / "wide")
-    shutil.copy(place / "text.jsonl", other.parent)
-    content = json.loads((other / "tokenizer.json").read_text())
+    folder = shutil.copytree(place / "wide", tmp_path / "other" / "wide")
+    shutil.copy(place / "text.jsonl", folder.parent)
+    content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][:50]
-    (other / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     bars = Bars()
-    few = read(other.parent, "text.jsonl", cache=tmp_path / "other" / "cache", track=bars)
+    few = read(folder.parent, "text.jsonl", cache=tmp_path / "other" / "cache", track=bars)
     assert "tokens" in bars.done and not same(few, read(place, "text.jsonl", cache=tmp_path))
     both = Bars()
-    read(other.parent, "text.jsonl", cache=tmp_path, track=both)
+    read(folder.parent, "text.jsonl", cache=tmp_path, track=both)
     assert "tokens" in both.done, "the same text and the same folder, and not what is there"
 
 
@@ -306,9 +306,9 @@ def test_what_a_kill_left_is_made_anew_and_what_was_cut_off_is_named(place: Path
     folder.rename(f"{folder}.incomplete")  # killed before it got its name; all is there, and not to be trusted
     os.truncate(f"{folder}.incomplete/tokens-train.arrow", 40)
     bars = Bars()
-    again = read(place, "text.jsonl", cache=tmp_path, track=bars)
-    assert "tokens" in bars.done and again.fingerprint() == expected and kept(tmp_path) == [folder]
-    assert same(again, read(place, "text.jsonl")), "and not only what is said of it"
+    sequences = read(place, "text.jsonl", cache=tmp_path, track=bars)
+    assert "tokens" in bars.done and sequences.fingerprint() == expected and kept(tmp_path) == [folder]
+    assert same(sequences, read(place, "text.jsonl")), "and not only what is said of it"
     os.truncate(folder / "tokens-train.arrow", 4000)
     with pytest.raises(DataError) as error:
         read(place, "text.jsonl", cache=tmp_path)

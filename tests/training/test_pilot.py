@@ -38,7 +38,11 @@ def run(path, settings=SETTINGS, steps=4, model=None):
 
 def changed(path, model) -> set[str]:
     before = dict(load(path, dtype="auto").named_parameters())
-    return {name for name, own in model.named_parameters() if not torch.equal(own, before[name].to(own.dtype))}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name].to(parameter.dtype))
+    }
 
 
 @each_shape
@@ -70,7 +74,7 @@ def test_experts_train_and_a_layer_without_them_has_its_mlp(tmp_path):
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
     model, pilot = run(tmp_path / "experts")
-    trained = {name for name, own in model.named_parameters() if own.requires_grad}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name for name in trained if "layers.0." in name} == {
         f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
     }
@@ -82,7 +86,9 @@ def test_half_precision_trains_in_float32_and_the_rest_stays_as_it_is(base_of):
     path = base_of("llama", "bfloat16")
     # a step of 1e-6 would vanish in bfloat16
     model, pilot = run(path, replace(SETTINGS, learning_rate=1e-6))
-    assert {name for name, own in model.named_parameters() if own.dtype == torch.float32} == changed(path, model)
+    assert {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32} == changed(
+        path, model
+    )
     assert all(0 < change < 1e-3 for change in pilot.changes.values())
 
 
@@ -113,11 +119,13 @@ def test_it_trains_as_a_plain_loop_does(llama, checkpointing):
     reference = load(llama.base_path)
     losses = plain_loop(reference, settings, 5)
     model, pilot = run(llama.base_path, settings, 5)
-    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(own, expected)
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
     assert (pilot.first_loss, pilot.last_loss) == (losses[0], losses[-1])
-    other, _ = run(llama.base_path, replace(settings, seed=1), 5)
-    assert not torch.equal(other.model.layers[0].mlp.up_proj.weight, reference.model.layers[0].mlp.up_proj.weight)
+    reseeded_model, _ = run(llama.base_path, replace(settings, seed=1), 5)
+    assert not torch.equal(
+        reseeded_model.model.layers[0].mlp.up_proj.weight, reference.model.layers[0].mlp.up_proj.weight
+    )
 
 
 def test_random_numbers_of_the_caller_stay_his(llama):

@@ -66,12 +66,12 @@ def learning_only(base: Path, layer: int, folder: Path) -> Path:
     """A copy in which the MLP of one layer learns: the others read zeros, whatever their matrices are."""
     model = load(base)
     with torch.no_grad():
-        for number, own in enumerate(model.model.layers):
+        for number, module in enumerate(model.model.layers):
             if number != layer:
-                own.post_attention_layernorm.weight.zero_()
+                module.post_attention_layernorm.weight.zero_()
                 # a bias of the down projection stays, and takes no part: it does not train
-                own.mlp.gate_proj.bias.zero_()
-                own.mlp.up_proj.bias.zero_()
+                module.mlp.gate_proj.bias.zero_()
+                module.mlp.up_proj.bias.zero_()
     model.save_pretrained(folder)
     return with_tokenizer(folder)
 
@@ -81,8 +81,8 @@ def test_the_layer_that_alone_can_learn_comes_first(base, text, tmp_path, ranked
     path = learning_only(base, layer, tmp_path / "one")
     ranking = rank_layers(path, text, settings=replace(PILOT, budget="40%"))
     assert order(ranking)[0] == layer and layer in ranking.proposed and layer not in ranking.tied
-    assert {one.layer for one in ranking.layers if one.change > 0} == {layer}
-    assert all(one.change > 0 for one in ranked.layers), "the control: in the model as it is every layer learns"
+    assert {entry.layer for entry in ranking.layers if entry.change > 0} == {layer}
+    assert all(entry.change > 0 for entry in ranked.layers), "the control: in the model as it is every layer learns"
 
 
 def test_the_same_seed_gives_the_same_ranking_and_nothing_is_written(base, text, ranked):
@@ -97,7 +97,7 @@ def test_what_a_ranking_says(base, ranked):
     assert ranked.parameters == plan(base, Request("all")).costs.parameters_before
     assert ranked.trained_parameters == LAYERS * 3 * 40 * 52
     assert ranked.passes == pytest.approx(3 * 2 * 32 / ranked.tokens, rel=0.1)
-    assert [one.change for one in ranked.layers] == sorted((one.change for one in ranked.layers), reverse=True)
+    assert [entry.change for entry in ranked.layers] == sorted((entry.change for entry in ranked.layers), reverse=True)
     cost = plan(base, Request(ranked.argument)).costs.parameters_added
     assert cost == ranked.parameters_added <= ranked.budget
     assert select_layers(ranked.argument, LAYERS) == ranked.proposed != tuple(range(LAYERS))
@@ -114,8 +114,10 @@ def test_grown_layers_cost_what_they_cost(base, text):
     request = Request("1-3", method="grow")
     ranking = rank_layers(base, text, request, replace(PILOT, budget="7k"))
     assert sorted(order(ranking)) == [1, 2, 3]
-    (one, two) = (plan(base, replace(request, layers=text)).costs.parameters_added for text in ("1", "1,2"))
-    assert one < 7000 < two and len(ranking.proposed) == 1, "the budget is that of one layer"
+    (cost_of_one, cost_of_two) = (
+        plan(base, replace(request, layers=text)).costs.parameters_added for text in ("1", "1,2")
+    )
+    assert cost_of_one < 7000 < cost_of_two and len(ranking.proposed) == 1, "the budget is that of one layer"
 
 
 @pytest.mark.parametrize(
@@ -273,8 +275,8 @@ def test_the_command_proposes_a_command_that_runs(base, text, ranked, tmp_path):
     ],
 )
 def test_the_proposed_command_repeats_what_was_asked_for(ranked, request_, words):
-    again = replace(ranked, model="user/name", revision="v1", request=complete(request_))
-    assert next_command(again) == f"scale-surgery expand user/name --revision v1 --layers {ranked.argument}{words}"
+    ranking = replace(ranked, model="user/name", revision="v1", request=complete(request_))
+    assert next_command(ranking) == f"scale-surgery expand user/name --revision v1 --layers {ranked.argument}{words}"
 
 
 def test_a_layer_that_is_passed_over_is_named(base, text, tmp_path):
@@ -289,5 +291,5 @@ def test_a_layer_that_is_passed_over_is_named(base, text, tmp_path):
 def test_the_figure_shows_every_layer_and_which_are_proposed(ranked):
     (axes,) = ranking_figure(ranked).axes
     proposed, others = ({tuple(point) for point in drawn.get_offsets().tolist()} for drawn in axes.collections)
-    changes = {(one.layer, one.change) for one in ranked.layers}
+    changes = {(entry.layer, entry.change) for entry in ranked.layers}
     assert proposed == {point for point in changes if point[0] in ranked.proposed} and others == changes - proposed

@@ -90,13 +90,13 @@ def test_the_divergence_and_its_gradient_are_those_of_torch(together, monkeypatc
     generator = torch.Generator().manual_seed(0)
     ours, base = (3 * torch.randn(7, 50, generator=generator) for _ in range(2))
     monkeypatch.setattr(rehearsal, "CHUNK", 50 * together)
-    logits, other = (ours.clone().requires_grad_() for _ in range(2))
-    found = Divergence.apply(logits, base)
-    wanted = kl_div(other.log_softmax(-1), base.log_softmax(-1), reduction="batchmean", log_target=True)
-    torch.testing.assert_close(found, wanted)
-    (2 * found).backward()
+    logits, reference_logits = (ours.clone().requires_grad_() for _ in range(2))
+    divergence = Divergence.apply(logits, base)
+    wanted = kl_div(reference_logits.log_softmax(-1), base.log_softmax(-1), reduction="batchmean", log_target=True)
+    torch.testing.assert_close(divergence, wanted)
+    (2 * divergence).backward()
     (2 * wanted).backward()
-    torch.testing.assert_close(logits.grad, other.grad)
+    torch.testing.assert_close(logits.grad, reference_logits.grad)
     assert logits.grad.abs().max() > 0.01
     assert Divergence.apply(base, base) == 0
     half = ours.bfloat16().requires_grad_()
@@ -108,13 +108,13 @@ def test_what_is_padded_does_not_count_and_the_base_stays(place):
     model = load(shake(Path(shutil.copytree(place / "adapt", place / "shaken"))), dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    found = divergence_from_base(model, model, {"input_ids": ids, "attention_mask": mask})
+    divergence = divergence_from_base(model, model, {"input_ids": ids, "attention_mask": mask})
     alone = [
         divergence_from_base(model, model, {"input_ids": row, "attention_mask": torch.ones_like(row)})
         for row in (ids[:1], ids[1:, :2])
     ]
-    torch.testing.assert_close(found, (4 * alone[0] + 2 * alone[1]) / 6)
-    found.backward()
+    torch.testing.assert_close(divergence, (4 * alone[0] + 2 * alone[1]) / 6)
+    divergence.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained and trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with expansion_disabled(model):
@@ -129,16 +129,21 @@ def test_the_logits_of_the_base_stream_are_those_of_the_base(pair_of, tmp_path, 
     model = load(expanded, dtype=dtype).train()
     batch = {"input_ids": torch.randint(3, 97, (3, 7)), "attention_mask": torch.ones(3, 7, dtype=torch.long)}
     assert carries_base_logits(model)
-    found, ours = logits_beside_base(model, model, batch)
+    stream_logits, ours = logits_beside_base(model, model, batch)
     with torch.no_grad(), expansion_disabled(model):
         base = model(**batch).logits
     alone = model(**batch).logits
-    assert found.equal(base) and ours.equal(alone) and not found.equal(ours) and not found.requires_grad
+    assert (
+        stream_logits.equal(base)
+        and ours.equal(alone)
+        and not stream_logits.equal(ours)
+        and not stream_logits.requires_grad
+    )
     assert model.running.thread.call is None, "nothing of the call stays"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    both, one = (torch.autograd.grad(own.float().square().sum(), trained) for own in (ours, alone))
-    torch.testing.assert_close(both, one)
-    assert any(gradient.any() for gradient in one)
+    both, reference = (torch.autograd.grad(logits.float().square().sum(), trained) for logits in (ours, alone))
+    torch.testing.assert_close(both, reference)
+    assert any(gradient.any() for gradient in reference)
 
 
 def test_where_the_base_stream_is_not_the_bases_it_runs_by_itself(place, pair_of):
@@ -158,7 +163,7 @@ def test_batches_go_through_the_text_again_and_again_in_other_orders():
     batches = Rehearsal(text, 4, 1.0, 0)
     rows = [int(row) for number in range(6) for row in batches.batch(number)["input_ids"][:, 0]]
     passes = [rows[start : start + 6] for start in range(0, 24, 6)]
-    assert all(sorted(one) == list(range(6)) for one in passes) and len({tuple(one) for one in passes}) > 1
+    assert all(sorted(order) == list(range(6)) for order in passes) and len({tuple(order) for order in passes}) > 1
     assert "labels" not in batches.batch(0)
     # two processes of half the rows read together what one reads
     half = replace(batches, rows=2)
@@ -184,15 +189,15 @@ def test_the_base_writes_samples_whatever_was_trained(place, tokenizer):
     sampling = Sampling(10, 24, 1.0, seed=3)
     begins = begin_tokens(tokenizer, [], "biographies")
     ours, base = load(place / "shaken", dtype=torch.float32), load(place / "adapt", dtype=torch.float32)
-    one, other = (sample_base(model, begins, sampling, tokenizer, no_track) for model in (ours, base))
-    assert len(one) == 10 and one.fingerprint() == other.fingerprint()
+    samples, base_samples = (sample_base(model, begins, sampling, tokenizer, no_track) for model in (ours, base))
+    assert len(samples) == 10 and samples.fingerprint() == base_samples.fingerprint()
     assert torch.get_rng_state().equal(state) and ours.is_expansion_enabled
-    rows = [one[place]["input_ids"].tolist() for place in range(10)]
+    rows = [samples[place]["input_ids"].tolist() for place in range(10)]
     assert all(row[0] == tokenizer.bos_token_id and len(row) <= 24 for row in rows)
     assert all(tokenizer.eos_token_id not in row[1:-1] for row in rows)
     assert any(row[-1] == tokenizer.eos_token_id for row in rows), "the model ends what it says"
     another = sample_base(base, begins, replace(sampling, seed=4), tokenizer, no_track)
-    assert another.fingerprint() != one.fingerprint()
+    assert another.fingerprint() != samples.fingerprint()
 
 
 def test_samples_go_on_from_prompts_in_turn(place, tokenizer):
@@ -228,8 +233,8 @@ def test_samples_that_never_end_do_not_each_begin_a_sequence(place):
     rows[:, 0] = 0
     samples = Sequences(rows.flatten().int(), rows.flatten().int(), tuple(range(0, 40, 8)))
     packed = as_learned(samples, TrainingSettings(sequence_length=8), open_checkpoint(place / "preserve"))
-    found = [packed[row]["input_ids"].tolist() for row in range(len(packed))]
-    assert found == [[1] * 4 + [0] + [2] * 3, [2] * 4 + [0] + [3] * 3, [3] * 4 + [0] + [4] * 3, [4] * 4]
+    sequences = [packed[row]["input_ids"].tolist() for row in range(len(packed))]
+    assert sequences == [[1] * 4 + [0] + [2] * 3, [2] * 4 + [0] + [3] * 3, [3] * 4 + [0] + [4] * 3, [4] * 4]
 
 
 @pytest.mark.parametrize("asked", [{"repetition_penalty": 3.0}, {"min_p": 0.9}, {"no_repeat_ngram_size": 1}])
@@ -238,9 +243,9 @@ def test_what_a_base_asks_of_generation_does_not_change_its_samples(place, token
     model = load(place / "preserve")
     plain = sample_base(model, begins, sampling, tokenizer, no_track)
     model.generation_config.update(**asked)
-    own = model.generation_config
+    config = model.generation_config
     asking = sample_base(model, begins, sampling, tokenizer, no_track)
-    assert asking.fingerprint() == plain.fingerprint() and model.generation_config is own
+    assert asking.fingerprint() == plain.fingerprint() and model.generation_config is config
 
 
 def _without_start(tokenizer: Any) -> str:
@@ -304,7 +309,7 @@ def test_every_expansion_rehearses(place, tmp_path, name):
     plain = train(place / name, [place / "new.jsonl"], tmp_path / "plain", replace(settings, rehearse=()))
     # records say what was asked for; what was learned is in the weights
     ours, without = (
-        {file: own for file, own in digests(path).items() if file.endswith(".safetensors")}
+        {file: digest for file, digest in digests(path).items() if file.endswith(".safetensors")}
         for path in (done.path, plain.path)
     )
     assert ours.keys() == without.keys() and ours != without

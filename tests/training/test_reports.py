@@ -54,9 +54,12 @@ def read_board(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        name: [(event.step, event.value) for event in accumulator.Scalars(name)]
+        for name in accumulator.Tags()["scalars"]
+    }
 
 
 def logged(done: Training, name: str) -> list[tuple[int, float]]:
@@ -90,8 +93,8 @@ def test_a_resumed_run_goes_on_in_the_same_place(place: Path, reported: Training
         run(place, tmp_path / "out", track=stopping_at(stop + 1))
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"][-1][0] == stop
     done = run(place, tmp_path / "out", TrainingStart(resume=True, report_to=("tensorboard",)))
-    again, whole = (read_board(one.path / "training" / "runs") for one in (done, reported))
-    assert [again[f"train/{name}"] for name in NAMES] == [whole[f"train/{name}"] for name in NAMES]
+    resumed, whole = (read_board(training.path / "training" / "runs") for training in (done, reported))
+    assert [resumed[f"train/{name}"] for name in NAMES] == [whole[f"train/{name}"] for name in NAMES]
     assert len(list((done.path / "training" / "runs").iterdir())) > 1, "the control: both runs wrote there"
 
 
@@ -136,12 +139,12 @@ def test_what_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_the_command_refuses_before_any_work_and_takes_several(place: Path, tmp_path: Path) -> None:
     command = ["train", str(place / "adapt"), "--data", str(place / "texts.jsonl"), "-o", str(tmp_path / "out")]
-    found = CliRunner().invoke(main, [*command, "--report-to", "tensorboard, wandbb", "--report-to", "x"])
-    assert found.exit_code == 1 and not (tmp_path / "out").exists()
-    assert "--report-to wandbb: is unknown" in " ".join(found.output.split())
-    assert "--report-to x: is unknown" in " ".join(found.output.split())
+    outcome = CliRunner().invoke(main, [*command, "--report-to", "tensorboard, wandbb", "--report-to", "x"])
+    assert outcome.exit_code == 1 and not (tmp_path / "out").exists()
+    assert "--report-to wandbb: is unknown" in " ".join(outcome.output.split())
+    assert "--report-to x: is unknown" in " ".join(outcome.output.split())
     options = ["--report-to", "tensorboard", "--steps", "1", "--sequence-length", "32", "--set", "warmup=0", "--quiet"]
-    found = CliRunner().invoke(main, [*command, *options, "--cache-dir", str(tmp_path / "cache")])
-    assert found.exit_code == 0, found.output
+    outcome = CliRunner().invoke(main, [*command, *options, "--cache-dir", str(tmp_path / "cache")])
+    assert outcome.exit_code == 0, outcome.output
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"] and any((tmp_path / "cache").iterdir())
     assert sys.modules["tensorboard"]

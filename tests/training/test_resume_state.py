@@ -55,8 +55,8 @@ def resume(run: Path) -> None:
 
 
 def state_of(run: Path) -> Path:
-    (found,) = (run / "out" / "training").glob("checkpoint-*")
-    return found
+    (checkpoint,) = (run / "out" / "training").glob("checkpoint-*")
+    return checkpoint
 
 
 def edit_state(folder: Path, **values: object) -> None:
@@ -115,9 +115,9 @@ def test_a_foreign_pickle_runs_no_code(run: Path, tmp_path: Path, name: str) -> 
 
 
 def test_a_folder_of_another_name_is_no_checkpoint(run: Path) -> None:
-    other = run / "out" / "training" / "checkpoint-best"
-    other.mkdir()
-    (other / "complete.json").write_text("{}")
+    folder = run / "out" / "training" / "checkpoint-best"
+    folder.mkdir()
+    (folder / "complete.json").write_text("{}")
     resume(run)
 
 

@@ -65,12 +65,12 @@ def test_the_warm_up_is_rounded_up_and_leaves_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "warning"),
     ((3.0, 2.9, ""), (3.0, 2.99, "hardly fell, from 3.0000 to 2.9900. Train for more steps"), (3.0, 3.2, "rose, from")),
 )
-def test_a_loss_that_did_not_fall_is_said(before: float, after: float, said: str) -> None:
-    found = loss_warnings(LossChange("text", 8, before, after))
-    assert (said in found[0]) if said else found == ()
+def test_a_loss_that_did_not_fall_is_said(before: float, after: float, warning: str) -> None:
+    warnings = loss_warnings(LossChange("text", 8, before, after))
+    assert (warning in warnings[0]) if warning else warnings == ()
     assert loss_warnings(None) == loss_warnings(LossChange("text", 8, None, after)) == ()
 
 
@@ -82,20 +82,20 @@ def nats_of(folder: Path, texts: Path, length: int) -> float:
 
 @pytest.mark.slow
 def test_the_loss_before_and_after_is_that_of_the_folders(place: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, Any]] = []
+    events: list[tuple[str, Any]] = []
 
     @contextmanager
     def track(label: str, total: int) -> Iterator[Progress]:
-        told.append(("track", label))
+        events.append(("track", label))
         yield lambda advance, note="": None
 
-    start = TrainingStart(announce=lambda schedule: told.append(("schedule", schedule)))
+    start = TrainingStart(announce=lambda schedule: events.append(("schedule", schedule)))
     settings = replace(SETTINGS, steps=40, save_every=20)
     texts = place / "texts.jsonl"
     done = train(place / "adapt", [texts], tmp_path / "made", settings, start=start, run=CPU, track=track)
     # after the bars of reading and copying, and before the first step
-    assert told[-2:] == [("schedule", done.schedule), ("track", "training")]
-    assert [name for name, _ in told].count("schedule") == 1 and isinstance(done.schedule, TrainingSchedule)
+    assert events[-2:] == [("schedule", done.schedule), ("track", "training")]
+    assert [name for name, _ in events].count("schedule") == 1 and isinstance(done.schedule, TrainingSchedule)
     assert done.change is not None and done.change.text == "text" and done.change.before is not None
     assert done.change.sequences == done.schedule.sequences, "a small text is measured whole"
     assert done.change.before == pytest.approx(nats_of(place / "adapt", texts, 64), abs=1e-5)
@@ -108,8 +108,8 @@ def test_new_text_is_what_is_compared_where_there_is_some(place: Path, tmp_path:
     new = EvalData(new=[place / "word.txt"])
     done = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "made", SETTINGS, eval_data=new, run=CPU)
     entries = [json.loads(line) for line in done.log.read_text().splitlines()]
-    found = [entry["new_nats_per_token"] for entry in entries if "new_nats_per_token" in entry]
-    assert done.change == LossChange("new", 1, found[0], found[-1]) and len(found) == 5
+    losses = [entry["new_nats_per_token"] for entry in entries if "new_nats_per_token" in entry]
+    assert done.change == LossChange("new", 1, losses[0], losses[-1]) and len(losses) == 5
 
 
 def sampled(count: int, processes: int = 1, **settings: Any) -> int:
@@ -137,9 +137,9 @@ def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path:
     (ends, measured), (often_losses, often_measured), (plain, _) = (losses_of(done.log) for done in runs.values())
     assert (measured, often_measured) == (2, 5)
     assert ends == often_losses and ends != plain, "and the control: dropout is on"
-    one, other = (digests(tmp_path / name) for name in ("ends", "often"))
-    shards = [name for name in one if name.startswith("expansion-")]
-    assert shards and [one[name] for name in shards] == [other[name] for name in shards]
+    ends_digests, often_digests = (digests(tmp_path / name) for name in ("ends", "often"))
+    shards = [name for name in ends_digests if name.startswith("expansion-")]
+    assert shards and [ends_digests[name] for name in shards] == [often_digests[name] for name in shards]
 
 
 @pytest.mark.parametrize("length", ({"steps": 4}, {"epochs": 1.0}, {"epochs": 0.25}))

@@ -94,14 +94,14 @@ def expansion(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def refusal(*args: Any, error: type[SurgeryError], **options: Any) -> str:
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         train(*args, **options)
-    return str(found.value)
+    return str(caught.value)
 
 
 def stopping_at(step: int) -> Track:
@@ -187,17 +187,17 @@ def test_base_shards_can_be_links(place: Path, tmp_path: Path) -> None:
     )
     shard = "model-00001-of-00001.safetensors"
     assert (done.path / shard).samefile(tmp_path / "in" / shard)
-    own = "expansion-default-00001-of-00001.safetensors"
-    assert not (done.path / own).samefile(tmp_path / "in" / own)
+    expansion_shard = "expansion-default-00001-of-00001.safetensors"
+    assert not (done.path / expansion_shard).samefile(tmp_path / "in" / expansion_shard)
 
 
 def test_a_run_is_recorded_and_can_be_followed_by_another(place: Path, trained: Path, tmp_path: Path) -> None:
     (first,) = read_manifest(trained).training
     assert first["steps"] == 6 and first["settings"]["learning_rate"] == 3e-3 and first["measured"]["step"] == 6
-    again = train(trained, [place / "new.jsonl"], tmp_path / "again", SETTINGS)
-    runs = read_manifest(again.path).training
+    next_run = train(trained, [place / "new.jsonl"], tmp_path / "again", SETTINGS)
+    runs = read_manifest(next_run.path).training
     assert len(runs) == 2 and runs[0] == first and runs[1]["texts"] != first["texts"]
-    assert verify(again.path, probes=None, record=False).passed
+    assert verify(next_run.path, probes=None, record=False).passed
 
 
 def test_only_what_is_chosen_trains(place: Path, tmp_path: Path) -> None:
@@ -216,19 +216,21 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(place: Path, tm
         train(place / "preserve", [place / "texts.jsonl"], tmp_path / str(number), TrainingSettings(steps=3, **seeded))
         for number, seeded in enumerate(({**SHORT, "seed": 1}, {**SHORT, "seed": 1}, {**SHORT, "seed": 2}))
     ]
-    one, again, other = (expansion(run.path) for run in runs)
-    assert same(one, again) and not same(one, other)
+    first, repeated, reseeded = (expansion(run.path) for run in runs)
+    assert same(first, repeated) and not same(first, reseeded)
 
 
 @pytest.mark.slow
 def test_accumulated_batches_equal_one_batch(place: Path, tmp_path: Path) -> None:
     settings = {"sequence_length": 32, "steps": 2, "max_gradient_norm": 0.0}
-    one = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "1", TrainingSettings(batch_size=4, **settings))
-    two = train(
+    whole_run = train(
+        place / "adapt", [place / "texts.jsonl"], tmp_path / "1", TrainingSettings(batch_size=4, **settings)
+    )
+    accumulated_run = train(
         place / "adapt", [place / "texts.jsonl"], tmp_path / "2",
         TrainingSettings(batch_size=2, gradient_accumulation=2, **settings),
     )  # fmt: skip
-    start, whole, parts = (expansion(path) for path in (place / "adapt", one.path, two.path))
+    start, whole, parts = (expansion(path) for path in (place / "adapt", whole_run.path, accumulated_run.path))
     for name in whole:
         torch.testing.assert_close(whole[name], parts[name], rtol=0, atol=2e-5, msg=name)
     assert not same(whole, start)
@@ -332,8 +334,8 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
 
 
 def test_resume_refuses_what_was_begun_otherwise_and_says_what(place: Path, stopped: Path) -> None:
-    data, other = [place / "texts.jsonl"], replace(SETTINGS, batch_size=4, learning_rate=1e-3)
-    text = refusal(place / "preserve", data, stopped, other, error=TrainingError, start=RESUMED)
+    data, settings = [place / "texts.jsonl"], replace(SETTINGS, batch_size=4, learning_rate=1e-3)
+    text = refusal(place / "preserve", data, stopped, settings, error=TrainingError, start=RESUMED)
     assert text.splitlines() == [
         f"{stopped}: was begun with batch_size 2, found 4. Resume with the same settings.",
         f"{stopped}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",

@@ -39,7 +39,7 @@ def test_a_run_on_four_bits_writes_the_expansion_beside_the_base_s_own_bytes(tmp
     settings = TrainingSettings(steps=3, sequence_length=32, batch_size=2, learning_rate=3e-3, base_quantization="nf4")
     done = train(path, [data], tmp_path / "out", settings)
     begun, learned = expansion(path), expansion(done.path)
-    moved = {name.rpartition(".")[2] for name, own in learned.items() if not torch.equal(own, begun[name])}
+    moved = {name.rpartition(".")[2] for name, tensor in learned.items() if not torch.equal(tensor, begun[name])}
     assert {"w12", "w21"} <= moved
     assert digests(path) == before
     assert verify(done.path).passed
@@ -55,8 +55,8 @@ def test_what_trains_is_the_expansion_on_the_quantised_base(pair_of, kind):
     with model.expansion_disabled():
         assert torch.equal(model(IDS).logits, base(IDS).logits)
     assert not torch.equal(base(IDS).logits, made.base(IDS).logits), "the negative control"
-    trained = {name: own for name, own in model.named_parameters() if own.requires_grad}
-    expected = {name: own for name, own in made.expanded.named_parameters() if own.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    expected = {name: parameter for name, parameter in made.expanded.named_parameters() if parameter.requires_grad}
     assert trained.keys() == expected.keys() and all(torch.equal(trained[name], expected[name]) for name in trained)
 
 

@@ -70,8 +70,8 @@ def trained_of(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
-def same(one: Path, other: Path) -> bool:
-    return same_tensors(expansion(one), expansion(other))
+def same(first: Path, second: Path) -> bool:
+    return same_tensors(expansion(first), expansion(second))
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ def test_the_first_loss_is_that_of_the_routed_output(
         log = [json.loads(line) for line in (output / "training" / "log.jsonl").read_text().splitlines()]
         losses[routed] = next(entry["loss"] for entry in log if "loss" in entry)
     model = load(once)
-    found = evaluate(once, [place / "old.jsonl"])
-    routed, alone = (score.old for score in found.scores if score.kind in ("expanded", "adapt"))
+    evaluation = evaluate(once, [place / "old.jsonl"])
+    routed, alone = (score.old for score in evaluation.scores if score.kind in ("expanded", "adapt"))
     assert routed is not None and alone is not None
     assert losses[True] == pytest.approx(routed.nats_per_token, rel=1e-3)
     assert losses[False] == pytest.approx(alone.nats_per_token, rel=1e-3)
@@ -138,9 +138,9 @@ def test_the_first_loss_is_that_of_the_routed_output(
     "--strict."),
 ])  # fmt: skip
 def test_what_would_learn_nothing_is_refused(place: Path, tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises(TrainingError) as found:
+    with pytest.raises(TrainingError) as caught:
         trained(place, name, tmp_path / "out", routed=True)
-    assert str(found.value) == f"{place / name}: {message}"
+    assert str(caught.value) == f"{place / name}: {message}"
     assert not (tmp_path / "out").exists()
 
 

@@ -44,12 +44,12 @@ def check(path: Path) -> str:
     )
     if run.returncode:
         return f"does not run: {run.stderr.strip().splitlines()[-1][:300]}"
-    found = json.loads(run.stdout.strip().splitlines()[-1])
+    answers = json.loads(run.stdout.strip().splitlines()[-1])
     wanted = json.loads(path.with_name(f"{path.name}.expected.json").read_text())["tokens"]
-    equal = sum(one == other for one, other in zip(found, wanted, strict=True))
+    equal = sum(answer == expected for answer, expected in zip(answers, wanted, strict=True))
     if path.name == "routed":
-        other = json.loads(path.with_name("other-threshold.expected.json").read_text())["tokens"]
-        if found == other:
+        alternative = json.loads(path.with_name("other-threshold.expected.json").read_text())["tokens"]
+        if answers == alternative:
             return "its answers are those of another threshold, too: nothing is compared"
     return "" if equal == len(wanted) else f"{equal} of {len(wanted)} answers are those of generate"
 

@@ -54,8 +54,8 @@ def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts, tokens = [], []
-    for own in ids:
-        prompt = torch.tensor([own])
+    for token_ids in ids:
+        prompt = torch.tensor([token_ids])
         # said, since a prompt may begin with the token that pads
         seen = torch.ones_like(prompt)
         with torch.no_grad():
@@ -64,8 +64,8 @@ def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
             )
         best = torch.stack(made.logits).topk(2).values
         if len(prompts) < wanted and float((best[..., 0] - best[..., 1]).min()) > CLEAR:
-            prompts.append(own)
-            tokens.append(made.sequences[0, len(own) :].tolist())
+            prompts.append(token_ids)
+            tokens.append(made.sequences[0, len(token_ids) :].tolist())
     assert len(prompts) == wanted, f"{path}: {len(prompts)} prompts are clear"
     path.with_name(f"{path.name}.expected.json").write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
 
@@ -75,17 +75,17 @@ def main(folder: Path) -> None:
     register()
     torch.manual_seed(0)
     for family in FAMILIES:
-        own = folder / family
+        subfolder = folder / family
         heads = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 32}
-        base = save_tiny(own / "stock", family, **SIZES, **heads)
-        wide, middle = (shake(expand(base, kind, own / f"{kind.layers}-blocks").path) for kind in (ALL, MIDDLE))
-        gated = shake(expand(base, GATED, own / "gated-blocks").path)
+        base = save_tiny(subfolder / "stock", family, **SIZES, **heads)
+        wide, middle = (shake(expand(base, kind, subfolder / f"{kind.layers}-blocks").path) for kind in (ALL, MIDDLE))
+        gated = shake(expand(base, GATED, subfolder / "gated-blocks").path)
         for made, name in ((wide, "fused"), (middle, "fused-middle"), (gated, "gated")):
-            merge(made, own / name)
-        merge(shake(expand(base, GROWN, own / "grown-blocks").path), own / "stock-grown", "stock")
-        route(middle, own)
+            merge(made, subfolder / name)
+        merge(shake(expand(base, GROWN, subfolder / "grown-blocks").path), subfolder / "stock-grown", "stock")
+        route(middle, subfolder)
         for name in ("stock", "stock-grown", "fused", "fused-middle", "gated", "routed", "other-threshold"):
-            compute(own / name, prompts(97))
+            compute(subfolder / name, prompts(97))
     export_text(folder / "text")
     export_new_tokens(folder / "new-tokens")
 
@@ -97,7 +97,11 @@ def export_text(folder: Path) -> None:
     base = save_tiny(folder / "base", "llama", **SIZES, **sizes)
     tokenizer.save_pretrained(base)
     fused = merge(shake(expand(base, MIDDLE, folder / "blocks").path), folder / "fused").path
-    texts = {tuple(tokenizer(own.prompt).input_ids): own.prompt for person in people(8) for own in questions(person)}
+    texts = {
+        tuple(tokenizer(question.prompt).input_ids): question.prompt
+        for person in people(8)
+        for question in questions(person)
+    }
     compute(fused, [list(ids) for ids in texts])
     expected = json.loads((folder / "fused.expected.json").read_text())
     expected["texts"] = [texts[tuple(ids)] for ids in expected["prompts"]]
@@ -110,7 +114,7 @@ def export_new_tokens(folder: Path) -> None:
     base = save_tiny(folder / "base", "llama", **SIZES, **sizes)
     AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
     words = NewTokens(tuple(f"Word{number}" for number in range(100)))
-    ids = [[1100 + number for number in own] for own in prompts(200)]
+    ids = [[1100 + number for number in prompt] for prompt in prompts(200)]
     for request, form in ((replace(MIDDLE, new_tokens=words), "fused"), (Request("none", new_tokens=words), "stock")):
         wide = shake(expand(base, request, folder / f"{form}-blocks").path)
         merge(wide, folder / form, form)
