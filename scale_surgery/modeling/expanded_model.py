@@ -196,8 +196,7 @@ class ExpandedPreTrainedModel(LoadedModel):
             w12_groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else []
             attention = specs["attention"] if is_expanded else {}
             for module_name, spec in specs["expanded" if is_expanded else "passing"].items():
-                is_unwritten = index == 0 and module_name in plan.get("unwritten", ())
-                self._add(layer, module_name, name, plan, spec, attention, [] if is_unwritten else w12_groups, index)
+                self._add(layer, module_name, name, plan, spec, attention, w12_groups, index)
             for module_name, spec in attention.items():
                 layer.get_submodule(module_name).new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan

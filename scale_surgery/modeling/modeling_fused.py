@@ -151,8 +151,7 @@ def widen_layer(layer: nn.Module, specs: dict[str, Any], index: int, *, has_two_
         spec = facts["modules"].get(name, {}) | modules.get(name, {})
         is_gated = modules.get(name, {}).get("group") in gated_groups
         widen_module(layer, name, spec, paths, plan["widths"]["up_width"], is_gated=is_gated)
-        has_w12 = index > 0 or name not in plan.get("unwritten", ())
-        if is_gated and has_w12 and spec["in_features"][1]:
+        if is_gated and spec["in_features"][1]:
             add_gate(find_module(layer, name), sum(spec["in_features"]))
     heads = facts["attention"] | (specs_of(plan, index)["attention"] if is_expanded else {})
     for name, spec in heads.items() if is_expanded or has_two_paths else ():

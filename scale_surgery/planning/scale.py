@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, counted
 from scale_surgery.fields import Range
-from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Sizes
+from scale_surgery.planning.architecture import Architecture, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
 from scale_surgery.planning.selection import format_layers, select_layers
@@ -92,8 +91,7 @@ class Scale(Method):
             base.architecture, base.sizes, resolved.widths, resolved.layers, resolved.collaboration, request.name
         )
         kept = "float32" if request.dtype == "float32" else None
-        gated = {"unwritten": _token_readers(base.architecture)} if request.variant == "gated" else {}
-        return {**specs, "variant": request.variant, "dtype": kept, **gated}
+        return {**specs, "variant": request.variant, "dtype": kept}
 
     def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
         """W12 and the head's up part, which start at zero."""
@@ -168,24 +166,6 @@ def _alone_problems(request: Request) -> list[str]:
     return [f"--layers none: {', '.join(wider)} needs layers. Choose some, or leave it out."] if wider else []
 
 
-def _token_readers(architecture: Architecture) -> list[str]:
-    """Linears of the lowest layer that read a token alone, and nothing of what stands before it.
-
-    A gate there could not tell the texts apart in which a token stands.
-    """
-    return [linear.name for block in _first_readers(architecture.kind(0)) for linear in _residual_readers(block)]
-
-
-def _first_readers(kind: Kind) -> list[Block]:
-    """The first block of a layer, and those that read the same norm."""
-    first, *others = kind.blocks
-    return [first, *(block for block in others if block.norm and block.norm == first.norm)]
-
-
-def _residual_readers(block: Block) -> Iterator[Linear]:
-    return (linear for linear in block.linears if linear.reads == "residual")
-
-
 def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     """New tensors that never get a gradient, as they read zeros in every step.
 
@@ -206,8 +186,9 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
 
     has_bias = any(tensor.name.endswith(named(norm, "up_bias")) for tensor in plan.tensors)
     if not has_bias or plan.request.init_w22 == "zero":
-        reading = _first_readers(kind)
-        linears = (linear.name for block in reading for linear in _residual_readers(block))
+        # the first block, and those that read the same norm
+        reading = [kind.blocks[0], *(block for block in kind.blocks[1:] if block.norm and block.norm == norm)]
+        linears = (linear.name for block in reading for linear in block.linears if linear.reads == "residual")
         modules |= {norm: ("up_weight", "up_bias")} | dict.fromkeys(linears, ("w12", "w22"))
         modules |= {block.name: ("w22",) for block in reading if block.is_whole}
     names = tuple(named(name, part) for name, parts in modules.items() for part in parts)

@@ -79,7 +79,7 @@ def new_tensors(
         groups = collaborative["groups"] if layer in collaborative["layers"] else ()
         for name, spec in specs_of_layer(specs, layer)["expanded"].items():
             path = module_path(architecture, prefix, layer, name)
-            has_w12 = spec.get("group") in groups and not (layer == 0 and name in specs.get("unwritten", ()))
+            has_w12 = spec.get("group") in groups
             yield from _beside(spec, path, expansion, layer, names, has_w12=has_w12, is_gated=is_gated)
     if final in specs["model"]:
         yield from _beside(specs["model"][final], prefix + architecture.on_disk(final), expansion, None, names)
