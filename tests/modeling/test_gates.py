@@ -141,7 +141,7 @@ def test_a_server_that_has_a_head_of_its_own_finds_the_gate_of_the_head(
 
 
 def test_modules_of_one_class_are_split_alike(gated_of: Callable[..., Any], tmp_path: Path) -> None:
-    # a server looks at one of a class and rewrites all; in the lowest layer q, k and v have no gate
+    # a server looks at one of a class and rewrites all
     _, folder = gated_of("llama")
     kinds: dict[str, set[tuple[str, ...]]] = {}
     model = load(merge(folder, tmp_path / "fused").path)
@@ -150,7 +150,6 @@ def test_modules_of_one_class_are_split_alike(gated_of: Callable[..., Any], tmp_
 
     attention = type(model.model.layers[0].self_attn).__name__
     assert kinds[attention] == {("PathLinear",) * 4}
-    assert not hasattr(model.model.layers[0].self_attn.q_proj, "gate")
 
 
 def test_without_an_up_stream_what_reads_none_has_no_gate(base_of: Callable[..., Path], tmp_path: Path) -> None:
