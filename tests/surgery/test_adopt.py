@@ -577,22 +577,22 @@ def test_nothing_says_where_it_is_from(pair: Pair, saved: Path, tmp_path: Path) 
     (added,) = config["scale_surgery"]["expansions"]
     no_base = f"{saved}: is a base model, expected what a trainer saved of an expanded model."
 
-    def refusal(origin: object, given: Path | None = base) -> str:
+    def refusal_of(origin: object, given: Path | None = base) -> str:
         write_json(saved / "config.json", config | {"scale_surgery": config["scale_surgery"] | {"expansions": origin}})
         return refusal(saved, None, out, given)
 
-    assert refusal([added], None) == (
+    assert refusal_of([added], None) == (
         f"{saved}: was made from a folder called {base.name}, which cannot be looked up. Give the expanded model that "
         "was trained, --expanded EXPANDED, or that folder, --base MODEL."
     )
     assert refusal(saved, pair.path, out, base) == (
         "--base with --expanded: an expanded model holds its base. Leave out one of the two."
     )
-    place, message = "scale_surgery.expansions[0].origin", refusal([added | {"origin": {"a": 1}}])
+    place, message = "scale_surgery.expansions[0].origin", refusal_of([added | {"origin": {"a": 1}}])
     assert f"{place}.base_name is missing; " in message and f"; {place}.a is unknown)" in message
-    assert refusal([]).startswith(no_base)
+    assert refusal_of([]).startswith(no_base)
     nowhere = [{key: value for key, value in added.items() if key != "origin"}]
-    assert refusal(nowhere).startswith(f"{saved}: its config.json does not say how it was expanded.")
+    assert refusal_of(nowhere).startswith(f"{saved}: its config.json does not say how it was expanded.")
     assert adopt(saved, pair.path, tmp_path / "other").trained_tensors == len(new_of(pair))
     (saved / "config.json").unlink()
     assert f"{saved}: has no config.json" in refusal(saved, None, out, base)
