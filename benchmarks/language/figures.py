@@ -119,7 +119,7 @@ def _legend(looks: Mapping[str, Look]) -> list[Line2D]:
             markerfacecolor="white",
             markeredgewidth=2.2,
             markersize=9,
-            label="the same with a router,\nor part of the way to it",
+            label="the same with a router, part of the\nway to it, or intruders reduced",
         ),
     ]
 
