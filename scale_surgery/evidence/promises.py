@@ -214,7 +214,7 @@ def _base_stream_always(
 def _shut_gates(manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
     """Up to the first token at which a gate opens, a text has the base's logits, whatever was trained."""
     name, is_routed = "shut_gates", manifest.routing is not None
-    if not any(plan.has_gates for plan in manifest.plans.values()) or is_routed:
+    if name not in promises_of(manifest) or is_routed:
         reason = "this model routes" if is_routed else "this model has no gates"
         return Promise(name, False, False, reason, (f"{reason}.",))
     problems = list(integrity.base)

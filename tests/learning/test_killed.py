@@ -11,7 +11,7 @@ import pytest
 from scale_surgery.biographies import SHIPPED_MODEL
 from tests.conftest import digests
 from tests.interrupted_steps import Disturbance, run_apart, run_disturbed
-from tests.learning.test_learn import SHORT, outputs, settings, texts  # noqa: F401  (fixtures)
+from tests.learning.test_learn import SHORT, learn_words, outputs, settings, texts  # noqa: F401  (fixtures)
 
 # these name their folder
 NAMED = {"evaluation.json", "verification.json", "report.json"}
@@ -20,18 +20,7 @@ SHARES = (0.02, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.99)
 
 def words(values: dict, folder: Path) -> list[str]:
     given = [f"--set={name}={value}" for name, value in values.items() if name in SHORT]
-    return [
-        "learn",
-        values["model"],
-        "--data",
-        values["data"][0],
-        "--old",
-        values["old"][0],
-        "-o",
-        str(folder),
-        "-q",
-        *given,
-    ]
+    return learn_words(values, "-o", str(folder), "-q", *given)
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,11 @@ def settings(texts) -> dict[str, Any]:
     return {"model": str(SHIPPED_MODEL), "data": (data,), "old": (old,)} | SHORT
 
 
+def learn_words(settings: dict[str, Any], *words: str) -> list[str]:
+    """The command line of a job with these texts."""
+    return ["learn", settings["model"], "--data", settings["data"][0], "--old", settings["old"][0], *words]
+
+
 @pytest.fixture(scope="module")
 def recipe(settings) -> Recipe:
     return resolve_recipe(settings)
@@ -231,12 +236,13 @@ def test_what_a_job_took_is_all_the_time_of_all_its_runs(done, recipe, tmp_path)
         del record[part]["report"]
     (folder / JOB_FILE).write_text(json.dumps(record | {"seconds": 600.0}))
     # what came before the job was prepared counts, and an interrupted run; so the page says it too
+    begun = time.monotonic()
     with pytest.raises(TrainingError, match="interrupted in the stage report"):
         run(prepare(recipe, folder, started=time.monotonic() - 600), track=Interrupt(1))
-    assert 1200 < json.loads((folder / JOB_FILE).read_text())["seconds"] < 1290
+    assert 1200 < json.loads((folder / JOB_FILE).read_text())["seconds"] < 1200 + time.monotonic() - begun
     learned = run(prepare(recipe, folder, started=time.monotonic() - 600))
-    assert 1800 < learned.seconds < 1920
-    assert re.search(">3[012] min<", (folder / PAGE_FILE).read_text(encoding="utf-8"))
+    assert 1800 < learned.seconds < 1800 + time.monotonic() - begun
+    assert f">{learned.seconds / 60:.0f} min<" in (folder / PAGE_FILE).read_text(encoding="utf-8")
 
 
 def test_a_finished_job_says_its_end_again_and_does_nothing(done, recipe):
@@ -456,17 +462,8 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
 
 
 def test_the_command_shows_what_it_would_do(settings, tmp_path):
-    words = [
-        "learn",
-        settings["model"],
-        "--data",
-        settings["data"][0],
-        "--old",
-        settings["old"][0],
-        "--layers",
-        "last:1",
-    ]
-    result = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "job"), "--dry-run"])
+    words = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
+    result = CliRunner().invoke(main, learn_words(settings, *words))
     assert result.exit_code == 0, result.output
     assert "tokens" in result.output and not re.search(r"\d (s|min)\b|a second|\btime\b", result.output)
     assert f"scale-surgery expand {settings['model']} --plan" in result.output
@@ -484,20 +481,10 @@ def test_a_command_that_meets_the_folder_of_a_job_says_where_the_models_are(done
 
 def test_the_command_goes_on_and_ends_with_a_table(done, settings):
     learned = done.learned
-    words = [f"--set={name}={value}" for name, value in settings.items() if name in SHORT]
-    given = [
-        "learn",
-        settings["model"],
-        "--data",
-        settings["data"][0],
-        "--old",
-        settings["old"][0],
-        "-o",
-        str(learned.path),
-        *words,
-    ]
-    result = CliRunner().invoke(main, given)
+    given = [f"--set={name}={value}" for name, value in settings.items() if name in SHORT]
+    words = learn_words(settings, "-o", str(learned.path), *given)
+    result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     assert "verified" in result.output and f"chat {learned.result}" in result.output.replace("\n", "")
-    plain = json.loads(CliRunner().invoke(main, [*given, "--json"]).stdout)
+    plain = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
     assert plain["verified"] and [row["name"] for row in plain["rows"]] == ["base", "learned", "routed"]

@@ -150,6 +150,7 @@ def test_modules_of_one_class_are_split_alike(gated_of: Callable[..., Any], tmp_
 
     attention = type(model.model.layers[0].self_attn).__name__
     assert kinds[attention] == {("PathLinear",) * 4}
+    assert all(hasattr(projection, "gate") for projection in model.model.layers[0].self_attn.children())
 
 
 def test_without_an_up_stream_what_reads_none_has_no_gate(base_of: Callable[..., Path], tmp_path: Path) -> None:
