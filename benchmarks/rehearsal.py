@@ -1,6 +1,6 @@
 """Forgetting without a router: expansions of the shipped model that learn new people, with and without rehearsal.
 
-    python -m benchmarks.rehearsal [--samples 800] [--share 0.25] [--weight 1] [--steps 120] [-o numbers.jsonl]
+    python -m benchmarks.rehearsal [--way gated] [--samples 800] [--weight 1] [--rate 5e-3] [-o numbers.jsonl]
 
 Each model learns 20 new people (questions and biographies) and is asked about them and about 100 people that its base
 knows; nothing about these is shown during training. With rehearsal the base writes text before the first step, and the
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,18 +80,22 @@ def learn_and_ask(wide: Path, folder: Path, settings: TrainingSettings) -> dict[
     }
 
 
-def runs(folder: Path, settings: TrainingSettings) -> Iterator[dict[str, Any]]:
-    """Train in each way, without rehearsal and with it, and ask."""
-    for way, (request, rate) in WAYS.items():
+def runs(folder: Path, ways: Sequence[str], settings: TrainingSettings, rate: float | None) -> Iterator[dict[str, Any]]:
+    """Train in some ways, without rehearsal and with it, and ask; None stands for each way's own rate."""
+    for way in ways:
+        request, usual = WAYS[way]
         wide = expand(SHIPPED_MODEL, request, folder / way.replace(" ", "")).path
         for rehearse in ((), ("self",)):
             if request.variant == "gated" and not rehearse:
                 continue  # gates learn from rehearsal
-            run_settings = replace(settings, learning_rate=rate, rehearse=rehearse)
-            yield {"way": way, "rehearsal": bool(rehearse), **learn_and_ask(wide, folder, run_settings)}
+            run_settings = replace(settings, learning_rate=rate or usual, rehearse=rehearse)
+            kind = {"way": way, "rehearsal": bool(rehearse), "rate": run_settings.learning_rate}
+            yield kind | learn_and_ask(wide, folder, run_settings)
 
 
 @click.command()
+@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Only these. Default: all.")
+@click.option("--rate", type=float, help="Learning rate, in place of each way's own.")
 @click.option("--samples", default=800, show_default=True, help="Samples that the base writes.")
 @click.option("--length", default=128, show_default=True, help="Most tokens of a sample.")
 @click.option("--share", default=0.25, show_default=True, help="Share of the sequences of a step that are rehearsed.")
@@ -101,6 +105,8 @@ def runs(folder: Path, settings: TrainingSettings) -> Iterator[dict[str, Any]]:
 @click.option("--seed", default=0, show_default=True, help="Seed of everything random in training.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="JSON lines to append to, one for each run.")
 def main(
+    ways: tuple[str, ...],
+    rate: float | None,
     samples: int,
     length: int,
     share: float,
@@ -125,7 +131,7 @@ def main(
     click.echo("| way | rehearsal | old | new | forgetting | learning | step |\n|---|---|--:|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory() as folder:
         write_texts(Path(folder))
-        for run in runs(Path(folder), settings):
+        for run in runs(Path(folder), ways or list(WAYS), settings, rate):
             rehearsal = "from the base's own samples" if run["rehearsal"] else "none"
             numbers = f"{run['old']:.1%} | {run['new']:.1%} | {run['forgetting']:+.3f} | {run['learning']:+.3f}"
             click.echo(f"| {run['way']} | {rehearsal} | {numbers} | {run['step']:.3f} |")

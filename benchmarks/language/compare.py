@@ -26,10 +26,10 @@ import torch
 
 from benchmarks.language.base import SIZES, make_base
 from benchmarks.language.methods import Method, methods_for
-from benchmarks.language.packages import ENGLISH, REGIONS, fetch
+from benchmarks.language.packages import LEARNED
 from benchmarks.language.parallel import write_pairs
 from benchmarks.language.runs import Key, Place, Rehearse, Run, Subject, append_run, read_runs, run, run_base
-from benchmarks.language.text import write_text
+from benchmarks.language.text import write_texts
 
 RECORDS = Path(__file__).with_name("runs.jsonl")
 SWEPT_SHARE = 0.25
@@ -40,10 +40,7 @@ TIE = 0.05
 
 def prepare(work: Path, subject: Subject) -> None:
     """Make what all runs share."""
-    work.mkdir(parents=True, exist_ok=True)
-    fetch(work, (ENGLISH, subject.second))
-    for language in (ENGLISH, subject.second):
-        write_text(work, language)
+    write_texts(work, subject.second)
     write_pairs(work, subject.second)
     place = Place(work, subject)
     for rehearse in ("own", "own x4"):
@@ -106,13 +103,7 @@ def method_of(place: Place, name: str) -> Method:
 @click.command()
 @click.argument("work", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--size", type=click.Choice(list(SIZES)), default="6m", show_default=True, help="Size of the base.")
-@click.option(
-    "--second",
-    type=click.Choice([language for language in REGIONS if language != ENGLISH]),
-    default="de",
-    show_default=True,
-    help="Language that is learned.",
-)
+@click.option("--second", type=click.Choice(LEARNED), default="de", show_default=True, help="Language that is learned.")
 @click.option("--tokens", default=1_500_000, show_default=True, help="Tokens that are learned.")
 @click.option("--seeds", type=click.IntRange(min=1), default=2, show_default=True, help="Runs at the rate chosen.")
 @click.option("--method", "names", multiple=True, metavar="NAME", help="Method; can be repeated.  [default: all]")

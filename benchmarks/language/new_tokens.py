@@ -36,10 +36,10 @@ from benchmarks.biography.runs import stepping
 from benchmarks.language.base import SIZES, first, make_base, pack, shuffled, unread
 from benchmarks.language.measures import ROWS, score
 from benchmarks.language.methods import POSTERIOR, ROUTERS, Method, expansion, methods_for
-from benchmarks.language.packages import ENGLISH, REGIONS, fetch
+from benchmarks.language.packages import ENGLISH, LEARNED
 from benchmarks.language.precision import mixed
 from benchmarks.language.runs import Subject
-from benchmarks.language.text import read_text, write_text
+from benchmarks.language.text import read_text, write_texts
 from benchmarks.records import append_line, read_lines
 from scale_surgery import PosteriorRouter, Request, expand, merge
 from scale_surgery.planning.new_tokens import NewTokens
@@ -275,13 +275,7 @@ def _mean(runs: Sequence[Run], when: str, part: str) -> str:
 @click.command()
 @click.argument("work", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--size", type=click.Choice(list(SIZES)), default="1m-old", show_default=True, help="Size of the base.")
-@click.option(
-    "--second",
-    type=click.Choice([language for language in REGIONS if language != ENGLISH]),
-    default="de",
-    show_default=True,
-    help="Language that is learned.",
-)
+@click.option("--second", type=click.Choice(LEARNED), default="de", show_default=True, help="Language that is learned.")
 @click.option("--characters", default=500_000, show_default=True, help="Characters that are learned.")
 @click.option("--method", "names", multiple=True, required=True, metavar="NAME", help="Method; can be repeated.")
 @click.option("--tokens", "counts", multiple=True, default=(0, 2000), show_default=True, help="New tokens.")
@@ -304,10 +298,7 @@ def main(
     """Fetch text, train a base, run methods with and without new tokens, and go on where that stopped."""
     torch.set_num_threads(1)
     subject = Subject(size, second)
-    work.mkdir(parents=True, exist_ok=True)
-    fetch(work, (ENGLISH, second))
-    for language in (ENGLISH, second):
-        write_text(work, language)
+    write_texts(work, second)
     place = Place(work, subject, characters)
     if foreign := sorted(set(names) - set(place.methods)):
         raise click.UsageError(f"--method {', '.join(foreign)}: expected some of {', '.join(place.methods)}.")

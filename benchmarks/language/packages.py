@@ -20,6 +20,7 @@ import click
 ENGLISH = "en"
 # the region by which a handbook and GNOME's help tell languages apart
 REGIONS = {"en": "US", "de": "DE", "fr": "FR", "ja": "JP", "ko": "KR", "ru": "RU"}
+LEARNED = tuple(language for language in REGIONS if language != ENGLISH)
 # runs the manual pages through a parser, from its own unpacked folder
 MANUAL_READER = "mandoc"
 KINDS = {".html": "html", ".page": "xml", ".gz": "manual"}

@@ -17,7 +17,7 @@ from typing import Literal
 
 from lxml import etree, html
 
-from benchmarks.language.packages import ENGLISH, KINDS, MANUAL_READER, files_of
+from benchmarks.language.packages import ENGLISH, KINDS, MANUAL_READER, fetch, files_of
 
 Part = Literal["train", "dev", "test"]
 # hundredths of the names of files that are held out
@@ -44,6 +44,14 @@ COMMON = {
 }
 COMMON_WORDS = {language: frozenset(words.split()) for language, words in COMMON.items()}
 LEAST_LETTERS, LEAST_SHARE, LEAST_COMMON = 20, 0.6, 0.08
+
+
+def write_texts(work: Path, second: str) -> None:
+    """Fetch and write the text of English and of the language that is learned."""
+    work.mkdir(parents=True, exist_ok=True)
+    fetch(work, (ENGLISH, second))
+    for language in (ENGLISH, second):
+        write_text(work, language)
 
 
 def write_text(work: Path, language: str) -> None:
