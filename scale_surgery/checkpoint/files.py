@@ -89,9 +89,10 @@ def as_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-def plain_json(content: Any) -> Any:
+def plain_json(content: Mapping[str, Any]) -> dict[str, Any]:
     """Plain JSON values, with texts in place of paths, NaN and infinity."""
-    return json.loads(json.dumps(content, default=str), parse_constant=str)
+    plain: dict[str, Any] = json.loads(json.dumps(content, default=str), parse_constant=str)
+    return plain
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -27,6 +27,21 @@ if TYPE_CHECKING:
     from scale_surgery.running.sequences import Sequences
 
 
+def read_sides(files: Mapping[str, Sequence[str | Path]]) -> dict[str, list[Document]]:
+    """The documents of old and of new texts."""
+    from scale_surgery.running.documents import read_documents
+
+    documents = {side: list(read_documents(texts)) for side, texts in files.items()}
+    empty = [
+        f"The {side} text is empty: {', '.join(map(str, texts))}. Give at least one document."
+        for side, texts in files.items()
+        if texts and not documents[side]
+    ]
+    if empty:
+        raise DataError.from_problems(empty)
+    return documents
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model to measure.

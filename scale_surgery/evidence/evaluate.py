@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError
-from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
+from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
 from scale_surgery.evidence.evaluate_models import MeasuredRow, Meter, Score
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.progress import Track, no_track
@@ -60,8 +60,7 @@ class Evaluation:
         for row, score in zip(content["scores"], self.scores, strict=True):
             row |= {"old": _measurement_to_json(score.old), "new": _measurement_to_json(score.new)}
         # JSON has neither NaN nor infinity: they become texts
-        plain: dict[str, Any] = plain_json(content)
-        return plain
+        return plain_json(content)
 
 
 def evaluate(
@@ -100,7 +99,7 @@ def evaluate(
         CheckpointError: If a model cannot be found or loaded.
     """
     old_files, new_files = listed(old), listed(new)
-    documents = {"old": _read(old_files, "old"), "new": _read(new_files, "new")}
+    documents = read_sides({"old": old_files, "new": new_files})
     if not any(documents.values()):
         raise DataError(
             f"There is no text to measure on. Give files with --old, with --new or with both. {NO_OLD_TEXT}"
@@ -121,15 +120,6 @@ def evaluate(
         dtype=run.dtype,
         notes=tuple(_notes(subjects, rows)),
     )
-
-
-def _read(files: Sequence[str | Path], side: str) -> list[Document]:
-    from scale_surgery.running.documents import read_documents
-
-    documents = list(read_documents([Path(file) for file in files]))
-    if files and not documents:
-        raise DataError(f"The {side} text is empty: {', '.join(map(str, files))}. Give at least one document.")
-    return documents
 
 
 def _meter(

@@ -259,7 +259,7 @@ def run_model(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: s
     width, known = sizes.hidden, sizes.vocabulary
     with translated(*RUNNING):
         with keeping_scores(model):
-            output = model(**_inputs(batch, device), output_hidden_states=True, use_cache=False)
+            output = model(**batch.inputs(device), output_hidden_states=True, use_cache=False)
             shut = shut_so_far(model, batch.mask)
         cached, uncached = _continue(model, batch, known, new_tokens, device)
     return ModelRun(
@@ -277,12 +277,8 @@ def run_model(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: s
 @torch.no_grad()
 def run_path(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: str) -> PathRun:
     """Run a model as it stands: logits of prompts, and greedy continuation with and without KV cache."""
-    logits = model(**_inputs(batch, device), use_cache=False).logits[..., : sizes.vocabulary].cpu()
+    logits = model(**batch.inputs(device), use_cache=False).logits[..., : sizes.vocabulary].cpu()
     return PathRun(logits[batch.mask.bool()], *_continue(model, batch, sizes.vocabulary, new_tokens, device))
-
-
-def _inputs(batch: Batch, device: str) -> dict[str, Tensor]:
-    return {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
 
 
 def _continue(
@@ -295,7 +291,7 @@ def _continue(
     if added := list(range(known, model.config.get_text_config(decoder=True).vocab_size)):
         options["suppress_tokens"] = added
     cached, uncached = (
-        model.generate(**_inputs(batch, device), **options, use_cache=use_cache).cpu() for use_cache in (True, False)
+        model.generate(**batch.inputs(device), **options, use_cache=use_cache).cpu() for use_cache in (True, False)
     )
     return cached, uncached
 
@@ -367,7 +363,7 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
 @torch.no_grad()
 def _beside(model: Any, batch: Batch, sizes: Sizes, device: str) -> list[Tensor]:
     """Logits of each path beside all others, without padding."""
-    inputs = _inputs(batch, device)
+    inputs = batch.inputs(device)
     logits = model.path_logits(inputs["input_ids"], attention_mask=inputs["attention_mask"])
     return [path_logits[..., : sizes.vocabulary].cpu()[batch.mask.bool()] for path_logits in logits]
 

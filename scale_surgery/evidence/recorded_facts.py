@@ -53,7 +53,7 @@ def _differing(plan: Plan, facts: Derived) -> Iterator[str]:
 
 def _facts(architecture: Architecture, second: Architecture) -> Mapping[str, Any]:
     """Facts that do not depend on the release, as treatments of blocks do."""
-    facts: dict[str, Any] = plain_json(asdict(architecture))
+    facts = plain_json(asdict(architecture))
     layers = range(min(len(architecture.kind_of_layer), len(second.kind_of_layer)))
     pairs = [(architecture.kind(layer), second.kind(layer)) for layer in layers]
     names = [{name: kind.on_disk(name) for name in kind.modules if name in its.modules} for kind, its in pairs]

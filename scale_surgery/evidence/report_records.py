@@ -189,8 +189,7 @@ class Report:
             pairs = zip(content[key], getattr(self, key), strict=True)
             content[key] = [_flat(row, record.norms) for row, record in pairs]
         # JSON has neither NaN nor infinity: they become texts
-        plain: dict[str, Any] = plain_json(content)
-        return plain
+        return plain_json(content)
 
 
 def _flat(row: dict[str, Any], norms: Norms) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,25 +104,20 @@ def _states(model: Any, name: str, batch: Batch, width: int) -> Iterator[tuple[T
     """The base stream of the base and of the expanded model after each layer, (tokens, d), padding left out."""
     with expansion_disabled(model):
         before = base_states(model, _run(model, batch))
-    with adapt_path(model, name):
+    # a model with duplicated layers has only one expansion
+    with model.use_expansion(name) if hasattr(model, "use_expansion") else nullcontext():
         after = base_states(model, _run(model, batch))
     real = batch.mask.bool().to(before[0].device)
     for first, second in zip(before, after, strict=True):
         yield first[real][:, :width], second[real][:, :width]
 
 
-def adapt_path(model: Any, name: str) -> AbstractContextManager[None]:
-    """Run one expansion of a model alone; a model with duplicated layers has only one."""
-    return model.use_expansion(name) if hasattr(model, "use_expansion") else nullcontext()
-
-
 def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:
     """Hidden states of the model, without running its head."""
     import torch
 
-    device = next(model.parameters()).device
-    inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
     with torch.no_grad():
+        inputs = batch.inputs(next(model.parameters()).device)
         output = model.base_model(**inputs, output_hidden_states=True, use_cache=False)
     states: tuple[Tensor, ...] = output.hidden_states
     return states

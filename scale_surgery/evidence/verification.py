@@ -74,8 +74,7 @@ class Verification:
         content = asdict(replace(self, path=Path(self.path.name)))
         del content["recorded"]
         # JSON has no NaN: a drift that is none becomes the text "NaN"
-        plain: dict[str, Any] = plain_json(content)
-        return plain
+        return plain_json(content)
 
 
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:

@@ -248,11 +248,13 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
 
 
 def _write_page(job: Job, last: Stage, report: Any, seconds: float) -> None:
-    from scale_surgery.show.pages.learned import write_learned
+    from scale_surgery.show.pages.filling import write
+    from scale_surgery.show.pages.learned import render_learned_page
 
     done = {last.name: {"line": last.line(job.record.kept), "seconds": seconds}}
     job.record.seconds = time.monotonic() - job.started
-    write_learned(_describe(job, {**job.record.done, **done}), report, job.work.folder / PAGE_FILE)
+    page = render_learned_page(_describe(job, {**job.record.done, **done}), report)
+    write(page, job.work.folder / PAGE_FILE)
 
 
 def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:

@@ -6,9 +6,12 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import OWN_CODE_FILES
+
+if TYPE_CHECKING:
+    from scale_surgery.planning.architecture import Architecture
 
 FOLDER = Path(__file__).parent
 # what stands before the model type of a base model, in names of files and, capital, of classes; and what that model is
@@ -17,40 +20,17 @@ CODES = {"scale": "expanded", "fused": "fused"}
 AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 
 
-class Described(Protocol):
-    """An architecture, by the names of its stock classes.
-
-    Attributes:
-        model_type: `model_type` of the base model's config.json.
-        config_class: Its stock configuration class.
-        classes: Auto class to stock class.
-        own_code: Auto class to module and class in the base's own files; empty where transformers has them.
-    """
-
-    @property
-    def model_type(self) -> str: ...
-
-    @property
-    def config_class(self) -> str: ...
-
-    @property
-    def classes(self) -> Mapping[str, str]: ...
-
-    @property
-    def own_code(self) -> Mapping[str, str]: ...
-
-
 def code_text(file: str) -> str:
     """Text of one exported code file."""
     return (FOLDER / file).read_text(encoding="utf-8")
 
 
-def code_texts(architecture: Described, files: Iterable[str]) -> dict[str, str]:
+def code_texts(architecture: Architecture, files: Iterable[str]) -> dict[str, str]:
     """Texts of code files that an expanded or a fused model carries, by their names."""
     return {file: own_code_text(architecture, file) if file in OWN_CODE_FILES else code_text(file) for file in files}
 
 
-def own_code_text(architecture: Described, file: str) -> str:
+def own_code_text(architecture: Architecture, file: str) -> str:
     """The code file that names the base's own classes: transformers takes along what a file imports."""
     code = dict(zip(OWN_CODE_FILES, CODES, strict=True))[file]
     prefix = code.capitalize()
@@ -76,7 +56,7 @@ def code_hash(file: str) -> str:
     return hashlib.sha256((FOLDER / file).read_bytes()).hexdigest()
 
 
-def is_ours(file: str, digest: str, architecture: Described | None = None) -> bool:
+def is_ours(file: str, digest: str, architecture: Architecture | None = None) -> bool:
     """Whether a code file, by its name and sha256, is that of this release.
 
     Args:
@@ -97,7 +77,7 @@ def block_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.group_of))
 
 
-def auto_map(architecture: Described, code: str = "scale") -> dict[str, str]:
+def auto_map(architecture: Architecture, code: str = "scale") -> dict[str, str]:
     """The `auto_map` of config.json of an expanded or a fused model: local files only."""
     prefix = code.capitalize()
     if architecture.own_code:
@@ -115,7 +95,7 @@ def auto_map(architecture: Described, code: str = "scale") -> dict[str, str]:
     return {"AutoConfig": f"configuration_{code}.{prefix}{architecture.config_class}", **models}
 
 
-def architectures(architecture: Described, code: str = "scale") -> list[str]:
+def architectures(architecture: Architecture, code: str = "scale") -> list[str]:
     """The `architectures` of config.json of an expanded or a fused model."""
     names = auto_map(architecture, code)
     widest = next(name for name in AUTO_CLASSES if name in names)
@@ -145,7 +125,7 @@ def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
     }
 
 
-def model_classes(architecture: Described) -> dict[str, Any]:
+def model_classes(architecture: Architecture) -> dict[str, Any]:
     """Auto class to class of the expanded model, AutoConfig included, from this package.
 
     When a model is saved, they take their code along, as those of a model loaded as remote code do.

@@ -19,8 +19,8 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError
-from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
-from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
+from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
+from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
     CalibrationSettings,
@@ -37,7 +37,7 @@ from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.sources import NO_OLD_TEXT
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
-from scale_surgery.surgery.routers import is_even, router_of, sides_of, weights_of
+from scale_surgery.surgery.routers import is_even, routing_of, weights_of
 
 if TYPE_CHECKING:
     from scale_surgery.running.documents import Document
@@ -121,8 +121,7 @@ class Calibration:
         single = {name: outcome.to_json() for name, outcome in content.items() if isinstance(outcome, Outcome)}
         content |= {"limits": asdict(self.limits), "ask": self.ask}
         # JSON has no infinity: it becomes a text
-        plain: dict[str, Any] = plain_json(content | single | outcomes)
-        return plain
+        return plain_json(content | single | outcomes)
 
 
 def route_calibrate(
@@ -166,7 +165,7 @@ def route_calibrate(
     """
     folder, drawn = Path(routed), None if settings.plot is None else Path(settings.plot)
     files = {"old": list(map(Path, listed(old))), "new": list(map(Path, listed(new)))}
-    present, paths = _open_routing(folder)
+    present, paths = routing_of(folder, open_checkpoint(folder))
     limits = read_limits(settings, present)
     _check_outputs(folder, drawn, [*files["old"], *files["new"]], write=settings.write)
     documents = _read(files)
@@ -216,20 +215,6 @@ def _say_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> str:
     )
 
 
-def _open_routing(folder: Path) -> tuple[Router, tuple[str, ...]]:
-    """The router in a model's config.json, and the names of its paths."""
-    specs = open_checkpoint(folder).config.get("scale_surgery")
-    if specs is None:
-        raise CheckpointError(
-            f"{folder}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
-            "scale-surgery route-export."
-        )
-    routing = router_of(specs)
-    if routing is None:
-        raise CheckpointError(f"{folder}: has no router. Give it one: scale-surgery route-export {folder} -o ROUTED.")
-    return routing, sides_of(routing, specs)
-
-
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
     """Check before any work that the outputs can be written."""
     problems = output_file_problems([plot], [folder, *texts])
@@ -245,8 +230,6 @@ def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, wr
 
 
 def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
-    from scale_surgery.running.documents import read_documents
-
     missing = [
         f"There is no {side} text, on which {measured} is measured. Give files with --{side}."
         + (f" {NO_OLD_TEXT}" if side == "old" else "")
@@ -255,15 +238,7 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
     ]
     if missing:
         raise DataError.from_problems(missing)
-    documents = {side: list(read_documents(some)) for side, some in files.items()}
-    empty = [
-        f"The {side} text is empty: {', '.join(map(str, files[side]))}. Give at least one document."
-        for side, some in documents.items()
-        if not some
-    ]
-    if empty:
-        raise DataError.from_problems(empty)
-    return documents
+    return read_sides(files)
 
 
 def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> SweepTexts:

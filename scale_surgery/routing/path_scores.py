@@ -18,7 +18,7 @@ from scale_surgery.modeling.expanded_mixture import row_cosines
 from scale_surgery.modeling.expanded_routing import TokenScores, weigh
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing.watched import Observer, observed_by
-from scale_surgery.running.loss import Measurement
+from scale_surgery.running.loss import Measurement, reading_order
 from scale_surgery.running.sequences import PROMPT, Sequences
 from scale_surgery.running.texts import collate, pad
 
@@ -147,11 +147,6 @@ def read_paths(
         batches.append(_read_batch(model, rows))
         advance(sum(len(row["input_ids"]) for row in rows))
     return tuple(_joined(batches))
-
-
-def reading_order(sequences: Sequences) -> list[int]:
-    """Rows in the order in which they are read: the longest first, so that memory runs out at once or never."""
-    return sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
 
 
 def _read_batch(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> PathBatch:

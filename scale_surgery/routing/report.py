@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed, open_model
-from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
-from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, token_of, totals_of
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import router_of, sides_of
+from scale_surgery.surgery.routers import routing_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +72,7 @@ def route_report(
     from scale_surgery.running.documents import read_files
 
     documents = read_files(listed(texts))
-    routing, paths = _read_routing(model, revision)
+    routing, paths = routing_of(model, open_model(model, revision)[1])
     (subject,) = open_subjects([model], run, revision=revision)
     length, step = choose_lengths([subject], sequence_length, step)
     files_read = _read(subject, documents, length, step)
@@ -93,21 +91,6 @@ def write_tokens(report: RouteReport, file: Path) -> None:
     write_text(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in report.records()))
 
 
-def _read_routing(model: str | Path, revision: str | None) -> tuple[Router, tuple[str, ...]]:
-    """The router in a model's config.json, and the names of its paths."""
-    _, checkpoint = open_model(model, revision)
-    specs = checkpoint.config.get("scale_surgery")
-    if specs is None:
-        raise CheckpointError(
-            f"{model}: is not expanded and has one path only, expected a model made by scale-surgery expand and "
-            "scale-surgery route-export."
-        )
-    routing = router_of(specs)
-    if routing is None:
-        raise CheckpointError(f"{model}: has no router: write one with scale-surgery route-export.")
-    return routing, sides_of(routing, specs)
-
-
 def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[FileTokens]:
     from scale_surgery.running.sequences import Sequences
     from scale_surgery.running.texts import stride
@@ -124,7 +107,8 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
     """Score every token that was in no window before; (numbers of a token, tokens), NaN where nothing predicts."""
     import torch
 
-    from scale_surgery.routing.path_scores import read_paths, reading_order
+    from scale_surgery.routing.path_scores import read_paths
+    from scale_surgery.running.loss import reading_order
 
     rows = iter(reading_order(windows))
     scores = torch.empty(0)

@@ -62,7 +62,8 @@ def sweep_model(
     subject: Subject, texts: SweepTexts, present: Router, run: RunOptions, track: Track, *, has_several: bool
 ) -> Sweep:
     """Read old and new text once, and score every setting that is worth trying, the present one first."""
-    from scale_surgery.routing.path_scores import adapt_alone, best_alone, read_paths, reading_order
+    from scale_surgery.routing.path_scores import adapt_alone, best_alone, read_paths
+    from scale_surgery.running.loss import reading_order
 
     numbers = tuple(texts.numbers[row] for row in reading_order(texts.new))
     sides = (texts.old, texts.new, texts.short)

@@ -144,7 +144,7 @@ def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[T
     """Logits of the batch, on each side of a cosine router, and greedily generated tokens; on the CPU."""
     import torch
 
-    inputs = {"input_ids": batch.ids.to(device), "attention_mask": batch.mask.to(device)}
+    inputs = batch.inputs(device)
     logits = []
     with torch.no_grad(), translated(*RUNNING):
         for side in _sides(model):

@@ -94,8 +94,7 @@ def measure(
     """
     import torch
 
-    # the longest first, so that memory runs out at once or not at all; equal lengths need no padding
-    order = sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
+    order = reading_order(sequences)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
     def score(batch: list[int]) -> Measurement:
@@ -105,12 +104,17 @@ def measure(
         advance(sum(len(row["input_ids"]) for row in rows) * (1 if processes is None else processes.num_processes))
         return scored
 
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         return sum(shared_out(batches, score, processes), Measurement(0.0, 0, 0, 0))
 
 
+def reading_order(sequences: Sequences) -> list[int]:
+    """Rows, the longest first: memory runs out at once or not at all, and equal lengths need no padding."""
+    return sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
+
+
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Run a model without dropout; every module gets back the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -43,6 +43,10 @@ class Batch:
     ids: Tensor
     mask: Tensor
 
+    def inputs(self, device: str | torch.device) -> dict[str, Tensor]:
+        """What a model on a device takes."""
+        return {"input_ids": self.ids.to(device), "attention_mask": self.mask.to(device)}
+
 
 @dataclass(frozen=True)
 class EncodedPrompts:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.segment import Segment
 from rich.text import Text
 
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.show.layout import NEXT, Facts, Warned, sentence
 from scale_surgery.show.visible import visible_line, visible_text
 
@@ -136,9 +137,7 @@ class Output:
             yield lambda advance, note="": progress.update(task, advance=advance, note=visible_line(note))
 
 
-def to_json(result: Any) -> Any:
+def to_json(result: Any) -> dict[str, Any]:
     """A result as plain JSON values."""
-    if hasattr(result, "to_json"):
-        return result.to_json()
-    content = asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
-    return json.loads(json.dumps(content, default=str))
+    content: dict[str, Any] = result.to_json() if hasattr(result, "to_json") else plain_json(asdict(result))
+    return content

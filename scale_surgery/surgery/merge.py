@@ -34,7 +34,7 @@ from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
-from scale_surgery.surgery.merge_stock import check_stock, stock_cost, write_stock
+from scale_surgery.surgery.merge_stock import check_stock, write_stock
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked, tool_versions
 
 MergedForm = Literal["fused", "stock", "blocks"]
@@ -154,7 +154,8 @@ def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Me
 
 def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> int:
     if to == "stock":
-        return stock_cost(manifest).parameters * DTYPE_BYTES[checkpoint.dtype]
+        assert manifest.plan.costs.stock is not None
+        return manifest.plan.costs.stock.parameters * DTYPE_BYTES[checkpoint.dtype]
     if to == "fused":
         return sum(entry.bytes for entries in fused_shards(checkpoint, manifest).values() for entry in entries)
     return sum(info.bytes for info in checkpoint.tensors.values())
@@ -225,6 +226,7 @@ def _fused_record(
 
 def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track) -> dict[str, Any]:
     """merge.json: where a stock export comes from, how far its logits are from there, and what was written."""
+    assert manifest.plan.costs.stock is not None
     sizes = {name: (partial / name).stat().st_size for name in list_files(partial) if name != STOCK_FILE}
     with track("hashes", sum(sizes.values())) as advance:
         written = hash_files(partial, list(sizes), advance)
@@ -241,7 +243,7 @@ def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track)
             if name != STOCK_FILE
         },
         "files": {name: {"sha256": digest, "bytes": sizes[name]} for name, digest in written.items()},
-        **asdict(stock_cost(manifest)),
+        **asdict(manifest.plan.costs.stock),
         "drift": asdict(drift),
         "tool": tool_versions(),
     }

@@ -20,12 +20,9 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Sizes
-from scale_surgery.planning.specs import REPLACING, Widths, linear_widths
+from scale_surgery.planning.specs import Widths, linear_widths
 from scale_surgery.planning.stock import (
-    StockCost,
-    cost_of_stock,
     linear_streams,
-    stock_problems,
     stock_shapes,
     stock_sizes,
 )
@@ -49,26 +46,11 @@ def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
     Raises:
         PlanError: If it has none; every reason is given.
     """
-    problems = [*_state_problems(manifest), *stock_problems(*_facts(manifest))]
+    problems = [*_state_problems(manifest), *manifest.plan.costs.stock_problems]
     if not manifest.fused:
         problems += cast_problems(checkpoint, manifest)
     if problems:
         raise PlanError.from_problems(problems)
-
-
-def stock_cost(manifest: Manifest) -> StockCost:
-    """Count what the stock form of an expanded model costs.
-
-    Args:
-        manifest: Its surgery.json.
-
-    Returns:
-        Parameters, of them padding, and widths before and after.
-    """
-    tensors = manifest.plan.tensors
-    beside = sum(tensor.elements for tensor in tensors if tensor.block not in REPLACING)
-    parameters = (manifest.plan.costs.parameters_before, beside)
-    return cost_of_stock(*_facts(manifest), manifest.base_tensors, manifest.plan.head, parameters)
 
 
 def _facts(manifest: Manifest) -> tuple[Architecture, Sizes, Widths]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.expansions import BASE_NAME, DEFAULT_NAME, PRESERVE_NAME, ROUTER_KEY, specs_of_expansions
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.errors import PlanError, in_one_line
+from scale_surgery.errors import CheckpointError, PlanError, in_one_line
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
 
@@ -131,6 +133,20 @@ def router_of(specs: Mapping[str, Any]) -> Router | None:
         return read_router(specs.get(ROUTER_KEY), len(specs_of_expansions(specs)), f"{CONFIG_KEY}.{ROUTER_KEY}")
     except PlanError as error:
         raise PlanError(f"{CONFIG_FILE}: {error}. Restore it from where you got it.") from error
+
+
+def routing_of(model: str | Path, checkpoint: Checkpoint) -> tuple[Router, tuple[str, ...]]:
+    """The router in the config.json of a model, which messages call by its name, and the names of its paths."""
+    specs = checkpoint.config.get(CONFIG_KEY)
+    if specs is None:
+        raise CheckpointError(
+            f"{model}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
+            "scale-surgery route-export."
+        )
+    router = router_of(specs)
+    if router is None:
+        raise CheckpointError(f"{model}: has no router. Give it one: scale-surgery route-export {model} -o ROUTED.")
+    return router, sides_of(router, specs)
 
 
 def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -61,8 +61,7 @@ class Answer:
     def to_json(self) -> dict[str, Any]:
         """The answer as plain JSON values."""
         derived = {"text": self.text, "routed_share": self.routed_share}
-        content: dict[str, Any] = plain_json(asdict(self) | derived)
-        return content
+        return plain_json(asdict(self) | derived)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import PlanError
 from scale_surgery.evidence.eval_targets import Subject, open_subjects
 from scale_surgery.fields import problems_of
@@ -227,7 +228,7 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
 
 def _specs(subject: Subject) -> Any:
     """What config.json says of the expansion of a model."""
-    return open_checkpoint(subject.path).config.get("scale_surgery", {})
+    return open_checkpoint(subject.path).config.get(CONFIG_KEY, {})
 
 
 def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:

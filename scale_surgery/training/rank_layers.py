@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.forms import refuse_form
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import DataError, PlanError
@@ -81,7 +82,7 @@ def rank_layers(
     request = _checked(request, settings)
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    if "scale_surgery" in checkpoint.config or checkpoint.manifest is not None:
+    if CONFIG_KEY in checkpoint.config or checkpoint.manifest is not None:
         refuse_form(source.name, "expanded", "base")  # layers are chosen before an expansion
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
 

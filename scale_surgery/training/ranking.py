@@ -129,5 +129,4 @@ class Ranking:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        plain: dict[str, Any] = plain_json(asdict(self) | {"tie": self.tie, "warnings": self.warnings})
-        return plain
+        return plain_json(asdict(self) | {"tie": self.tie, "warnings": self.warnings})

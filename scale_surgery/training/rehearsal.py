@@ -12,8 +12,6 @@ measured, and not proved as a router's promise is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
+from scale_surgery.running.loss import evaluating
 from scale_surgery.running.sequences import Sequences
 from scale_surgery.running.texts import collate
 from scale_surgery.training.settings import TrainingSettings
@@ -112,17 +111,6 @@ def _give_both(features: Any) -> Tensor:
     """Logits of the base and of the expansion, one after the other along the batch."""
     base, logits = features.logits()
     return torch.cat((base.detach(), logits))
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Run a model without dropout inside a `with` block."""
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)
 
 
 class Divergence(torch.autograd.Function):

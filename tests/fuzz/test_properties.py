@@ -92,7 +92,7 @@ def test_what_is_visible_steers_no_terminal(text: str, piece: str) -> None:
 @given(JSON)
 @REPEATED
 def test_plain_json_is_json(content: Any) -> None:
-    json.dumps(plain_json(content), allow_nan=False)
+    json.dumps(plain_json({"content": content}), allow_nan=False)
 
 
 @given(

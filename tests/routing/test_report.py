@@ -452,11 +452,11 @@ def refusal(*args: Any, error: type[SurgeryError] = DataError, **options: Any) -
 def test_models_and_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
     text, none = place / "story.txt", tmp_path / "none.txt"
     assert refusal(place / "base", text, error=CheckpointError) == (
-        f"{place / 'base'}: is not expanded and has one path only, expected a model made by scale-surgery expand and "
+        f"{place / 'base'}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
         "scale-surgery route-export."
     )
     assert refusal(place / "wide", text, error=CheckpointError) == (
-        f"{place / 'wide'}: has no router: write one with scale-surgery route-export."
+        f"{place / 'wide'}: has no router. Give it one: scale-surgery route-export {place / 'wide'} -o ROUTED."
     )
     (tmp_path / "empty.txt").write_text(" \n")
     assert refusal(place / "posterior", [none, tmp_path / "empty.txt", text]).splitlines() == [

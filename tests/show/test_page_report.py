@@ -23,7 +23,7 @@ from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, Tens
 from scale_surgery.show.figures import MOST_MARKERS, Curve
 from scale_surgery.show.pages.charts import chart_figure, render_chart
 from scale_surgery.show.pages.filling import fill
-from scale_surgery.show.pages.report import Cells, Heading, Section, render_headed, render_page, write_page
+from scale_surgery.show.pages.report import Cells, Section, render_headed, render_page, write_page
 from scale_surgery.show.palette import BLUE, DARK, GREY, LAYERS, LIGHT, VERMILION, Palette
 from scale_surgery.show.tables_learn import COLUMNS
 from scale_surgery.show.tables_report import render_report
@@ -175,7 +175,7 @@ def test_all_is_seen_on_a_telephone(drawn: Report, tmp_path: Path) -> None:
     promise = ("base_stream_always", "not claimed", "47 base tensors, 1,040,128 bytes, sha256 compared")
     promises = Cells(("promise", "result", "evidence"), [promise], True)
     sections = [*(Section("Learned", "", cells=cells) for cells in losses), Section("Promises", "", cells=promises)]
-    page = render_headed(drawn, Heading("Title", "model", (), [], sections))
+    page = render_headed(drawn, "Title", (), [], sections)
     numbers = """...[...page.querySelectorAll(".scroll:has(.cells)")].map(own => own.scrollWidth - own.clientWidth),
       page.querySelector(".cells.text td:last-child").clientWidth"""
     *hidden, width = on_a_telephone(page, numbers, tmp_path)

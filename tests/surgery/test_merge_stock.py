@@ -29,7 +29,7 @@ from scale_surgery.planning.stock import StockWidths, stock_problems, stock_size
 from scale_surgery.running.drift import TOLERANCES, measure_drift
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.merge_stock import check_stock, stock_config, stock_cost, write_stock
+from scale_surgery.surgery.merge_stock import check_stock, stock_config, write_stock
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.conftest import digests, load, shake
@@ -119,7 +119,7 @@ def test_all_but_larger_weights_sizes_and_the_index_is_the_base_s_own(stock_of, 
     assert not list(path.glob("*.py")), "nothing here can be run"
     changed = {name for name in before if before[name] != after[name] and not name.endswith(".safetensors")}
     assert changed == {"config.json", "model.safetensors.index.json"}
-    cost, facts = stock_cost(read_manifest(expanded)), FAMILIES[family]
+    cost, facts = read_manifest(expanded).plan.costs.stock, FAMILIES[family]
     config, edited = (json.loads((folder / "config.json").read_text()) for folder in (base, path))
     sizes = {facts.key("inner"): cost.after.inner}
     if not facts.fixed_heads:
@@ -203,7 +203,7 @@ def test_the_command_measures_the_drift_of_what_it_wrote(tmp_path):
     result = CliRunner().invoke(main, ["merge", str(expanded), "--to", "stock", "-o", str(path), "--json"])
     assert result.exit_code == 0, result.output
     done = json.loads(result.stdout)
-    assert (done["form"], done["parameters"]) == ("stock", stock_cost(read_manifest(expanded)).parameters)
+    assert (done["form"], done["parameters"]) == ("stock", read_manifest(expanded).plan.costs.stock.parameters)
     assert done["drift"]["drift"] <= TOLERANCES["float32"] * done["drift"]["largest_logit"]
     assert (done["drift"]["top1_agreement"], done["drift"]["generation_agreement"]) == (1, 1)
     assert set(digests(path)) - set(digests(SHIPPED_MODEL)) == {"merge.json"}
@@ -306,7 +306,7 @@ def test_heads_are_free_where_the_stock_class_leaves_them(family):
 def test_the_plan_says_what_padding_costs(base_of, stock_of):
     base, expanded, path = stock_of("llama", BOTH)
     cost = plan(base, BOTH).costs.stock
-    assert cost == stock_cost(read_manifest(expanded))
+    assert cost == read_manifest(expanded).plan.costs.stock
     assert cost.parameters == sum(info.elements for info in open_checkpoint(path).tensors.values())
     assert cost.parameters_expanded == sum(info.elements for info in open_checkpoint(expanded).tensors.values())
     zeros = sum(int((read_tensor(open_checkpoint(path), name) == 0).sum()) for name in open_checkpoint(path).tensors)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.show.pages.filling import write
-from scale_surgery.show.pages.report import Cells, Fact, Heading, Section, describe_model, render_headed
+from scale_surgery.show.pages.report import Cells, Fact, Section, render_headed
 from scale_surgery.show.tables import format_count, format_seconds
 from scale_surgery.show.tables_learn import COLUMNS, cells_of
 
@@ -21,18 +20,11 @@ SIDES = {
 }
 
 
-def write_learned(learned: Learned, report: Report, file: Path) -> None:
-    """Write the page of a job, whole or not at all; an existing file is replaced."""
-    write(render_learned_page(learned, report), file)
-
-
 def render_learned_page(learned: Learned, report: Report) -> str:
     """The page of a job, which refers to no other file."""
     title = f"What {Path(learned.model).name} learned"
     notes = (*learned.warnings, *report.notes)
-    return render_headed(
-        report, Heading(title, describe_model(report), notes, list(_facts(learned)), list(_sections(learned)))
-    )
+    return render_headed(report, title, notes, list(_facts(learned)), list(_sections(learned)))
 
 
 def _facts(learned: Learned) -> Iterator[Fact]:

@@ -90,17 +90,6 @@ class Section:
         return bool(self.charts or self.tables or self.sentence or self.cells)
 
 
-@dataclass(frozen=True)
-class Heading:
-    """The top of a page, and sections before those of a report."""
-
-    title: str
-    model: str
-    notes: Sequence[str]
-    facts: Sequence[Fact]
-    sections: Sequence[Section] = ()
-
-
 def write_page(report: Report, file: Path) -> None:
     """Write a report as a page, whole or not at all; an existing file is replaced."""
     write(render_page(report), file)
@@ -109,27 +98,29 @@ def write_page(report: Report, file: Path) -> None:
 def render_page(report: Report) -> str:
     """The page of a report, which refers to no other file."""
     title = f"What training did to {report.path.name}"
-    return render_headed(report, Heading(title, describe_model(report), report.notes, list(_facts(report))))
+    return render_headed(report, title, report.notes, list(_facts(report)))
 
 
-def describe_model(report: Report) -> str:
+def _describe_model(report: Report) -> str:
     """The base of a model, and how it was made."""
     kind = report.method if report.variant == report.method else f"{report.method}, {report.variant}"
     kind += "" if report.routing is None else f" · router {describe_router(report.routing)}"
     return f"Base {report.base_name} · {kind}"
 
 
-def render_headed(report: Report, heading: Heading) -> str:
+def render_headed(
+    report: Report, title: str, notes: Sequence[str], facts: Sequence[Fact], sections: Sequence[Section] = ()
+) -> str:
     """The page of a report with a heading of its own, and sections of that first."""
     return fill(
         "report.html",
-        title=heading.title,
-        model=heading.model,
+        title=title,
+        model=_describe_model(report),
         light=LIGHT._asdict(),
         dark=DARK._asdict(),
-        notes=heading.notes,
-        facts=heading.facts,
-        sections=[section for section in (*heading.sections, *_sections(report)) if section.has_content],
+        notes=notes,
+        facts=facts,
+        sections=[section for section in (*sections, *_sections(report)) if section.has_content],
         columns=COLUMNS,
         rows=[(tensor.name, _row(tensor)) for tensor in report.tensors],
         terms=list(_terms(report)),
