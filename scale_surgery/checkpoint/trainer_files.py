@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_json, read_text
+from scale_surgery.checkpoint.names import TOKENIZER_CONFIG_FILE
 from scale_surgery.errors import CheckpointError
 
 STATE_FILE = "trainer_state.json"
 ARGUMENTS_FILE = "training_args.json"
-TEMPLATE_FILE, TOKENIZER_FILE = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 # arguments in another form, and states of optimizer, schedule, scaler and random generators
 NOT_READ = re.compile(r"training_args\.(?!json$)\w+|(optimizer|scheduler|scaler|rng_state|random_states)\w*\.\w+")
 STEP = "global_step"
@@ -71,7 +72,7 @@ def chat_template(checkpoint: Checkpoint) -> Any:
     """The chat template of a tokenizer; None where it has none."""
     if TEMPLATE_FILE in checkpoint.side_files:
         return read_text(checkpoint, TEMPLATE_FILE)
-    return (_read(checkpoint.path / TOKENIZER_FILE) or {}).get("chat_template")
+    return (_read(checkpoint.path / TOKENIZER_CONFIG_FILE) or {}).get("chat_template")
 
 
 def _read(file: Path) -> dict[str, Any] | None:

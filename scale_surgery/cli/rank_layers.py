@@ -57,7 +57,7 @@ def rank_layers_command(
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.show.figures import plot_ranking
+    from scale_surgery.show.figures import ranking_figure, save_figure
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.training.rank_layers import rank_layers
 
@@ -66,5 +66,5 @@ def rank_layers_command(
     request = Request(**{"layers": "all"} | given({name: options.pop(name) for name in EXPANSION}))
     result = rank_layers(model, data, request, settings, run=run, track=out.track, **options)
     out.show(result, render_ranking(result))
-    drawn = pictures(lambda file: plot_ranking(result, file))
+    drawn = pictures(lambda file: save_figure(ranking_figure(result), file))
     write_files(outputs, {".json": as_result(result), **drawn}, out)

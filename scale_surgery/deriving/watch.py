@@ -69,7 +69,6 @@ class Trace:
 
     calls: tuple[ModuleCall, ...]
     attentions: tuple[Attention, ...]
-    logits: Tensor
 
     def inside(self, path: str) -> list[ModuleCall]:
         """Calls of what lies inside a module, with names inside it."""
@@ -103,8 +102,8 @@ def watch(model: PreTrainedModel, ids: Tensor, layers: str) -> Trace:
             hook = _noting(calls, module_names, current)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         attentions = stack.enter_context(attention_noted())
-        logits = model(input_ids=ids, use_cache=False).logits
-    return Trace(tuple(calls), tuple(attentions), logits.detach())
+        model(input_ids=ids, use_cache=False)
+    return Trace(tuple(calls), tuple(attentions))
 
 
 def _names(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -145,7 +145,7 @@ class Comparison:
         """Name of the base weight beside a tensor; that of a tied head is the embedding."""
         if tensor.source in self.checkpoint.tensors or tensor.layer is not None:
             return tensor.source
-        return f"{self.plan.prefix}{self.plan.architecture.embedding_weight}"
+        return self.plan.embedding
 
 
 def find_linear(plan: Plan, tensor: TensorPlan) -> LinearOfBlock | None:
@@ -159,7 +159,7 @@ def _place_of(plan: Plan, tensor: TensorPlan) -> str:
         return "beside"
     if len(tensor.shape) < 2:
         return "norm"
-    is_embedding = tensor.source == f"{plan.prefix}{plan.architecture.embedding_weight}"
+    is_embedding = tensor.source == plan.embedding
     return "embedding" if is_embedding else "head"
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.modeling.expanded_routers import Router
-from scale_surgery.surgery.record import tool_versions
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers
@@ -108,9 +105,3 @@ def decide(
     decisive = required or tuple(promise.name for promise in defaults)
     failed = [promise for promise in promises if promise.name in decisive and not promise.holds]
     return decisive, not failed and not (problems and not required)
-
-
-def circumstances() -> dict[str, Any]:
-    """When and with what something is verified, as fields of `Verification`."""
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": date, "versions": tool_versions(), "machine": f"{platform.machine()} {platform.system()}"}

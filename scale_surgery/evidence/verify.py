@@ -22,9 +22,11 @@ hold. A trained model no longer claims `output_at_init`.
 
 from __future__ import annotations
 
+import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +40,12 @@ from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
-from scale_surgery.evidence.verification import OTHER_BASE, Verification, circumstances, decide, says_more
+from scale_surgery.evidence.verification import OTHER_BASE, Verification, decide, says_more
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.parts import link_base
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
+from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, tool_versions
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers
@@ -202,7 +204,9 @@ def _judge(
         numbers=numbers,
         passed=passed,
         fingerprint=integrity.fingerprint,
-        **circumstances(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=tool_versions(),
+        machine=f"{platform.machine()} {platform.system()}",
         expansions=tuple(manifest.expansions),
     )
 

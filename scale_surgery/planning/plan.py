@@ -113,6 +113,11 @@ class Plan:
         return Origin(self.base_name, self.base_revision, self.request)
 
     @property
+    def embedding(self) -> str:
+        """Name of the embedding's weight."""
+        return f"{self.prefix}{self.architecture.embedding_weight}"
+
+    @property
     def has_gates(self) -> bool:
         """Whether up streams are read through gates."""
         return any(tensor.block == "gate" for tensor in self.tensors)

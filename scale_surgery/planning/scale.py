@@ -162,7 +162,7 @@ def _alone_problems(request: Request) -> list[str]:
         "up-inner-width": request.up_inner_width,
     }
     wider = [f"--{option}" for option, value in given.items() if value]
-    wider += ["--variant adapt"] if request.variant == "adapt" else []
+    wider += [f"--variant {request.variant}"] if request.variant != "preserve" else []
     return [f"--layers none: {', '.join(wider)} needs layers. Choose some, or leave it out."] if wider else []
 
 

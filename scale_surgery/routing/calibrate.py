@@ -268,13 +268,14 @@ def _numbers(outcome: Outcome) -> tuple[Any, ...]:
 
 def _write(result: Calibration) -> None:
     """Write the setting and the plot, both or none."""
-    from scale_surgery.show.figure_calibration import plot_calibration
+    from scale_surgery.show.figure_calibration import calibration_figure
+    from scale_surgery.show.figures import save_figure
 
     try:
         with ExitStack() as stack:
             if result.plot is not None:
                 # the file gets its name once the setting is written
-                plot_calibration(result, stack.enter_context(finished_file(result.plot)))
+                save_figure(calibration_figure(result), stack.enter_context(finished_file(result.plot)))
             if result.written:
                 assert result.proposed.routing is not None
                 set_routing(result.path, result.proposed.routing)

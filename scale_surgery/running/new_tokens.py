@@ -41,10 +41,8 @@ from scale_surgery.running.loading import load_base_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.sources import parse_source
 from scale_surgery.running.text_files import open_text
-from scale_surgery.running.tokenizer import VOCABULARY_FILES, load_tokenizer
+from scale_surgery.running.tokenizer import CHANGED_BY_CALLS, VOCABULARY_FILES, load_tokenizer
 
-# of tokenizer.json, what does not decide which tokens a text has
-CHANGED_BY_CALLS = ("truncation", "padding")
 SAVE_IT = (
     "Write it with the tokenizers library: AutoTokenizer.from_pretrained(...).save_pretrained(...), and put its files "
     "beside the weights."

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
-from scale_surgery.show.figures import save_figure, tidy
+from scale_surgery.show.figures import tidy
 from scale_surgery.show.palette import GREY, INK, VERMILION
 from scale_surgery.surgery.routers import is_even, weights_of
 
@@ -40,13 +39,8 @@ DOTTED: dict[str, Any] = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (2, 
 MOST_THRESHOLDS = 18
 
 
-def plot_calibration(result: Calibration, file: Path) -> None:
-    """Draw forgetting against learning into a PNG or SVG file, a point for each setting, the best one marked."""
-    save_figure(calibration_figure(result), file)
-
-
 def calibration_figure(result: Calibration) -> Figure:
-    """The figure of `plot_calibration`; a second panel shows the settings alone where they lie close together."""
+    """Forgetting against learning, a point for each setting; a second panel shows settings that lie close together."""
     from matplotlib.figure import Figure
 
     everything = [result.base, result.adapt, *result.outcomes]

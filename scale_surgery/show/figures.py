@@ -170,13 +170,8 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def plot_ranking(result: Ranking, file: Path) -> None:
-    """Draw how much each layer changed."""
-    save_figure(ranking_figure(result), file)
-
-
 def ranking_figure(result: Ranking) -> Figure:
-    """The figure of `plot_ranking`: layers from left to right, the proposed ones in another colour and shape."""
+    """How much each layer changed: layers from left to right, the proposed ones in another colour and shape."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -149,10 +149,15 @@ def render_expansion(done: Expansion) -> RenderableType:
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
         ("not taken along", ", ".join(done.left_out)),
     ]
-    following = (NEXT, verify_command(done.path))
-    if not done.warnings:
-        return Facts("expanded", [*rows, following])
-    return Group(Facts("expanded", rows), *render_warnings(done.warnings), Facts("", [following]))
+    return finished("expanded", rows, done.warnings, verify_command(done.path))
+
+
+def finished(title: str, rows: Sequence[tuple[str, str]], warnings: tuple[str, ...], following: str) -> RenderableType:
+    """What a command did, its warnings, and the command that comes next."""
+    next_row = (NEXT, following)
+    if not warnings:
+        return Facts(title, [*rows, next_row])
+    return Group(Facts(title, rows), *render_warnings(warnings), Facts("", [next_row]))
 
 
 def render_chosen_tokens(chosen: ChosenTokens) -> RenderableType:

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 
 from scale_surgery.errors import counted, name_some
 from scale_surgery.show.commands import command, verify_command
 from scale_surgery.show.layout import NEXT, Facts
-from scale_surgery.show.tables import format_bytes, render_warnings
+from scale_surgery.show.tables import finished, format_bytes
 from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ def render_merged(done: Merged) -> RenderableType:
     ]
     rows += [] if done.drift is None else _drift_rows(done.drift)
     rows += [("not taken along", ", ".join(done.left_out))]
-    title = "taken apart" if done.form == "blocks" else "merged"
-    if not done.warnings:
-        return Facts(title, [*rows, (NEXT, _next(done))])
-    return Group(Facts(title, rows), *render_warnings(done.warnings), Facts("", [(NEXT, _next(done))]))
+    return finished("taken apart" if done.form == "blocks" else "merged", rows, done.warnings, _next(done))
 
 
 def _next(done: Merged) -> str:
@@ -131,10 +128,7 @@ def render_adopted(done: Adopted) -> RenderableType:
     rows += [("settings", text) for text in done.other_settings]
     rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
     rows += [("not read", name_some(done.not_read)), ("shards", f"{format_bytes(done.bytes_written)} written")]
-    following = (NEXT, verify_command(done.path))
-    if not done.other_computation:
-        return Facts("adopted", [*rows, following])
-    return Group(Facts("adopted", rows), *render_warnings(done.other_computation), Facts("", [following]))
+    return finished("adopted", rows, done.other_computation, verify_command(done.path))
 
 
 def _compared(done: Adopted) -> str:

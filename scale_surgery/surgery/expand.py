@@ -171,7 +171,7 @@ def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, tokenizer: Any | Non
     Chat models have added tokens that are trained, and special ones that no text has. What `resize_token_embeddings`
     makes lies where all rows have their mean, and two such rows cannot be told apart.
     """
-    name = f"{plan.prefix}{plan.architecture.embedding_weight}"
+    name = plan.embedding
     if tokenizer is None or name not in base.tensors:
         return ()
     added = {

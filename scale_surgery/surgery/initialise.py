@@ -106,7 +106,7 @@ class Initialiser:
     def _stored_source(self, tensor: TensorPlan) -> str:
         """The base tensor that a new one stands beside; of a tied head that of the embedding."""
         is_stored = tensor.source in self.checkpoint.tensors
-        return tensor.source if is_stored else f"{self.plan.prefix}{self.plan.architecture.embedding_weight}"
+        return tensor.source if is_stored else self.plan.embedding
 
     def _new_rows(self, tensor: TensorPlan, weight: Tensor, generator: torch.Generator) -> Tensor:
         """Rows of new tokens, in embedding or head: means of rows of their pieces, or random ones as large as usual."""

@@ -94,7 +94,7 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     """
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
     architecture, sizes, up = plan.architecture, plan.sizes, plan.widths.up_width
-    embedding, first = embedding_of(plan), first_wide_layer(architecture, plan.layers)
+    embedding, first = plan.embedding, first_wide_layer(architecture, plan.layers)
     fork, new = fork_of(manifest), plan.widths.new_tokens
     columns = up if first == IN_EMBEDDING else 0
     embedding_rows = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "new_rows")
@@ -200,12 +200,7 @@ def _fused_name(plan: Plan, module: str, block: str) -> str:
 def tied_head(manifest: Manifest) -> Joined | None:
     """The head of a fused model that was tied to the embedding, if it was."""
     *_, last = joined_tensors(manifest)
-    return last if "up_weight" in last.pieces and last.base == embedding_of(manifest.plan) != last.name else None
-
-
-def embedding_of(plan: Plan) -> str:
-    """Name of the embedding's weight."""
-    return f"{plan.prefix}{plan.architecture.embedding_weight}"
+    return last if "up_weight" in last.pieces and last.base == manifest.plan.embedding != last.name else None
 
 
 def head_of(manifest: Manifest) -> tuple[str, str | None]:
@@ -213,7 +208,7 @@ def head_of(manifest: Manifest) -> tuple[str, str | None]:
     head = manifest.plan.head
     weight, bias = f"{head}.weight", f"{head}.bias"
     has_own = weight in manifest.base_tensors
-    return weight if has_own else embedding_of(manifest.plan), bias if bias in manifest.base_tensors else None
+    return weight if has_own else manifest.plan.embedding, bias if bias in manifest.base_tensors else None
 
 
 def gram_size(manifest: Manifest) -> int:

@@ -23,7 +23,7 @@ from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, REPORTS_FOLDER, STOCK_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError, PlanError, shorten
+from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
@@ -35,7 +35,7 @@ from scale_surgery.surgery.fused import check_fusible, fused_shards, write_block
 from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, write_stock
-from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked, tool_versions
+from scale_surgery.surgery.record import Manifest, check_name, read_manifest, refuse_linked, tool_versions
 
 MergedForm = Literal["fused", "stock", "blocks"]
 
@@ -107,8 +107,7 @@ def merge(
 
     source, target = Path(expanded), Path(output)
     manifest = read_manifest(source)
-    if name is not None and name not in manifest.expansions:
-        raise PlanError(f"--name: is {name}, expected an expansion of {source}: {' or '.join(manifest.expansions)}.")
+    check_name(name, manifest, source)
     others = [expansion for expansion in manifest.expansions if expansion != (name or manifest.name)]
     if others:
         # beside what is written, where shards of the base are links or share their blocks

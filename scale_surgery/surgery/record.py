@@ -420,11 +420,16 @@ def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Man
         PlanError: If there is no expansion called `name`, or there are several and none is named.
     """
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
-    if name is not None and name not in manifest.expansions:
-        raise PlanError(f"--name: is {name}, expected an expansion of {path}: {' or '.join(manifest.expansions)}.")
+    check_name(name, manifest, path)
     if len(manifest.expansions) == 1:
         return checkpoint, manifest
     return only(checkpoint, manifest, name or manifest.name)
+
+
+def check_name(name: str | None, manifest: Manifest, path: Path) -> None:
+    """Check that a folder has an expansion of this name, if one is given."""
+    if name is not None and name not in manifest.expansions:
+        raise PlanError(f"--name: is {name}, expected an expansion of {path}: {' or '.join(manifest.expansions)}.")
 
 
 def only(checkpoint: Checkpoint, manifest: Manifest, *names: str) -> tuple[Checkpoint, Manifest]:

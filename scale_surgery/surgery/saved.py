@@ -254,7 +254,7 @@ def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> list[str]:
 
 def _advice(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: bool) -> str:
     plan = trained.first_plan
-    embedding = f"{plan.prefix}{plan.architecture.embedding_weight}"
+    embedding = plan.embedding
     shapes = (saved.checkpoint.tensors[pair.saved].shape for pair in match.pairs if pair.wanted == embedding)
     before, after = trained.tensors[embedding].shape[:1], next(shapes, None)
     if after is not None and after[:1] != before:

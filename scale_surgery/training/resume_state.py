@@ -11,11 +11,10 @@ from typing import Any
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.records import open_record, read_record
+from scale_surgery.checkpoint.trainer_files import STATE_FILE
 from scale_surgery.errors import TrainingError
 from scale_surgery.fields import Count
 from scale_surgery.running.device import is_out_of_memory
-
-STATE_FILE = "trainer_state.json"
 
 
 @open_record

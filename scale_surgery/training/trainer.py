@@ -20,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import write_tensors
+from scale_surgery.checkpoint.trainer_files import STATE_FILE
 from scale_surgery.errors import TrainingError, counted, name_some
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
@@ -28,7 +29,7 @@ from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.sequences import Sequences
 from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
-from scale_surgery.training.resume_state import STATE_FILE, reading_state
+from scale_surgery.training.resume_state import reading_state
 from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
 from scale_surgery.training.settings import SAMPLE
 

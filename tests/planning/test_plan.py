@@ -25,6 +25,7 @@ from scale_surgery.errors import CheckpointError, PlanError, UnsupportedFamilyEr
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.planning.base import Base, sizes_of_blocks
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
@@ -64,6 +65,14 @@ def test_default_widths_are_an_eighth_and_shares_that_are_not_are_explained(base
     assert "added whole to 2" in text and "--up-kv-heads" in text
     assert share(ratio=0.5) == "residual stream 50.0%, key/value heads 50.0%, inner 46.2%"
     assert "--ratio" not in share(up_width=20, up_kv_heads=1, up_inner_width=52), "nothing came from the ratio"
+
+
+@pytest.mark.parametrize("variant", ["adapt", "gated"])
+def test_without_layers_only_tokens_are_added(refuse, variant):
+    assert refuse("none") == ["--layers none: nothing would be added, expected layers, or new tokens (--new-tokens)."]
+    assert refuse("none", variant=variant, up_width=8, new_tokens=NewTokens(("Xylophone",))) == [
+        f"--layers none: --up-width, --variant {variant} needs layers. Choose some, or leave it out."
+    ]
 
 
 def rows(made: Plan) -> dict[str, str]:

@@ -26,6 +26,7 @@ from scale_surgery.show.pages import filling as pages
 from scale_surgery.show.pages.report import write_page
 from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.strip import Stripped
 from tests.command import run
 from tests.conftest import name_base
 
@@ -98,9 +99,9 @@ def test_tables_show_it(capfd):
 
 
 def test_json_and_lines_of_an_error_mean_the_same(capfd):
-    Output(as_json=True).show({"name": HOSTILE}, "")
+    Output(as_json=True).show(Stripped(Path(), HOSTILE, {}, ()), "")
     text = capfd.readouterr().out
-    assert hidden(text) == [] and text.isascii() and json.loads(text) == {"name": HOSTILE}
+    assert hidden(text) == [] and text.isascii() and json.loads(text)["base_name"] == HOSTILE
     error = CheckpointError.from_problems([f"{HOSTILE}: one", "two"])
     assert str(error) == f"{HOSTILE}: one\ntwo", "in Python a text is what it is"
     Output().fail(*error.lines)
