@@ -61,12 +61,7 @@ def sentences(seed: int = 0) -> Iterator[str]:
 
 
 def write_corpus(file: Path, size: int) -> Path:
-    """Write a text of about so many bytes.
-
-    Args:
-        file: The file to be; its suffix says in which form.
-        size: Bytes.
-    """
+    """Write a text of about so many bytes, in the form that the suffix of the file says."""
     with file.open("w", encoding="utf-8") as stream:
         for text in sentences():
             stream.write(json.dumps({"text": text}) + "\n" if file.suffix == ".jsonl" else text + "\n")

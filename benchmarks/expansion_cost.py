@@ -48,16 +48,7 @@ class Ratio:
 
 
 def pissa_rank(shape: str, layers: int, parameters: int) -> int:
-    """The rank at which adapters on all linears of some layers have about as many parameters.
-
-    Args:
-        shape: One of SHAPES.
-        layers: How many layers have adapters.
-        parameters: How many parameters there are to be.
-
-    Returns:
-        The nearest multiple of RANK_STEP.
-    """
+    """The rank at which adapters on all linears of some layers have about as many parameters."""
     sizes = (size for name, size in tensor_shapes(SHAPES[shape]).items() if ".layers.0." in name)
     for_one = layers * sum(sum(size) for size in sizes if len(size) == 2)
     return max(1, round(parameters / for_one / RANK_STEP)) * RANK_STEP
@@ -78,11 +69,7 @@ def programs(base: Path, folder: Path, layers: int, rank: int) -> dict[str, list
 
 
 def run_rounds(commands: Mapping[str, Sequence[str]], folder: Path, rounds: int) -> dict[str, list[Measurement]]:
-    """Run each program in each round, and remove what it wrote.
-
-    Raises:
-        RuntimeError: If one fails.
-    """
+    """Run each program in each round, and remove what it wrote."""
     done: dict[str, list[Measurement]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, arguments in commands.items():

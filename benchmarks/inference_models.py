@@ -85,17 +85,7 @@ def shake(folder: Path) -> None:
 
 
 def make_models(folder: Path, shape: Shape, place: Place, layers: str) -> list[Variant]:
-    """Write the base, expansions of these layers, their fused forms and dense models into a folder.
-
-    Args:
-        folder: Where to.
-        shape: Of the base.
-        place: The dtype of all models, and what makes their numbers.
-        layers: Layers to expand, as `Request` has them.
-
-    Returns:
-        The models, in the order in which tables show them.
-    """
+    """Write the base, expansions of these layers, their fused forms and dense models into a folder."""
     how = {"dtype": getattr(torch, place.dtype), "device": place.device}
     make_checkpoint(folder / "base", shape, **how)
     variants = [Variant("base", "base", "dense (adapt)")]
@@ -118,10 +108,8 @@ def load(folder: Path, variant: Variant, device: str) -> Any:
 
 
 def count_multiply_adds(model: Any) -> int:
-    """Multiplications with additions for one token, as the shapes of the weights have them: all but the embedding's.
-
-    Attention is not counted: it is the same in all models but for the number of heads.
-    """
+    """Multiplications with additions for one token, as the shapes of the weights have them: all but the embedding's."""
+    # attention is not counted: it is the same in all models but for the number of heads
     embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     tied = {id(model.get_output_embeddings().weight)}
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]

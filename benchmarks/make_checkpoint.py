@@ -101,22 +101,15 @@ def make_config(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def slices(size: tuple[int, ...], dtype: torch.dtype, decay: float, generator: torch.Generator) -> Iterator[Tensor]:
-    """Make a random tensor a few rows at a time.
-
-    Args:
-        size: Its shape; a vector is a norm's gain and made of ones.
-        dtype: Its dtype.
-        decay: Column j is scaled as j^-decay, so that singular values fall about as fast; 0 leaves them flat.
-        generator: Source of randomness; the device that it is on makes the numbers.
-
-    Yields:
-        Its rows, in order, on the CPU.
-    """
+    """Make a random tensor a few rows at a time, in order, on the CPU."""
+    # a vector is a norm's gain
     if len(size) == 1:
         yield torch.ones(size, dtype=dtype)
         return
     rows, columns = size
+    # the device that the generator is on makes the numbers
     place = {"generator": generator, "device": generator.device}
+    # column j is scaled as j^-decay, so that singular values fall about as fast; 0 leaves them flat
     scale = torch.arange(1, columns + 1, device=generator.device).float().pow(-decay)
     scale *= SPREAD / scale.square().mean().sqrt()
     step = max(1, SLICE_ELEMENTS // columns)
@@ -161,22 +154,9 @@ def make_checkpoint(
     device: str = "cpu",
     holes: bool = False,
 ) -> int:
-    """Write config.json, shards and index of a random Llama model.
-
-    Args:
-        folder: Where to; made if it is not there.
-        shape: Its sizes.
-        dtype: Of all tensors.
-        decay: See `slices`.
-        seed: Equal seeds give equal files, on one kind of device.
-        shard_bytes: Size that a shard is filled to.
-        device: What makes the numbers; a GPU takes a hundredth of the time.
-        holes: Whether shards are sparse files: headers, and zeros that take no room.
-
-    Returns:
-        Bytes of all tensors.
-    """
+    """Write config.json, shards and index of a random Llama model, and give the bytes of all tensors."""
     folder.mkdir(parents=True, exist_ok=True)
+    # equal seeds give equal files, on one kind of device; a GPU takes a hundredth of the time
     generator = torch.Generator(device).manual_seed(seed)
     shapes = tensor_shapes(shape)
     shards = split_shards(shapes, dtype, shard_bytes)
@@ -184,6 +164,7 @@ def make_checkpoint(
     for file, held in zip(names, shards, strict=True):
         with (folder / file).open("wb") as stream:
             write_header(stream, {name: shapes[name] for name in held}, dtype)
+            # a sparse file: its header, and zeros that take no room
             if holes:
                 stream.truncate(stream.tell() + sum(prod(shapes[name]) * dtype.itemsize for name in held))
                 continue

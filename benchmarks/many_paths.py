@@ -82,10 +82,7 @@ class Chosen:
 
 
 def make_model(folder: Path, shape: str, most: int) -> Any:
-    """Compose a base with so many preserve expansions, and two that adapt; what starts at zero is random.
-
-    Each expansion has memory of its own, as different ones have.
-    """
+    """Compose a base with so many preserve expansions, and two that adapt; what starts at zero is random."""
     make_checkpoint.make_checkpoint(folder / "base", SHAPES[shape], dtype=torch.float32, device="cpu")
     requests = {"preserve": Request("all", init_w21="random")}
     adapt = Request("all", variant="adapt", collaborate="both", init_w21="random")

@@ -55,15 +55,7 @@ class Measurement:
 
 
 def measure(arguments: Sequence[str], name: str) -> Measurement:
-    """Run a command as a process of its own and measure it.
-
-    Args:
-        arguments: Program and arguments; what it prints on stdout is taken as JSON where it is.
-        name: What to call it.
-
-    Returns:
-        What it took; `new_bytes` is 0, since no folder is known here.
-    """
+    """Run a command as a process of its own and measure it."""
     with tempfile.TemporaryFile() as output:
         start = time.monotonic()
         process = subprocess.Popen(arguments, stdout=output)
@@ -74,6 +66,7 @@ def measure(arguments: Sequence[str], name: str) -> Measurement:
         anonymous.join()
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
+        # what it prints on stdout, taken as JSON where it is
         result = _parse(output.read())
     return Measurement(
         command=name,
@@ -83,6 +76,7 @@ def measure(arguments: Sequence[str], name: str) -> Measurement:
         peak_rss_bytes=usage.ru_maxrss * 1024,
         peak_anonymous_bytes=anonymous.peak,
         written_bytes=usage.ru_oublock * BLOCK_BYTES,
+        # no folder is known here
         new_bytes=0,
         result=result,
     )
@@ -196,19 +190,10 @@ def commands(base: Path, folder: Path, settings: Settings) -> dict[str, tuple[li
 def run_steps(
     steps: Mapping[str, tuple[list[str], Path | None]], base: Path, folder: Path, *, is_cold: bool
 ) -> list[Measurement]:
-    """Run and measure commands, one after the other, until one fails.
-
-    Args:
-        steps: What `commands` lists.
-        base: The base model.
-        folder: Where they write what they make.
-        is_cold: Drop model files from the page cache before each.
-
-    Returns:
-        One measurement for each command that ran.
-    """
+    """Run and measure commands, one after the other, until one fails."""
     done: list[Measurement] = []
     for name, (arguments, made) in steps.items():
+        # model files are dropped from the page cache
         if is_cold:
             forget_pages(base)
             forget_pages(folder)

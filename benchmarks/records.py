@@ -9,14 +9,10 @@ from typing import Any
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Read the records that a file holds; none where there is no file.
-
-    Args:
-        file: Of records whose last value is an object.
-    """
+    """Read the records that a file holds; none where there is no file."""
     if file.exists():
         lines = file.read_text(encoding="utf-8").splitlines()
-        # a run that was killed while it wrote has left a part of a line
+        # the last value of a record is an object; a run that was killed while it wrote has left a part of a line
         yield from (json.loads(line) for line in lines if line.endswith("}}"))
 
 

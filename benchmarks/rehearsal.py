@@ -53,16 +53,7 @@ def write_texts(folder: Path) -> None:
 
 
 def learn_and_ask(wide: Path, folder: Path, settings: TrainingSettings) -> dict[str, Any]:
-    """Train, and ask about old and new people.
-
-    Args:
-        wide: The expanded model.
-        folder: Where the texts are.
-        settings: How to train.
-
-    Returns:
-        Right answers, nats per token, and processor seconds of writing samples and of a step.
-    """
+    """Train, and ask about old and new people."""
     clock = [time.process_time()]
     start = TrainingStart(overwrite=True, announce=lambda schedule: clock.append(time.process_time()))
     path = train(wide, [folder / "learn.jsonl"], folder / "learned", settings, start=start).path
@@ -70,6 +61,7 @@ def learn_and_ask(wide: Path, folder: Path, settings: TrainingSettings) -> dict[
     scores = evaluate([path], [folder / "asked_old.jsonl"], [folder / "asked_new.jsonl"]).scores
     (score,) = [score for score in scores if score.kind in ("expanded", "other")]
     assert score.old is not None and score.new is not None and settings.steps is not None
+    # right answers, nats per token, and processor seconds of writing samples and of a step
     return {
         "old": score.old.accuracy,
         "new": score.new.accuracy,

@@ -214,17 +214,7 @@ def agreement(before: list[Reading], after: list[Reading]) -> float:
 
 
 def measure(name: str, added: str, converter: Converter, folder: Path) -> Result:
-    """Expand, merge, convert and run one model.
-
-    Args:
-        name: A family, or SHIPPED.
-        added: One of REQUESTS.
-        converter: What converts.
-        folder: Where to work.
-
-    Returns:
-        What came out, or what failed.
-    """
+    """Expand, merge, convert and run one model."""
     base = make_base(name, folder / "base")
     expanded = shake(expand(base, REQUESTS[added], folder / "expanded").path)
     try:

@@ -68,18 +68,7 @@ class Comparison:
 
 
 def make_matrix(rows: int, columns: int, count: int, spectrum: str, generator: torch.Generator) -> Tensor:
-    """Make a random matrix with a given spectrum, bfloat16.
-
-    Args:
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        count: Where the spectrum `gap` has its gap.
-        spectrum: One of SPECTRA.
-        generator: Source of randomness.
-
-    Returns:
-        Shape (rows, columns).
-    """
+    """Make a random matrix (rows, columns) with a given spectrum, bfloat16."""
     if spectrum == "flat":
         return torch.randn(rows, columns, generator=generator).bfloat16()
     small = min(rows, columns)
@@ -104,16 +93,7 @@ def right_vectors(weight: Tensor, count: int) -> Tensor:
 
 
 def agree(weight: Tensor, reference: Tensor, rows: Tensor) -> Agreement:
-    """Compare the space that rows span with that of the reference, in float64.
-
-    Args:
-        weight: The matrix, shape (d_out, d_in).
-        reference: Orthonormal rows, shape (r, d_in).
-        rows: Independent rows, shape (r, d_in).
-
-    Returns:
-        Overlap, angle and energy.
-    """
+    """Compare, in float64, the space that independent rows (r, d_in) span with that of an orthonormal reference."""
     best = torch.linalg.qr(reference.double().T).Q
     basis = torch.linalg.qr(rows.double().T).Q
     beyond = basis - best @ (best.T @ basis)
@@ -128,17 +108,7 @@ def agree(weight: Tensor, reference: Tensor, rows: Tensor) -> Agreement:
 
 
 def compare(matrix: str, spectrum: str, sizes: tuple[int, int, int], seed: int = 0) -> Comparison:
-    """Decompose one random matrix by torch.linalg.svd and by both methods of blocks.py.
-
-    Args:
-        matrix: What to call it.
-        spectrum: One of SPECTRA.
-        sizes: Rows, columns, and number of leading directions.
-        seed: Chooses the matrix.
-
-    Returns:
-        Seconds and agreement.
-    """
+    """Decompose one random matrix by torch.linalg.svd and by both methods of blocks.py."""
     rows, columns, count = sizes
     weight = make_matrix(rows, columns, count, spectrum, torch.Generator().manual_seed(seed))
     reference, seconds = timed(lambda: right_vectors(weight, count))

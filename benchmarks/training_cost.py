@@ -143,12 +143,10 @@ def make_step(model: Any, variant: str, settings: Settings) -> Callable[[], None
 
 
 def measure_time(folder: Path, settings: Settings) -> dict[str, tuple[int, list[tuple[float, float]]]]:
-    """Let all variants take turns: for each, the parameters that train, and both times of each round.
-
-    The first step of each, which makes the optimizer's state, is not counted; on a GPU a few more.
-    """
+    """Let all variants take turns: for each, the parameters that train, and both times of each round."""
     models = {variant: load(folder, variant, settings.device) for variant in VARIANTS}
     steps = {variant: make_step(model, variant, settings) for variant, model in models.items()}
+    # the first step of each, which makes the optimizer's state, is not counted; on a GPU a few more
     for step in steps.values():
         warm_up(step, settings)
     taken: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}

@@ -151,39 +151,18 @@ class Question:
 
 
 def people(count: int, *, start: int = 0, seed: int = 0) -> tuple[Person, ...]:
-    """Return the people with indices `start` to `start + count - 1`.
-
-    A person depends on `seed` and index alone and no two indices of a seed share a name, so
-    ranges that do not overlap give disjoint people.
-
-    Args:
-        count: Number of people.
-        start: Index of the first of them.
-        seed: Chooses the world the people live in; names recur from one seed to another.
-
-    Returns:
-        The people, in the order of their indices.
-
-    Raises:
-        ValueError: If a number is negative, or the range goes beyond the `CAPACITY` names.
-    """
+    """The people with indices `start` to `start + count - 1`; ranges that do not overlap give disjoint people."""
     if count < 0 or start < 0:
         raise ValueError(f"count and start must not be negative, got {count} and {start}")
     if start + count > CAPACITY:
         raise ValueError(f"there are names for {CAPACITY} people, but start + count is {start + count}")
+    # a person depends on seed and index alone; no two indices of a seed share a name, but names recur in other seeds
     return tuple(_person(index, seed) for index in range(start, start + count))
 
 
 def biography(person: Person, style: int = 0) -> str:
-    """Tell the six attributes of a person in six sentences.
-
-    Args:
-        person: Whom to write about.
-        style: Chooses the wording and the order of the sentences, the same for every person.
-
-    Returns:
-        The text, one paragraph without a line break.
-    """
+    """Tell the six attributes of a person in six sentences, one paragraph; `style` chooses wording and order."""
+    # the same for every person
     choice = random.Random(f"style {style}")
     sentences = [choice.choice(wordings) for wordings in SENTENCES.values()]
     choice.shuffle(sentences)
@@ -191,14 +170,7 @@ def biography(person: Person, style: int = 0) -> str:
 
 
 def questions(person: Person) -> tuple[Question, ...]:
-    """Ask for each attribute of a person.
-
-    Args:
-        person: Whom to ask about.
-
-    Returns:
-        Six questions, in the order of `ATTRIBUTES`.
-    """
+    """Ask for each attribute of a person, in the order of `ATTRIBUTES`."""
     return tuple(
         Question(
             prompt=f"Q: What is the {attribute.replace('_', ' ')} of {person.name}?\nA:",
@@ -216,29 +188,14 @@ def first_token_accuracy(
     *,
     batch_size: int = 512,
 ) -> float:
-    """Score a causal model on the first token of each answer, the hard accuracy.
-
-    An answer counts when its first token, with the leading space, has the largest logit after
-    the prompt.
-
-    Args:
-        model: A causal language model of transformers, on any device.
-        tokenizer: Its tokenizer.
-        questions: What to ask; at least one question.
-        batch_size: Questions per forward pass.
-
-    Returns:
-        The share of questions answered, from 0 to 1.
-
-    Raises:
-        ValueError: If there are no questions.
-    """
+    """Score a causal model on the first token of each answer, the hard accuracy: a share from 0 to 1."""
     if not questions:
         raise ValueError("there are no questions to score")
     from scale_surgery.running.documents import Document
     from scale_surgery.running.loss import measure
     from scale_surgery.running.texts import tokenize
 
+    # an answer counts when its first token, with the leading space, has the largest logit after the prompt
     documents = [Document(question.prompt, f" {question.answer}", question.attribute) for question in questions]
     return measure(model, tokenize(documents, tokenizer), batch_size).answered / len(questions)
 

@@ -102,19 +102,7 @@ class Demo:
 
 
 def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
-    """Run the whole job on the shipped model and leave the folders for a look.
-
-    Args:
-        folder: Where every model goes; replaced if an earlier demo made it.
-        out: Where it is told.
-        steps: Optimizer steps of each training.
-
-    Returns:
-        What was shown.
-
-    Raises:
-        CheckpointError: If the folder exists and no demo made it, or a step fails.
-    """
+    """Run the whole job on the shipped model and leave the folders for a look."""
     import torch
 
     from scale_surgery.show import tables, tables_demo
@@ -123,6 +111,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
 
     # small matrices gain nothing from threads, and on a busy machine threads wait for each other
     torch.set_num_threads(1)
+    # a folder that an earlier demo made is replaced
     _prepare(folder)
     tell = Teller(out)
     base, expanded, trained, stripped = (folder / name for name in ("biographies", "expanded", "trained", "stripped"))
@@ -163,17 +152,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
 
 
 def count_kept_tensors(folder: Path) -> dict[str, int]:
-    """Count, in each model that the demo compares, the tensors of the shipped model that are there byte for byte.
-
-    Args:
-        folder: The demo's folder.
-
-    Returns:
-        Their number, by the name of the model's folder.
-
-    Raises:
-        CheckpointError: If one of the models cannot be read.
-    """
+    """Count, in each model that the demo compares, the tensors of the shipped model that are there byte for byte."""
     return {name: _count_equal(SHIPPED_MODEL, folder / name) for name in (*KEEPING, OVERWRITTEN)}
 
 

@@ -71,16 +71,7 @@ class ServingError(SurgeryError):
 
 
 def shorten(lines: Sequence[str], most: int = MOST_LINES, ending: str = ".") -> list[str]:
-    """Shorten a list of problems that may be as long as a checkpoint has tensors.
-
-    Args:
-        lines: All of them.
-        most: How many are kept.
-        ending: What follows the number of those that are left out.
-
-    Returns:
-        The first lines, and one that counts the rest.
-    """
+    """Shorten a list of problems that may be as long as a checkpoint has tensors; a last line counts the rest."""
     more = len(lines) - most
     return [*lines[:most], f"... and {more} more{ending}"] if more > 0 else list(lines)
 

@@ -125,18 +125,17 @@ class Field:
         return f"--{self.option}" if self.has_option else self.name
 
     def read(self, value: Any) -> Any:
-        """Make what YAML read its value; what it cannot be is said by `expects`.
-
-        YAML reads 1e-3 as text, and --layers 4 as a number; one text needs no list, and names may be one line with
-        commas.
-        """
+        """Make what YAML read its value; what it cannot be is said by `expects`."""
+        # YAML reads --layers 4 as a number
         if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
+        # YAML reads 1e-3 as text
         if self.kind is float and isinstance(value, str):
             try:
                 return float(value)
             except ValueError:
                 return value
+        # one text needs no list, and names may be one line with commas
         if self.kind is tuple:
             # the name of a text may hold commas
             parts = (value.split(",") if self.choices else [value]) if isinstance(value, str) else value
@@ -169,14 +168,7 @@ class Field:
 
 
 def fields_of(owner: type) -> dict[str, Field]:
-    """Read what a dataclass says of its fields.
-
-    Args:
-        owner: A dataclass with a docstring in google style.
-
-    Returns:
-        Its fields by name, in order.
-    """
+    """Read what a dataclass with a docstring in Google style says of its fields: by name, in order."""
     hints, lines = get_type_hints(owner, include_extras=True), _attribute_lines(owner)
     return {
         field.name: _read_field(field, hints[field.name], lines.get(field.name, ""))
@@ -185,16 +177,8 @@ def fields_of(owner: type) -> dict[str, Field]:
 
 
 def problems_of(filled: Any, form: str = "{typed} is {value!r}", *, with_ranges: bool = True) -> list[str]:
-    """Say which fields of a filled dataclass hold what they may not.
-
-    Args:
-        filled: A dataclass.
-        form: How a message begins.
-        with_ranges: Look at ranges of numbers too, not at types and choices alone.
-
-    Returns:
-        A message for each such field, in their order.
-    """
+    """Say which fields of a filled dataclass hold what they may not: a message for each, which `form` begins."""
+    # without ranges of numbers, types and choices alone are looked at
     pairs = ((field, getattr(filled, field.name)) for field in fields_of(type(filled)).values())
     return [
         f"{form.format(typed=field.typed, option=field.option, value=value)}, expected {expected}."

@@ -45,14 +45,9 @@ def make_base(path: Path, config: Any, dtype: torch.dtype = torch.float32) -> Pa
 
 
 def expand_alone(module: Any, kind: str, fork: int | None = 0, **sizes: Any) -> Any:
-    """Expand a module by itself, in place, as in a model of one layer with one expansion, which runs.
-
-    Args:
-        module: A stock module.
-        kind: Key of KINDS.
-        fork: The first layer with W12; None where there is none.
-        sizes: What a specification says of a module of that kind; `collaborative` where W12 exists, and `dtype`.
-    """
+    """Expand a module by itself, in place, as in a model of one layer with one expansion, which runs."""
+    # `fork` is the first layer with W12, None where there is none; `sizes` are what a specification of that kind says,
+    # `collaborative` where W12 exists, and `dtype`
     paths = Paths((ModelPath(DEFAULT_NAME),), {DEFAULT_NAME: fork}, 1)
     expand_module(module, kind, Running(Call(paths)), 0)
     plan = {"widths": {"up_inner_width": sizes.get("up_in", 0), "up_width": 0}, "dtype": sizes.get("dtype")}

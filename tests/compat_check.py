@@ -55,13 +55,11 @@ def check(path: Path) -> list[str]:
 
 
 def check_without_head(path: Path) -> list[str]:
-    """Problems of a checkpoint that is loaded without its head: it is refused only where the stock class finds nothing.
-
-    transformers 4 looks for gemma3_text's tensors under names without a prefix, and initialises them anew.
-    """
+    """Problems of a checkpoint that is loaded without its head: refused only where the stock class finds nothing."""
     try:
         AutoModel.from_pretrained(path, trust_remote_code=True)
     except ValueError as error:
+        # transformers 4 looks for gemma3_text's tensors under names without a prefix, and initialises them anew
         _, info = AutoModel.from_pretrained(path.with_name("base"), output_loading_info=True)
         return [] if info["missing_keys"] else [f"without a head: {error}"]
     return []

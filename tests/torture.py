@@ -141,11 +141,7 @@ class Torture:
         return Disturbance(kind, chance.randrange(most), chance.choice([errno.ENOSPC, errno.EIO]))
 
     def disturb(self, name: str, disturbance: Disturbance) -> tuple[str, list[str]]:
-        """Disturb a command, and run it again.
-
-        Returns:
-            What became of it, and what does not hold.
-        """
+        """Disturb a command, and run it again: what became of it, and what does not hold."""
         verb, (_, whole) = VERBS[name], self.whole(name)
         self._clear(verb)
         old = None if verb.old is None else _content(self.made)
@@ -242,11 +238,7 @@ def _outcome(code: int) -> str:
 
 
 def torture(made: Torture, count: int, seed: int, verbs: Sequence[str]) -> tuple[Counter, list[str]]:
-    """Disturb commands, so many times.
-
-    Returns:
-        How often a command was disturbed so and ended so, and every problem.
-    """
+    """Disturb commands, so many times: how often a command was disturbed so and ended so, and every problem."""
     chance = random.Random(seed)
     counts: Counter[tuple[str, str, str]] = Counter()
     problems = []

@@ -105,16 +105,7 @@ OLD_LOSS = Axis("old people's texts, nats per token", lambda point: point.old_lo
 
 
 def draw(figure: str, groups: Groups, folder: Path) -> Path:
-    """Draw one figure.
-
-    Args:
-        figure: "methods", "growing", "stream", "inits" or "routed".
-        groups: Runs with several seeds, by name.
-        folder: Where the PNG goes.
-
-    Returns:
-        The file.
-    """
+    """Draw one figure of runs with several seeds, by name, as a PNG in a folder."""
     file = folder / ("biography.png" if figure == "methods" else f"biography-{figure}.png")
     with matplotlib.rc_context(STYLE):
         drawn = Figure(figsize=SIZE, layout="constrained")

@@ -37,12 +37,10 @@ def learning(run: Run) -> float:
 
 
 def matched_accuracy(run: Run, level: float = MATCHED) -> float | None:
-    """Task 0 accuracy in percent when Task 1 first reaches a level, or None where it never does.
-
-    Between two measured points both are taken to change in proportion.
-    """
+    """Task 0 accuracy in percent when Task 1 first reaches a level, or None where it never does."""
     for before, after in itertools.pairwise(run.points):
         if after.new_accuracy >= level > before.new_accuracy:
+            # between two measured points both are taken to change in proportion
             share = (level - before.new_accuracy) / (after.new_accuracy - before.new_accuracy)
             return 100 * (before.old_accuracy + share * (after.old_accuracy - before.old_accuracy))
     return None

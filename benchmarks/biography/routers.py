@@ -106,17 +106,7 @@ def name_router(routing: CosineRouter | PosteriorRouter) -> str:
 
 
 def examine(name: str, model: Any, examination: Examination, mixed: Mixed) -> Finding:
-    """Measure a model, with its router on where it has one.
-
-    Args:
-        name: What the finding is called.
-        model: Model whose adapt path is trained.
-        examination: Texts and questions about one person each.
-        mixed: Those about two.
-
-    Returns:
-        The finding.
-    """
+    """Measure a model whose adapt path is trained, with its router on where it has one."""
     end = examination.score(model, 0)
     model.eval()
     after = [
@@ -178,18 +168,7 @@ class Unmeasured(Examination):
 def compare(
     method: Method, routings: Sequence[Router], seed: int, settings: Settings, tell: Callable[[str], None]
 ) -> Iterator[Finding]:
-    """Teach a model, then measure it alone and with each router.
-
-    Args:
-        method: An expansion without a router.
-        routings: Routers to try.
-        seed: Of the training.
-        settings: Size of the training.
-        tell: Called with the name of what is measured.
-
-    Yields:
-        Findings, the model without a router first.
-    """
+    """Teach a model, then measure it without a router, and with each router."""
     examination = Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), settings)
     mixed, tensors = Mixed(examination), teach(method, seed, examination, settings)
     for routing in (None, *routings):

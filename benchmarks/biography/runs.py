@@ -173,21 +173,12 @@ def new_batches(tokenizer: PreTrainedTokenizerBase, settings: Settings, seed: in
 
 
 def run(method: Method, rate: float, seed: int, examination: Examination, settings: Settings) -> Run:
-    """Train one model on the new people.
-
-    Args:
-        method: How the model is made.
-        rate: Peak of the learning rate.
-        seed: Of the order of texts, their styles, and the method's random tensors.
-        examination: What the model is scored on.
-        settings: Size of the run.
-
-    Returns:
-        The record.
-    """
+    """Train one model on the new people."""
     start = time.process_time()
+    # the seed is that of the order of texts, their styles, and the method's random tensors
     model = method.make(SHIPPED_MODEL, seed)
     texts = new_batches(examination.tokenizer, settings, seed)
+    # `rate` is the peak of the learning rate
     points = tuple(train(model, rate, texts, examination, settings, routes_late=method.routes_late))
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Run(method.name, rate, seed, settings, parameters, time.process_time() - start, points)

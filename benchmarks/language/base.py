@@ -72,17 +72,7 @@ SIZES = {
 
 
 def make_base(work: Path, name: str, second: str, seed: int = 0) -> Path:
-    """Train the tokenizer and the base, or go on where that stopped.
-
-    Args:
-        work: Folder of the benchmark, with its text.
-        name: Which size of `SIZES`.
-        second: Code of the second language.
-        seed: Seed of weights and order of texts.
-
-    Returns:
-        Folder of the base.
-    """
+    """Train the tokenizer and the base, or go on where that stopped."""
     base = work / f"base-{name}-{second}"
     if (base / "config.json").exists():
         return base

@@ -97,11 +97,9 @@ class Examination:
         return float(right.double().mean())
 
     def _rank(self, model: Any, items: Sequence[tuple[str, str]]) -> float:
-        """Each item is asked beside the endings of the next three.
-
-        Compared is how much the beginning helps, the nats of an ending after it less those of the ending alone: what
-        is likely anyhow is no answer (Holtzman et al. 2021, Surface Form Competition).
-        """
+        """Each item is asked beside the endings of the next three."""
+        # compared is how much the beginning helps, the nats of an ending after it less those of the ending alone: what
+        # is likely anyhow is no answer (Holtzman et al. 2021, Surface Form Competition)
         alone = [float(nats.sum()) for nats, _ in self._score_all(model, [("", ending) for _, ending in items])]
         places = [[(place + offset) % len(items) for offset in range(CANDIDATES)] for place in range(len(items))]
         asked = [(items[candidates[0]][0], items[place][1]) for candidates in places for place in candidates]

@@ -94,16 +94,9 @@ class Fetched:
 
 
 def fetch(work: Path, languages: tuple[str, ...]) -> list[Fetched]:
-    """Fetch and unpack the packages of some languages, and record what they are.
-
-    Args:
-        work: Folder of the benchmark; packages that it has are not fetched again.
-        languages: Codes of languages, such as "de".
-
-    Returns:
-        The packages, in the order of their names; one that this release does not have is left out.
-    """
+    """Fetch and unpack the packages of some languages, and record what they are."""
     named = {source[0] for package in PACKAGES for language in languages if (source := package.of(language))}
+    # what the folder has is not fetched again; one that this release does not have is left out
     fetched = [download for name in sorted({*named, MANUAL_READER}) if (download := _fetch_one(work, name))]
     lines = [json.dumps(asdict(package)) + "\n" for package in fetched]
     (work / "packages.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -61,20 +61,11 @@ class Rehearsal:
 def rehearsal_of(
     folder: Path, rehearse: str, old: Callable[[], Tensor], size: Size, seed: int, device: torch.device
 ) -> Rehearsal | None:
-    """Say what is rehearsed; None where nothing is.
-
-    Args:
-        folder: Of the base.
-        rehearse: none or one of SHARES.
-        old: Gives what the base was trained on, (rows, context).
-        size: Of the base.
-        seed: Of the order.
-        device: Where it runs.
-    """
+    """Say what is rehearsed; None where nothing is."""
     if rehearse == "none":
         return None
     base = AutoModelForCausalLM.from_pretrained(folder).to(device).requires_grad_(False).eval()
-    # rows of the base come in a random order already
+    # what the base was trained on, (rows, context), comes in a random order already
     rows = old()[: _count(size, rehearse)] if rehearse == "old" else own_samples(folder, size, base, rehearse)
     return Rehearsal(base, rows.to(device), size.rows // 2, seed)
 

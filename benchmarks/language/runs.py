@@ -169,21 +169,11 @@ def _divergence(model: Any, base: Any, rows: Tensor) -> float:
 
 
 def run(place: Place, method: Method, key: Key, *, is_examined: bool = True) -> Run:
-    """Train one model on the second language.
-
-    Args:
-        place: Base and texts.
-        method: How the model is made.
-        key: What the run is.
-        is_examined: Whether it is measured on the way and scored on what is held out for the end; a run of the sweep is
-            not.
-
-    Returns:
-        The record.
-    """
+    """Train one model on the second language."""
     started = time.process_time()
     model = method.make(place.base, key.seed).to(place.device)
     taken: list[float] = []
+    # a run of the sweep is neither measured on the way nor scored on what is held out for the end
     points = tuple(_learn(place, model, key, MEASURED if is_examined else (0, 1), taken))
     scores, ends = None, {}
     if is_examined:

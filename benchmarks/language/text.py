@@ -55,13 +55,9 @@ def write_texts(work: Path, second: str) -> None:
 
 
 def write_text(work: Path, language: str) -> None:
-    """Write the paragraphs of a language, one document a line, for training and held out.
-
-    Args:
-        work: Folder of the benchmark, with unpacked packages; text that it has stays as it is.
-        language: Code of a language.
-    """
+    """Write the paragraphs of a language, one document a line, for training and held out."""
     folder = work / "text"
+    # text that is there stays as it is
     if all(text_file(work, language, part).exists() for part in ("train", "dev", "test")):
         return
     folder.mkdir(exist_ok=True)

@@ -51,17 +51,7 @@ class Run:
 def run(
     method: Method, key: Key, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = lambda line: None
 ) -> Run:
-    """Learn all tasks, one after the other.
-
-    Args:
-        method: How.
-        key: What the run is.
-        tokenizer: The base's.
-        say: Is told how far it is.
-
-    Returns:
-        The record.
-    """
+    """Learn all tasks, one after the other."""
     started, examiner = time.process_time(), Examiner(tokenizer)
     old = base_task(key.settings.old_questions)
     todo = tasks(key.settings.tasks, key.seed, key.settings.size)

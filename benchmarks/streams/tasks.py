@@ -91,17 +91,9 @@ class Task:
 
 
 def tasks(count: int, seed: int, size: int = GROUP) -> tuple[Task, ...]:
-    """Make tasks, in the order in which they are learned.
-
-    Args:
-        count: How many, at most ten.
-        seed: Chooses people, names and facts.
-        size: People in a group; the other kinds are as large in proportion.
-
-    Returns:
-        The tasks.
-    """
+    """Make tasks, at most ten, in the order in which they are learned."""
     kinds = ORDER[:count]
+    # `size` is people in a group; the other kinds are as large in proportion
     starts = itertools.count(SHIPPED_PEOPLE + seed * len(ORDER) * GROUP, size)
     made = {"capitals": capitals, "numbers": numbers, "lists": lists}
     return tuple(

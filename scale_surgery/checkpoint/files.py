@@ -145,28 +145,24 @@ def check_base_weights(how: str) -> None:
 
 
 def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no_progress) -> None:
-    """Make `file` of a base's `source`: "auto" by a reflink or else a copy, "copy", or "link" (hard links of shards).
-
-    A file that is there already, from an interrupted run, is left alone. `advance` gets the last bytes when the file
-    has its name.
-    """
+    """Make `file` of a base's `source`: "auto" by a reflink, else a copy, "copy", or "link" (hard links of shards)."""
     check_base_weights(how)
     real = source.resolve()
     left = real.stat().st_size
+    # a file that is there already, from an interrupted run, is left alone
     if not file.exists() or file.stat().st_size != left:
         with finished_file(file) as temporary:
             if how == "link" and file.suffix == ".safetensors":
                 _link(real, temporary, file.parent)
             elif how == "copy" or not _reflink(real, temporary):
                 left = _copy(real, temporary, left, advance)
+    # the last bytes count when the file has its name
     advance(left)
 
 
 def _copy(source: Path, file: Path, size: int, advance: Progress) -> int:
-    """Copy block by block: shutil says nothing until a shard of many gigabytes is there.
-
-    Returns the bytes of the last block, which are not done before the file has its name.
-    """
+    """Copy block by block; the last block, whose bytes are returned, is not done before the file has its name."""
+    # shutil says nothing until a shard of many gigabytes is there
     try:
         with source.open("rb") as read, file.open("wb") as written:
             while block := read.read(COPIED_AT_ONCE):

@@ -109,11 +109,9 @@ def _what_it_is(folder: Path) -> str:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config, and refuse one that names kernels or holds NaN, which is not equal to itself.
-
-    Infinity is kept; some models have it, as the end of a range.
-    """
+    """Read a config, and refuse one that names kernels or holds NaN, which is not equal to itself."""
     config = read_json(file)
+    # infinity is kept; some models have it, as the end of a range
     problems = [
         f"{place} is NaN, expected a number: no check could say that it was kept. Write one, or null."
         for place in shorten(places_of_nan(config))
@@ -160,13 +158,11 @@ def _refuse_other_specs(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
-    """Numbers of layers in a config.json that exceed the number of tensors, a line each.
-
-    A layer has at least one tensor; loops over a larger number of layers, also in transformers, would not end.
-    """
+    """Numbers of layers in a config.json that exceed the number of tensors, a line each."""
     # a language model may keep the part for images in its config
     text = config.get("text_config")
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
+    # a layer has at least one tensor; loops over a larger number of layers, also in transformers, would not end
     return [
         f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {counted(tensors, 'tensor')} in all. Is {CONFIG_FILE} from "
         "this checkpoint?"

@@ -92,11 +92,9 @@ def _distributed(path: Path, files: Sequence[str]) -> str | None:
 
 
 def _merge(folder: Path) -> str:
-    """The command that puts shares together; that of accelerate takes a model alone.
-
-    What lies in them is said by a pickle. It is not opened, but a name in it can be seen.
-    """
+    """The command that puts shares together; that of accelerate takes a model alone."""
     listing = folder / ".metadata"
+    # what lies in the shares is said by a pickle; it is not opened, but a name in it can be seen
     if not (listing.is_file() and b"optim" in listing.read_bytes()):
         return shlex.join(["accelerate", "merge-weights", str(folder), "WHOLE"])
     merge = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", str(folder), "whole.pt"]

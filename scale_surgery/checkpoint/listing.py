@@ -86,11 +86,9 @@ def is_left_link(path: Path, name: str) -> bool:
 
 
 def stays_behind(path: Path, name: str) -> bool:
-    """Whether a file is left out of copies of a model, unless a record names it.
-
-    Hidden files hold keys and settings; states and logs of trainers hold names of machines.
-    """
+    """Whether a file is left out of copies of a model, unless a record names it."""
     parts = PurePosixPath(name).parts
+    # hidden files hold keys and settings; states and logs of trainers hold names of machines
     is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
     is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
     return is_hidden or is_state or is_left_link(path, name)

@@ -110,10 +110,8 @@ def places_of_nan(content: Any, place: str = "") -> list[str]:
 
 
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Keys that only one of two JSON objects has, or that have other values, sorted.
-
-    JSON has one kind of number, so 1 equals 1.0. false and 0 differ, though Python takes them as equal.
-    """
+    """Keys that only one of two JSON objects has, or that have other values, sorted."""
+    # JSON has one kind of number, so 1 equals 1.0; false and 0 differ, though Python takes them as equal
     return sorted(key for key in {*a, *b} if key not in a or key not in b or not _is_same(a[key], b[key]))
 
 

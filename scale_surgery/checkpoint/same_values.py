@@ -9,12 +9,10 @@ if TYPE_CHECKING:
 
 
 def difference(tensor: Tensor, wanted: Tensor) -> str | None:
-    """How the numbers of two tensors of one shape differ; None where all bits are the same.
-
-    Both are widened to the narrowest dtype that holds either exactly, so that nothing is rounded before it is compared.
-    """
+    """How the numbers of two tensors of one shape differ; None where all bits are the same."""
     import torch
 
+    # widened to the narrowest dtype that holds either exactly, so that nothing is rounded before it is compared
     dtype = torch.promote_types(tensor.dtype, wanted.dtype)
     if _are_same_bits(tensor.to(dtype), wanted.to(dtype)):
         return None

@@ -60,10 +60,8 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
-    """The header of a file, with its length before it, and the order in which the tensors then lie.
-
-    As safetensors' own writer orders them: wide elements first, so that each tensor is aligned.
-    """
+    """The header of a file, with its length before it, and the order in which the tensors then lie."""
+    # as safetensors' own writer orders them: wide elements first, so that each tensor is aligned
     ordered = sorted(entries, key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -36,14 +36,12 @@ def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
 
 
 def find_source(model: str | Path, revision: str | None = None) -> Source:
-    """Find a model; a Hub repository is downloaded into the local cache, weights in other formats left out.
-
-    Honours HF_HUB_OFFLINE, HF_HOME and the other settings of huggingface_hub.
-    """
+    """Find a model; a Hub repository is downloaded into the local cache, weights in other formats left out."""
     if (local := _local_source(model)) is not None:
         return local
     from huggingface_hub import snapshot_download
 
+    # honours HF_HUB_OFFLINE, HF_HOME and the other settings of huggingface_hub
     with _hub_errors(str(model)):
         folder = Path(snapshot_download(str(model), revision=revision, ignore_patterns=SKIPPED_PATTERNS))
     # snapshots lie in a folder named after their commit

@@ -122,17 +122,16 @@ def staged(
     overwrite: bool,
     keeps_refused: bool = False,
 ) -> Iterator[Path]:
-    """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched.
-
-    The folder is `<target>.partial`. After an interruption it stays: the next run with the same `state` and the same
-    files to `read` continues from the finished files, any other run starts anew. After a refusal it is removed, unless
-    `keeps_refused`: the input that was refused has to change. A change of a file of `read` meanwhile is an error.
-    """
+    """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched."""
     partial, stamps = _partial(target), read or {}
     try:
         with locked(partial):
             settle(target, overwrite=overwrite)
+            # after an interruption the folder stays: the next run with the same `state` and the same files to `read`
+            # continues from the finished files, any other run starts anew
             _prepare(target, state, stamps)
+            # after a refusal it is removed, unless `keeps_refused`: the input that was refused has to change; a change
+            # of a file of `read` meanwhile is an error
             with _cleared(target, keeps_refused=keeps_refused), _unchanged(stamps):
                 yield partial
                 sync_folder(partial)

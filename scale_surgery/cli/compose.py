@@ -84,14 +84,7 @@ def compose_command(
 def router_of_composition(
     base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, changes: bool
 ) -> Router | None:
-    """How paths are mixed, from command line options; None where nothing is said.
-
-    Args:
-        base: What is composed; an expanded folder may have a switch rate, which stays where none is given.
-        prior: Weights of the base and of each expansion.
-        switch_rate: Share of its weight that each path gives to the others at every token.
-        changes: Whether expansions are added or removed: then all paths are alike again.
-    """
+    """How paths are mixed, from command line options; None where nothing is said."""
     from scale_surgery.checkpoint.names import MANIFEST_FILE
     from scale_surgery.checkpoint.sources import find_source
     from scale_surgery.modeling.expanded_routers import PosteriorRouter
@@ -107,6 +100,8 @@ def router_of_composition(
         ) from error
     path = find_source(base).path
     before = read_manifest(path).routing if (path / MANIFEST_FILE).is_file() else None
+    # an expanded folder may have a switch rate, which stays where none is given
     usual = before if isinstance(before, PosteriorRouter) else PosteriorRouter()
     rate = usual.switch_rate if switch_rate is None else switch_rate
+    # where expansions are added or removed, all paths are alike again
     return PosteriorRouter(weights or (None if changes else usual.prior), rate)

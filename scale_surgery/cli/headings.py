@@ -29,13 +29,7 @@ COMMON: Mapping[str, Sequence[str]] = {
 
 
 class Headed(click.Command):
-    """A command whose help has headings.
-
-    Args:
-        *arguments: What `click.Command` takes.
-        first: Names of the options that stand first, in this order; none where there are few.
-        **options: What `click.Command` takes.
-    """
+    """A command whose help has headings; the options that `first` names stand first, in this order."""
 
     def __init__(self, *arguments: Any, first: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)

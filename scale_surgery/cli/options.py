@@ -53,22 +53,15 @@ def options_from(
     helps: Mapping[str, str] | None = None,
     usual: Mapping[str, str] | None = None,
 ) -> Callable[[Command], Command]:
-    """Make options of a dataclass: types, choices, defaults and help are read from it.
-
-    What is not given is None, so that a command can tell what was said and what was not.
-
-    Args:
-        owner: The dataclass.
-        *names: Its fields that become options, in the order of the help; by default all that have one.
-        declared: How a flag is written by field, where it has two names, such as `--private/--public`.
-        helps: Help by field, where a command means something else than the dataclass.
-        usual: What stands as the default, by field, where a command has another one.
-    """
+    """Make options of a dataclass: types, choices, defaults and help are read from it."""
     fields = fields_of(owner)
+    # each by field: how a flag of two names is written, such as `--private/--public`, and where a command means
+    # something else than the dataclass, its help and its default
     given = (declared or {}, helps or {}, usual or {})
     chosen = names or [name for name, field in fields.items() if field.has_option]
 
     def add(command: Command) -> Command:
+        # what is not given is None, so that a command can tell what was said and what was not
         return add_options(command, [_option(fields[name], *given) for name in chosen])
 
     return add
@@ -264,22 +257,14 @@ def parse_size(text: str) -> int:
 
 
 def take_fields(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
-    """Fill a dataclass from those options of a command that bear its fields' names, and take them out.
-
-    An option that was not given is None and leaves the dataclass's default.
-    """
+    """Fill a dataclass from those options of a command that bear its fields' names, and take them out."""
     taken = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}  # type: ignore[arg-type]
+    # an option that was not given is None and leaves the dataclass's default
     return kind(**{name: value for name, value in taken.items() if value is not None})
 
 
 def usual_options(usual: Any, *names: str, helps: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
-    """Make options whose defaults are those of a filled dataclass; a number outside its range is wrong usage.
-
-    Args:
-        usual: What is used where nothing is given.
-        *names: Its fields that become options, in the order of the help.
-        helps: Help by field, where a command means something else than the dataclass.
-    """
+    """Make options whose defaults are those of a filled dataclass; a number outside its range is wrong usage."""
     fields = fields_of(type(usual))
 
     def add(command: Command) -> Command:
@@ -301,14 +286,7 @@ def _usual_option(field: Field, usual: Any, helps: Mapping[str, str]) -> Callabl
 def run_options(
     *names: str, usual: RunOptions = RunOptions(), code: str, helps: Mapping[str, str] | None = None
 ) -> Callable[[Command], Command]:
-    """Add options that say how models run.
-
-    Args:
-        *names: Fields of RunOptions that become options, before --trust-remote-code.
-        usual: What is used where nothing is given.
-        code: Whose code --trust-remote-code runs.
-        helps: Help by field, where a command means something else.
-    """
+    """Add options that say how models run; `code` says whose code --trust-remote-code runs."""
     help_texts = {**(helps or {}), "trust_remote_code": code}
     return usual_options(usual, *names, "trust_remote_code", helps=help_texts)
 

@@ -38,11 +38,7 @@ class OutputFolder(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to be, whose suffix says what it is.
-
-    Args:
-        suffixes: Those that it may have, such as ".json".
-    """
+    """A file to be, whose suffix, such as .json, says what it is."""
 
     def __init__(self, *suffixes: str) -> None:
         super().__init__(path_type=Path, dir_okay=False)
@@ -62,26 +58,14 @@ OUTPUT_FOLDER = OutputFolder()
 
 
 def files_option(*suffixes: str, help: str) -> Callable[..., Any]:
-    """Make -o of a command that has a result to show.
-
-    Args:
-        *suffixes: What can be written.
-        help: What is written.
-    """
+    """Make -o of a command that has a result to show."""
     kind = OutputFile(*suffixes)
     return click.option("-o", "--output", "outputs", multiple=True, type=kind, help=f"{help} Can be repeated.")
 
 
 def write_files(files: Sequence[Path], writers: Mapping[str, Writer], out: Output) -> None:
-    """Write a result into files, each in the form that its suffix names, and say so.
-
-    Of several processes the first does.
-
-    Args:
-        files: Files to be, checked by `check_output_files`.
-        writers: What writes each form, by suffix.
-        out: Where it is said.
-    """
+    """Write a result into files, each in the form that its suffix names, and say so."""
+    # of several processes the first does; suffixes were checked by `check_output_files`
     for file in files if out.is_first else ():
         writers[file.suffix.lower()](file)
     if files:

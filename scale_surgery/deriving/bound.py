@@ -64,7 +64,7 @@ def keeps_batch(model: PreTrainedModel, final_norm: str) -> bool:
 
 @torch.no_grad()
 def keeps_width(model: PreTrainedModel, final_norm: str) -> bool:
-    """Find whether the last norm must give as many features as entered the first layer."""
+    """Find whether the last norm of a twin must give as many features as entered the first layer."""
     twin: Any = copy.deepcopy(model)
     twin.get_submodule(final_norm).register_forward_hook(lambda module, inputs, output: functional.pad(output, (0, 1)))
     twin.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: (inputs[0][..., :-1],))

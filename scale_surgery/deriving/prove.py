@@ -238,14 +238,12 @@ def _zeros(model: Any) -> dict[str, list[nn.Parameter]]:
 
 
 def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[str]:
-    """New tensors without a gradient where nothing is zero, and frozen ones with one.
-
-    Where the up stream enters as zeros, the first expanded layer may have none.
-    """
+    """New tensors without a gradient where nothing is zero, and frozen ones with one."""
     with torch.no_grad():
         for tensor in (tensor for parameters in _zeros(model).values() for tensor in parameters):
             tensor.normal_(0, SPREAD / 4)
     model(input_ids=ids, use_cache=False).logits.float().pow(2).mean().backward()
+    # where the up stream enters as zeros, the first expanded layer may have none
     is_entered = any(spec["kind"] == "embedding" for spec in specs["model"].values())
     idle = "" if is_entered else f".{specs['layers']}.{specs['expanded_layers'][0]}."
     for name, tensor in expansion_tensors(model).items():

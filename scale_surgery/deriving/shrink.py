@@ -80,15 +80,13 @@ class RealModel:
 
 
 def describe_real(config: PreTrainedConfig, model: PreTrainedModel, place: LayersPlace) -> RealModel:
-    """Compare the layers of a model, and choose the first ones, so many that every kind is among them.
-
-    One kind is there twice where that is possible, so that one of them can be left unexpanded in a proof.
-    """
+    """Compare the layers of a model, and choose the first ones, so many that every kind is among them."""
     forms, values = layer_forms(model, place), text_config(config).to_dict()
     lists = [value for key, value in values.items() if is_per_layer(key, value, place.count)]
     sorts = [(form, [_sort(values_of_layers[layer]) for values_of_layers in lists]) for layer, form in enumerate(forms)]
     kinds = tuple(map(sorts.index, sorts))
     depth = max(LEAST_LAYERS, max(kinds) + 1)
+    # one kind is there twice where that is possible, so that one of them can be left unexpanded in a proof
     depth += len(set(kinds[:depth])) == depth
     return RealModel(config, model, place, forms, kinds, tuple(range(min(place.count, depth))))
 

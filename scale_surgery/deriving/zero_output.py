@@ -27,10 +27,8 @@ def zero_output_names(
 
 
 def _zeroed(part: LayerPart, *, adds_itself: bool) -> list[Tensor]:
-    """The fewest, last parameters that give zeros by being zero; none where even all of them do not.
-
-    Of a part that adds the residual stream itself, its writer's alone.
-    """
+    """The fewest, last parameters that give zeros by being zero; none where even all of them do not."""
+    # of a part that adds the residual stream itself, its writer's alone
     if part.call is None or adds_itself:
         return [] if part.writer is None else list(part.writer.module.parameters())
     parameters = sorted(part.module.parameters(), key=lambda parameter: _order(part, parameter))

@@ -252,16 +252,14 @@ def _compare_shut(base: Tensor, expanded: ModelRun, real: Tensor) -> ShutGates:
 
 @torch.no_grad()
 def run_model(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: str) -> ModelRun:
-    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation.
-
-    Logits are those of the base's tokens.
-    """
+    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation."""
     width, known = sizes.hidden, sizes.vocabulary
     with translated(*RUNNING):
         with keeping_scores(model):
             output = model(**batch.inputs(device), output_hidden_states=True, use_cache=False)
             shut = shut_so_far(model, batch.mask)
         cached, uncached = _continue(model, batch, known, new_tokens, device)
+    # logits are those of the base's tokens
     return ModelRun(
         logits=output.logits[..., :known].cpu(),
         base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width])[..., :known].cpu(),
@@ -343,10 +341,7 @@ def run_alone(
 
 
 def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
-    """Make a folder that loads as the model with one expansion alone: links to shards, config.json and an index.
-
-    config.json is made from the record, as the one in the folder may have been changed.
-    """
+    """Make a folder that loads as the model with one expansion alone: links to shards, config.json and an index."""
     own_code = manifest.first_plan.architecture.own_code
     # generation settings and own code are the base's
     beside = [file for file in checkpoint.side_files if file == GENERATION_FILE or (own_code and file.endswith(".py"))]
@@ -356,6 +351,7 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
     places = {name: info.file for name, info in checkpoint.tensors.items()}
     total = sum(info.bytes for info in checkpoint.tensors.values())
     write_json(folder / INDEX_FILE, make_index(places, {}, total))
+    # made from the record, as the one in the folder may have been changed
     base = parse_json(manifest.replaced[CONFIG_FILE])
     write_json(folder / CONFIG_FILE, written_config(manifest, base, checkpoint.dtype))
 

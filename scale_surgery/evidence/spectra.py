@@ -28,15 +28,13 @@ def norm_of(tensor: Tensor) -> float:
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Compute all singular values, as roots of the eigenvalues of the smaller of A^T A and A A^T.
-
-    Squaring costs precision: a value below 1e-8 of the largest one is rounding noise, too small to change the effective
-    rank.
-    """
+    """Compute all singular values, as roots of the eigenvalues of the smaller of A^T A and A A^T."""
     import torch
 
     from scale_surgery.surgery.blocks import gram
 
+    # squaring costs precision: a value below 1e-8 of the largest one is rounding noise, too small to change the
+    # effective rank
     squares: Tensor = torch.linalg.eigvalsh(gram(matrix, "exact"))
     return squares.clamp_min(0).sqrt().flip(0).cpu()
 

@@ -124,10 +124,8 @@ def prepare(
     started: float | None = None,
     track: Track = no_track,
 ) -> Job:
-    """Check everything that a job needs, and estimate what it takes; its arguments and errors are those of `learn`.
-
-    The time that a job takes counts from `started`, a time of `time.monotonic`; by default from this call.
-    """
+    """Check everything that a job needs, and estimate what it takes; its arguments and errors are those of `learn`."""
+    # the time that a job takes counts from `started`, a time of `time.monotonic`; by default from this call
     started, folder = time.monotonic() if started is None else started, Path(output)
     _check_processes(recipe)
     _check_folder(folder, recipe, overwrite=overwrite)

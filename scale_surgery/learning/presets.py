@@ -88,15 +88,13 @@ PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {
 
 
 def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:
-    """A preset with overrides.
-
-    A method or variant in the overrides, or no layers, drops the expansion of the preset but for its layers, and a
-    setting of the length of training drops that length.
-    """
+    """A preset with overrides."""
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
     values = PRESETS[name](facts)
+    # a setting of the length of training drops the length of the preset
     dropped = set(LENGTHS) if overrides.keys() & LENGTHS else set()
+    # a method or variant, or no layers, drops the expansion of the preset but for its layers
     is_without = overrides.get("expansion.layers") == NO_LAYERS
     if is_without or overrides.keys() & {"expansion.method", "expansion.variant"}:
         dropped |= {key for key in values if key.startswith("expansion.") and key != "expansion.layers"}

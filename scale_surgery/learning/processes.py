@@ -35,10 +35,7 @@ def launch_line(words: Sequence[object], options: Sequence[str]) -> str:
 
 
 def run_launched(words: Sequence[object], options: Sequence[str]) -> Any:
-    """Run a command in several processes; give what the first prints by --json.
-
-    On a terminal the first shows its bars. TrainingError says which process ended first where one fails, and why.
-    """
+    """Run a command in several processes; give what the first prints by --json."""
     import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -47,7 +44,7 @@ def run_launched(words: Sequence[object], options: Sequence[str]) -> Any:
     torch.cuda.empty_cache()  # what earlier stages left cached
     program = ["-m", "scale_surgery", *map(str, words), "--json"]
     given = launch_command_parser().parse_args([*options, *program])
-    # what is written to files: 1 stdout, 2 stderr, 3 both
+    # on a terminal the first shows its bars; what is written to files: 1 stdout, 2 stderr, 3 both
     first = 1 if sys.stderr.isatty() else 3
     with tempfile.TemporaryDirectory() as folder, _as_it_was():
         given.log_dir, given.num_machines, given.main_process_port = folder, 1, 0  # any free port

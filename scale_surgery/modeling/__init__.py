@@ -57,14 +57,9 @@ def code_hash(file: str) -> str:
 
 
 def is_ours(file: str, digest: str, architecture: Architecture | None = None) -> bool:
-    """Whether a code file, by its name and sha256, is that of this release.
-
-    Args:
-        file: Name of the file.
-        digest: Its sha256.
-        architecture: Of the model that carries it; without, no file that names the base's own classes is ours.
-    """
+    """Whether a code file, by its name and sha256, is that of this release."""
     if file in OWN_CODE_FILES:
+        # without an architecture no file that names the base's own classes is ours
         if architecture is None or not architecture.own_code:
             return False
         return digest == hashlib.sha256(own_code_text(architecture, file).encode()).hexdigest()
@@ -109,15 +104,7 @@ def stock_type(model_type: object) -> str:
 
 
 def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
-    """The classes of the expanded form of a model, for use in this process alone.
-
-    Args:
-        stock: Auto class to stock class.
-        config: Configuration class of the base model.
-
-    Returns:
-        Auto class to class of the expanded model, AutoConfig included.
-    """
+    """The classes of the expanded form of a model by auto class, AutoConfig included, for use in this process alone."""
     config_of, model_of = _makers("scale")
     return {
         "AutoConfig": config_of(config),
@@ -126,14 +113,12 @@ def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
 
 
 def model_classes(architecture: Architecture) -> dict[str, Any]:
-    """Auto class to class of the expanded model, AutoConfig included, from this package.
-
-    When a model is saved, they take their code along, as those of a model loaded as remote code do.
-    """
+    """Auto class to class of the expanded model, AutoConfig included, from this package."""
     classes = {}
     for auto_class, name in auto_map(architecture).items():
         module, _, class_name = name.partition(".")
         classes[auto_class] = getattr(import_module(f"{__name__}.{module}"), class_name)
+        # when a model is saved, its class takes its code along, as that of a model loaded as remote code does
         classes[auto_class].register_for_auto_class(auto_class)
     return classes
 
@@ -153,12 +138,8 @@ class _ExpandedConfigs(dict[str, Any]):
 
 
 def is_part(stock: Any, stock_config: Any) -> bool:
-    """Whether a class is that of the language model inside a larger one, for which transformers lists it all the same.
-
-    Args:
-        stock: Class of a stock model, such as Qwen3_5ForCausalLM.
-        stock_config: Configuration class of the larger model, such as Qwen3_5Config.
-    """
+    """Whether a class is that of the language model inside a larger one, for which transformers lists it too."""
+    # such as Qwen3_5ForCausalLM, which transformers lists for Qwen3_5Config
     return getattr(stock, "config_class", None) in stock_config.sub_configs.values()
 
 

@@ -186,11 +186,9 @@ def check_base(base: Base) -> None:
 
 
 def quantisation_of(base: Base) -> str | None:
-    """The error for a base with quantised weights beside which blocks would stand; None where there are none.
-
-    Experts may be quantised: beside a mixture stands a small MLP, which is computed from none of its weights.
-    """
+    """The error for a base with quantised weights beside which blocks would stand; None where there are none."""
     tensors, quantisation = base.checkpoint.tensors, base.checkpoint.config.get("quantization_config")
+    # experts may be quantised: beside a mixture stands a small MLP, which is computed from none of its weights
     needed = [tensors.get(name) for name in _needed_shapes(base)]
     dtypes = sorted({info.dtype for info in needed if info is not None} - {*FLOAT_DTYPES.values(), "F64"})
     # some quantisers store other tensors in place of a weight

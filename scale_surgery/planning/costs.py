@@ -78,10 +78,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
 
 
 def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> Costs:
-    """Costs of duplicated layers.
-
-    Training reaches down to the lowest copy, which stands after the first of the chosen layers.
-    """
+    """Costs of duplicated layers."""
     layers, checkpoint = specs["expanded_layers"], base.checkpoint
     added = sum(tensor.elements for tensor in tensors)
     return Costs(
@@ -90,6 +87,7 @@ def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[Tenso
         bytes_added=sum(tensor.bytes for tensor in tensors),
         parameters_per_layer=added // len(layers),
         forward_factor=_forward_factor(base, tensors),
+        # training reaches down to the lowest copy, which stands after the first of the chosen layers
         up_stream_from=layers[0],
         base_stream_from=layers[0],
         peak_memory_bytes=_peak_memory([], tensors, checkpoint, ""),

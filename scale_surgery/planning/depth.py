@@ -199,14 +199,13 @@ def _groups(architecture: Architecture) -> dict[str, str]:
 
 
 def mute_tensors(kind: Kind) -> tuple[str, ...]:
-    """Names in memory, inside a layer, of tensors that give zeros at the start of a copy.
-
-    They are the last before the residual stream: the output projections of attention and MLP (LLaMA Pro, arXiv
-    2401.02415, section 3.2). Where a norm comes after them, it is this norm (ours): it would make an output projection
-    that has left zero by however little as large as any other in one step.
-    """
+    """Names in memory, inside a layer, of tensors that give zeros at the start of a copy."""
+    # where a norm comes after the output projections, it is this norm (ours): it would make an output projection that
+    # has left zero by however little as large as any other in one step
     if kind.post_norms:
         return tuple(f"{norm.name}.{part}" for norm in kind.post_norms for part in ("weight", "bias"))
+    # the last before the residual stream: the output projections of attention and MLP (LLaMA Pro, arXiv 2401.02415,
+    # section 3.2)
     return tuple(name for block in kind.blocks for name in block.mute)
 
 
@@ -233,15 +232,13 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
 
 
 def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Edit a base model's config.json: more layers, each copy of the type of its source, everything else as it was.
-
-    Where the config leaves the types of layers to their numbers, they are written out: a copy changes the numbers
-    above it. Where all layers are alike nothing is written, since a list makes some classes behave in another way.
-    """
+    """Edit a base model's config.json: more layers, each copy of the type of its source, everything else as it was."""
     copied = specs["expanded_layers"]
     layers = len(architecture.kind_of_layer)
     edited = dict(config) | {architecture.keys["layers"]: layers + len(copied), CONFIG_KEY: dict(specs)}
     per_layer = per_layer_lists(config, layers)
+    # where the config leaves the types of layers to their numbers, they are written out: a copy changes the numbers
+    # above it; where all layers are alike nothing is written, since a list makes some classes behave in another way
     if "layer_types" not in per_layer and architecture.layer_types:
         per_layer["layer_types"] = list(architecture.layer_types)
     for name, values in per_layer.items():

@@ -147,15 +147,13 @@ def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
 
 
 def grown_specs(specs: Spec, copies: int, *, trains_base: bool) -> Spec:
-    """The linears of an expanded MLP as those of a grown one (arXiv 2603.08647).
-
-    The base product of the down projection counts a `share` of 1 / copies; `trains_base` lets trained copies W11 take
-    the place of W in gate and up projection.
-    """
+    """The linears of an expanded MLP as those of a grown one (arXiv 2603.08647)."""
+    # what the base product of the down projection counts
     share = 1 / copies
     grown: Spec = {}
     for name, spec in specs.items():
         is_down = spec["kind"] == "linear" and spec["in_features"][1]
+        # `trains_base` lets trained copies W11 take the place of W in gate and up projection
         settings = {"share": share} if is_down else {"trains_base": trains_base}
         grown[name] = {**spec, "kind": "grown", **settings} if spec["kind"] == "linear" else spec
     return grown

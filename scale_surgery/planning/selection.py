@@ -11,11 +11,7 @@ LAYER_FORMS = "20-31 (inclusive), 0,4,8, -1, last:4, every:4, all"
 
 
 def select_layers(text: str, num_layers: int, option: str = "--layers") -> tuple[int, ...]:
-    """Resolve a layer selection.
-
-    Layers count from zero; ranges include both ends; negative numbers count from the last layer;
-    `every:n` takes layers 0, n, 2n, ...
-    """
+    """Resolve a layer selection: from 0, ranges with both ends, -1 is the last, `every:n` takes 0, n, 2n, ..."""
     chosen: list[int] = []
     problems: list[str] = []
     for part in text.split(","):

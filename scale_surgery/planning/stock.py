@@ -48,19 +48,10 @@ class StockCost:
 
 
 def stock_sizes(architecture: Architecture, sizes: Sizes, widths: Widths) -> Sizes:
-    """Sizes of the stock form: those of the base model with more heads and a larger inner width.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        widths: What is added.
-
-    Returns:
-        The sizes; where the stock config wants a number of query heads that divides the hidden size, so many
-        that it does.
-    """
+    """Sizes of the stock form: those of the base model with more heads and a larger inner width."""
     shared = sizes.queries_per_key_value
     heads = sizes.key_value_heads + widths.up_kv_heads
+    # where the stock config wants a number of query heads that divides the hidden size, so many that it does
     if widths.up_kv_heads and architecture.heads_divide_hidden:
         fitting = (count for count in range(heads, sizes.hidden + 1) if sizes.hidden % (count * shared) == 0)
         heads = next(fitting, heads)
@@ -76,18 +67,7 @@ def stock_sizes(architecture: Architecture, sizes: Sizes, widths: Widths) -> Siz
 def stock_shapes(
     architecture: Architecture, sizes: Sizes, widths: Widths, names: Collection[str], head: str
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes on disk of the tensors that are larger in the stock form, in every layer.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        widths: What is added.
-        names: Names of the base model's tensors.
-        head: Name of its head there.
-
-    Returns:
-        Shapes by name, weights and biases.
-    """
+    """Shapes on disk, by name, of the weights and biases that are larger in the stock form, in every layer."""
     before = _shapes(architecture, sizes, names, head)
     after = _shapes(architecture, stock_sizes(architecture, sizes, widths), names, head)
     return {name: shape for name, shape in after.items() if shape != before[name]}
@@ -125,19 +105,8 @@ def cost_of_stock(
     head: str,
     parameters: tuple[int, int],
 ) -> StockCost:
-    """Count what the stock form costs; no weight is read.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        widths: What is added; the up width is 0.
-        names: Names of the base model's tensors.
-        head: Name of its head there.
-        parameters: Parameters of the base model as stored, and parameters added.
-
-    Returns:
-        The cost.
-    """
+    """Count what the stock form costs, from the parameters of the base as stored and those added; no weight is read."""
+    # the up width is 0: see `stock_problems`
     before = _shapes(architecture, sizes, names, head)
     larger = stock_shapes(architecture, sizes, widths, names, head)
     count = parameters[0] + sum(prod(shape) - prod(before[name]) for name, shape in larger.items())
@@ -155,16 +124,7 @@ def _widths_of(sizes: Sizes) -> StockWidths:
 
 
 def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> Iterator[str]:
-    """Why widths have no stock form.
-
-    Args:
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        widths: What is added.
-
-    Yields:
-        The reasons; none where there is a stock form.
-    """
+    """Why widths have no stock form; nothing where they have one."""
     if widths.up_width:
         yield (
             f"--to stock: the residual stream is {widths.up_width} features wider than the base's {sizes.hidden}, "
@@ -193,27 +153,17 @@ def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> 
 
 
 def first_wide_layer(architecture: Architecture, layers: Collection[int]) -> int:
-    """The first layer of a fused model whose input has an up stream; `IN_EMBEDDING` where the embedding has it already.
-
-    Below the first expanded layer the up stream is zero, so it needs not be there. But the stock code may have stored
-    the width of what enters the layers, and expect it after the last norm.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: The expanded layers.
-    """
+    """The first layer of a fused model whose input has an up stream; `IN_EMBEDDING` where the embedding has it."""
     first = min(layers, default=len(architecture.kind_of_layer))
+    # below the first expanded layer the up stream is zero, so it needs not be there; but the stock code may have stored
+    # the width of what enters the layers, and expect it after the last norm
     is_early = first == 0 or architecture.keeps_width
     return IN_EMBEDDING if is_early and architecture.enters == "embedding" else first
 
 
 def fused_problems(architecture: Architecture, layers: Collection[int]) -> list[str]:
-    """Why an expansion has no fused form, a line each; none where it has one.
-
-    Args:
-        architecture: Facts of the architecture.
-        layers: The expanded layers. What lies below is as in the base.
-    """
+    """Why an expansion has no fused form, a line each; none where it has one."""
+    # what lies below is as in the base
     numbers = architecture.kind_of_layer[max(first_wide_layer(architecture, layers), 0) :]
     kinds = [architecture.kinds[number] for number in dict.fromkeys(numbers)]
     blocks = dict.fromkeys(block.name for kind in kinds for block in kind.blocks if block.is_whole)

@@ -37,12 +37,9 @@ class MeanWithError:
 
 
 def mean_with_error(nats: Tensor, tokens: Tensor) -> MeanWithError:
-    """Mean per token over texts, and its standard error as that of a ratio of two sums.
-
-        m = sum_i d_i / sum_i n_i,    error = sqrt(N / (N - 1) sum_i (d_i - m n_i)^2) / sum_i n_i
-
-    Two settings read the same texts, so the error of their difference is that of a paired comparison.
-    """
+    """Mean per token over texts, and its standard error as that of a ratio of two sums."""
+    # m = sum_i d_i / sum_i n_i,   error = sqrt(N / (N - 1) sum_i (d_i - m n_i)^2) / sum_i n_i
+    # two settings read the same texts, so the error of their difference is that of a paired comparison
     total, texts = float(tokens.sum()), int((tokens > 0).sum())
     value = float(nats.sum()) / total
     rest = float((nats - value * tokens).square().sum())

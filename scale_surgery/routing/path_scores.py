@@ -119,15 +119,13 @@ class PathObserver(Observer):
 
 
 def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest weight of the second path with which each target is the mixture's most likely token.
-
-    Logits are (n, v), targets (n,), weights (n,) in float64; the largest is below the smallest where there is none. The
-    lead of a token over another is linear in the weight, so each other token bounds the weight from one side.
-    """
+    """Smallest and largest weight of the second path with which each target is the mixture's most likely token."""
+    # logits are (n, v), targets (n,), weights (n,) in float64; the largest is below the smallest where there is none
     at_zero, at_one = (
         likely.gather(1, targets[:, None]) - likely
         for likely in (first.double().softmax(-1), second.double().softmax(-1))
     )
+    # the lead of a token over another is linear in the weight, so each other token bounds the weight from one side
     slope = at_one - at_zero
     crossing = -at_zero / slope
     least = torch.where(slope > 0, crossing, 0.0).amax(-1).clamp(min=0)

@@ -52,11 +52,7 @@ def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
 
 
 def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPrompts:
-    """Means of short prompts by length and over all, and their change against the present setting.
-
-    The next token is from an old text, which the base knows, so the mean loss against the base estimates
-    KL(base || routed).
-    """
+    """Means of short prompts by length and over all, and their change against the present setting."""
     texts = beginnings.is_read.sum(0).tolist()
     sums = zip(texts, beginnings.weight.sum(0).tolist(), beginnings.lost.sum(0).tolist(), strict=True)
     lengths = tuple(
@@ -64,5 +60,7 @@ def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPromp
         for tokens, (count, weight, lost) in enumerate(sums, start=1)
         if count
     )
+    # the next token is from an old text, which the base knows, so the mean loss against the base estimates
+    # KL(base || routed)
     change = mean_with_error((beginnings.lost - present.lost).sum(1), beginnings.is_read.sum(1))
     return ShortPrompts(lengths, float(beginnings.lost.sum()) / sum(texts), change)

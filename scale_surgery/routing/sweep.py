@@ -203,16 +203,14 @@ def round_threshold(cosine: float) -> float:
 
 
 def _splits(new: Sequence[PathBatch]) -> list[tuple[float, ...]]:
-    """Ways to split what is not the base's weight: evenly, and by the windows of new text that each predicts best.
-
-    Half a window is added for each expansion.
-    """
+    """Ways to split what is not the base's weight: evenly, and by the windows of new text that each predicts best."""
     import torch
 
     from scale_surgery.routing.path_scores import best_of
 
     expansions = new[0].scores.sides.shape[-1] - 1
     best = torch.cat([best_of(batch, first=1) for batch in new]) - 1
+    # half a window is added for each expansion
     counts = torch.bincount(best, minlength=expansions).double() + 0.5
     wanted = tuple((counts / counts.sum()).tolist())
     return list(dict.fromkeys([(1 / expansions,) * expansions, wanted]))

@@ -130,28 +130,23 @@ def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def train_in_float32(model: Any) -> None:
-    """Keep what trains in float32, and compute with it in the dtype in which it is stored.
-
-    An update of less than a 256th of a bfloat16 number would be lost. Modules of ours cast for themselves; a copy of
-    a stock layer is given cast parameters.
-    """
+    """Keep what trains in float32, and compute with it in the dtype in which it is stored."""
     import torch
 
     specs = _specs(model)
     numbering = numbering_of(specs)
+    # modules of ours cast for themselves; a copy of a stock layer is given cast parameters
     for layer in new_layers(model, numbering).values() if numbering is not None else ():
         dtypes = {name: parameter.dtype for name, parameter in layer.named_parameters()}
         if set(dtypes.values()) != {torch.float32}:
             _compute_in(layer, dtypes)
+    # an update of less than a 256th of a bfloat16 number would be lost
     for part in expansion_parts(model):
         part.parameter.data = part.parameter.data.to(torch.float32)
 
 
 def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
-    """Let a layer compute with its parameters cast to these dtypes.
-
-    The cast is part of the forward of a subclass, so that checkpointing, which runs the forward again, casts again.
-    """
+    """Let a layer compute with its parameters cast to these dtypes."""
     from torch import nn
     from torch.func import functional_call
 
@@ -167,6 +162,7 @@ def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
         def forward(self, *args: Any, **options: Any) -> Any:
             return stock.forward(self.layer, *args, **options)
 
+    # the cast is part of the forward of a subclass, so that checkpointing, which runs the forward again, casts again
     @functools.wraps(stock.forward)
     def cast_forward(self: Any, *args: Any, **options: Any) -> Any:
         cast = {f"layer.{name}": parameter.to(dtypes[name]) for name, parameter in self.named_parameters()}

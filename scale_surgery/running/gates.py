@@ -34,16 +34,12 @@ def take_scores(model: Any) -> list[Tensor]:
 
 
 def shut_so_far(model: Any, mask: Tensor) -> Tensor | None:
-    """Where no gate has let anything through, at a token and at all before it (b, t); None without gates.
-
-    Args:
-        model: A model that kept the scores of its last forward pass.
-        mask: Where tokens are (b, t).
-    """
+    """Where no gate has let anything through, at a token and at all before it (b, t); None without gates."""
     import torch
 
     from scale_surgery.modeling.expanded_stock import opened
 
+    # kept by the model's last forward pass
     scores = take_scores(model)
     if not scores:
         return None

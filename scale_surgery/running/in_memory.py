@@ -86,19 +86,17 @@ class InMemory:
         return [name for name in names if name in self.reading.tensors]
 
     def _split(self, names: list[str], get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Split tensors that loading joined, as transformers does when it saves.
-
-        It may save them under other names; those of one part are matched in order. Where it gives more or fewer of them
-        than the checkpoint holds, none is given.
-        """
+        """Split tensors that loading joined, as transformers does when it saves."""
         from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
         whole = {name: get(name) for name in self.targets(self.places[names[0]])}
+        # it may save them under other names; those of one part are matched in order
         saved = revert_weight_conversion(self.model, whole)
         places = self.reading.places(saved)
         for part in dict.fromkeys(self.places[name].part for name in names):
             on_disk = sorted((name for name in names if self.places[name].part == part), key=dot_natural_key)
             as_saved = sorted((name for name in saved if places[name].part == part), key=dot_natural_key)
+            # where it gives more or fewer of them than the checkpoint holds, none is given
             if len(on_disk) == len(as_saved):
                 yield from ((name, saved[key]) for name, key in zip(on_disk, as_saved, strict=True))
 

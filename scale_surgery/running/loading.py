@@ -34,15 +34,13 @@ RUNNING = (
 
 @contextmanager
 def translated(name: str, problem: str, advice: str) -> Iterator[None]:
-    """Turn any error of transformers, tokenizers, torch or a model's own code into a CheckpointError.
-
-    For a broken file they raise validation errors of their own classes, bare `Exception`s, or recurse too deeply.
-    """
+    """Turn any error of transformers, tokenizers, torch or a model's own code into a CheckpointError."""
     try:
         yield
     except SurgeryError:
         raise
     except Exception as error:
+        # for a broken file they raise validation errors of their own classes, bare `Exception`s, or recurse too deeply
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
             f"{name}: {problem} ({reason}). {MORE_MEMORY if is_out_of_memory(error) else advice}"

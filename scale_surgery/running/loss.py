@@ -87,11 +87,7 @@ def measure(
     advance: Progress = no_progress,
     processes: PartialState | None = None,
 ) -> Measurement:
-    """Score a causal model on token sequences, the longest first, in several processes batch by batch.
-
-    An answer counts as known when its first token has the largest logit after the prompt, the hard accuracy. Batches,
-    and the order in which they are added, are those of one process.
-    """
+    """Score a causal model on token sequences, the longest first, in several processes batch by batch."""
     import torch
 
     order = reading_order(sequences)
@@ -105,6 +101,7 @@ def measure(
         return scored
 
     with torch.no_grad(), evaluating(model):
+        # batches, and the order in which they are added, are those of one process
         return sum(shared_out(batches, score, processes), Measurement(0.0, 0, 0, 0))
 
 

@@ -102,24 +102,10 @@ def find_new_tokens(
 
 
 def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunOptions()) -> NewTokens:
-    """Read the tokens that an expansion adds, and try the tokenizer with them.
-
-    Args:
-        model: The base's folder.
-        source: A text file, one token a line, or a folder of a tokenizer whose first ids are the base's. Where the
-            folder's new ids lie in padded rows of the base's embedding, they get others, from `rows` on.
-        rows: Rows of the base's embedding.
-        run: Whose code; `trust_remote_code` is read.
-
-    Returns:
-        The tokens, and their merges where the folder's tokenizer has learned them.
-
-    Raises:
-        CheckpointError: If the base's tokenizer cannot take tokens, or has ids beyond the embedding.
-        DataError: If a token is empty, special or given twice, or if the base has it; if the folder's tokenizer gives
-            old tokens other ids, or differs in something else; if a token does not come back from its id.
-    """
+    """Read the tokens that an expansion adds, and try the tokenizer with them."""
     base = _open_base(model, load_tokenizer(model, run), rows)
+    # a file has one token a line; the first ids of a folder's tokenizer are the base's, and where its new ids lie in
+    # padded rows of the base's embedding, they get others, from `rows` on
     new = _read_folder(source, base) if source.is_dir() else _read_file(source, base)
     extended = _extend(base, new, run)
     if source.is_dir():
@@ -131,10 +117,8 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
 def check_new_tokens(
     model: Path, tokenizer: Any | None, new: NewTokens, rows: int, run: RunOptions = RunOptions()
 ) -> None:
-    """Check that a base's tokenizer, as `load_tokenizer` gives it, can take these tokens; see `read_new_tokens`.
-
-    They may be those of a saved plan, of somebody's own code, or of an expansion of another model.
-    """
+    """Check that a base's tokenizer, as `load_tokenizer` gives it, can take these tokens; see `read_new_tokens`."""
+    # they may be those of a saved plan, of somebody's own code, or of an expansion of another model
     base = _open_base(model, tokenizer, rows)
     ids = token_ids(base.content)
     had = {
@@ -440,28 +424,7 @@ def choose_new_tokens(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> ChosenTokens:
-    """Choose the tokens that save most on a text, by going on with the merges of the base's byte pair encoding.
-
-    Every next token joins the two neighbours that stand side by side most often (Sennrich et al., 2016). The base's
-    merges come first wherever a text is read, so a text in which no new pair stands keeps its tokens. Memory is
-    bounded: of a text with more than a million different words the rarest are left out of the choice.
-
-    Args:
-        model: The base's folder.
-        texts: Files, folders, datasets; see `documents.read_documents`.
-        count: How many tokens.
-        rows: Rows of the base's embedding.
-        run: Whose code; `trust_remote_code` is read.
-        track: Makes progress bars.
-
-    Returns:
-        The tokens with their merges, and what they save.
-
-    Raises:
-        CheckpointError: If the base's tokenizer cannot take tokens.
-        DataError: If its tokens are not made by merges, or the text is too short to have a pair twice.
-        PlanError: If the count is no positive number.
-    """
+    """Choose the tokens that save most on a text, by going on with the merges of the base's byte pair encoding."""
     if count < 1:
         raise PlanError(f"--count is {count}, expected at least 1.")
     base = _open_base(model, load_tokenizer(model, run), rows)
@@ -472,7 +435,9 @@ def choose_new_tokens(
             + GIVE_A_FILE
         )
     alphabet = Alphabet(backend)
+    # memory is bounded: of a text with more than a million different words the rarest are left out
     words, sizes = _count_words(backend, texts, alphabet, track)
+    # every next token joins the two neighbours that stand side by side most often (Sennrich et al., 2016)
     merges = learn_merges(words, count, alphabet)
     if not merges:
         raise DataError(
@@ -487,6 +452,7 @@ def choose_new_tokens(
         for number in [max(1, len(tokens) // part) for part in (4, 2, 1)]
     }
     extended = _extend(base, new, run)
+    # the base's merges come first wherever a text is read, so a text in which no new pair stands keeps its tokens
     _check_as_before(base, extended, new)
     saved = {
         number: {spelling: often * (alphabet.count_pieces(spelling) - 1) for spelling, often in counts.items()}

@@ -29,15 +29,13 @@ def count_launched() -> int:
 
 
 def join_processes(run: RunOptions) -> tuple[PartialState | None, RunOptions]:
-    """The processes that a launcher started, and where models run in this one; None for one process.
-
-    Each holds a whole model.
-    """
+    """The processes that a launcher started, and where models run in this one; None for one process."""
     if (count := count_launched()) == 1:
         return None, run
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
+    # each process holds a whole model
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise PlanError(
             "The launcher asks for FSDP, expected a whole model in each process. Type, without its configuration: "
@@ -53,14 +51,12 @@ def join_processes(run: RunOptions) -> tuple[PartialState | None, RunOptions]:
 def shared_out(
     items: Sequence[Item], compute: Callable[[Item], Value], processes: PartialState | None = None
 ) -> list[Value]:
-    """Compute something of each item, every process of its share; all get all values, in the order of the items.
-
-    All make the same number of calls, as a model that is sharded over them needs.
-    """
+    """Compute something of each item, every process of its share; all get all values, in the order of the items."""
     if processes is None or processes.num_processes == 1 or not items:
         return list(map(compute, items))
     from accelerate.utils import gather_object
 
+    # all make the same number of calls, as a model that is sharded over them needs
     rounds, count = math.ceil(len(items) / processes.num_processes), processes.num_processes
     values = [compute(items[(turn * count + processes.process_index) % len(items)]) for turn in range(rounds)]
     # those of the first process, then those of the second, ...

@@ -28,11 +28,9 @@ DOCUMENTS_AT_ONCE = 1000
 def tokenize(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
 ) -> Sequences:
-    """Turn documents into token sequences, with the tokenizer's own start token and an end token after each.
-
-    A conversation is what the tokenizer's chat template makes of it, and nothing else.
-    """
+    """Turn documents into token sequences, with the tokenizer's own start token and an end token after each."""
     ids, labels, starts = array("i"), array("i"), [0]
+    # a conversation is what the tokenizer's chat template makes of it, and nothing else
     for document, some, scored in read_tokens(documents, tokenizer, learn_prompts=learn_prompts):
         ids.extend(some)
         labels.extend(scored)
@@ -127,12 +125,10 @@ def scored_ones(sequences: Sequences) -> Sequences:
 
 
 def stride(sequences: Sequences, length: int, step: int) -> Sequences:
-    """Cut long sequences into overlapping windows, in which each token is scored once.
-
-    A token after the first window is predicted from at least `length - step` tokens before it.
-    """
+    """Cut long sequences into overlapping windows, in which each token is scored once."""
     ids, labels, starts = [], [], [0]
     for start, end in pairwise(sequences.starts):
+        # a token after the first window is predicted from at least `length - step` tokens before it
         for left in _places(start, end, length, step):
             window = slice(left, min(left + length, end))
             ids.append(sequences.ids[window])

@@ -58,10 +58,8 @@ def _chunks(weight: Tensor, axis: int) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
-    """Let the processor multiply in bfloat16 and add in float32, which is exact for what is stored in bfloat16.
-
-    Only processors that have such an instruction do so (AVX512-BF16, AMX), and PyTorch from 2.9 on.
-    """
+    """Let the processor multiply in bfloat16 and add in float32, which is exact for what is stored in bfloat16."""
+    # only processors that have such an instruction do so (AVX512-BF16, AMX), and PyTorch from 2.9 on
     products = getattr(torch.backends.mkldnn, "matmul", None)
     if dtype != torch.bfloat16 or products is None:
         yield
@@ -75,10 +73,8 @@ def _bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def gram(weight: Tensor, method: SvdMethod) -> Tensor:
-    """The smaller of W^T W and W W^T, shape (n, n) with n = min(d_out, d_in), of a weight (d_out, d_in).
-
-    One triangle is added up chunk by chunk along the longer axis: "exact" in float64, "fast" in float32.
-    """
+    """The smaller of W^T W and W W^T, shape (n, n) with n = min(d_out, d_in), of a weight (d_out, d_in)."""
+    # one triangle is added up chunk by chunk along the longer axis: "exact" in float64, "fast" in float32
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     n, dtype = min(weight.shape), torch.float64 if method == "exact" else torch.float32
     total = torch.zeros(n, n, dtype=dtype, device=weight.device)
@@ -96,16 +92,11 @@ def gram(weight: Tensor, method: SvdMethod) -> Tensor:
 def leading_eigenpairs(
     matrix: Tensor, count: int, method: SvdMethod, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Leading eigenvalues and eigenvectors of a symmetric positive semi-definite matrix (n, n).
-
-    "exact" is a full eigendecomposition. "fast" is a randomized range finder with power passes; it gives way
-    to the eigendecomposition where it would look for more than half of the directions.
-
-    Returns:
-        The eigenvalues in descending order, shape (count,), and orthonormal columns, shape (n, count).
-    """
+    """Leading eigenvalues (count,), descending, and orthonormal eigenvectors (n, count) of a Gram matrix (n, n)."""
     n = matrix.shape[0]
     width = min(n, count + OVERSAMPLING)
+    # "exact" is a full eigendecomposition; "fast" is a randomized range finder with power passes, which gives way to
+    # the eigendecomposition where it would look for more than half of the directions
     if method == "exact" or 2 * width > n:
         values, vectors = torch.linalg.eigh(matrix)
         return values[-count:].flip(0), vectors[:, -count:].flip(1)
@@ -134,24 +125,13 @@ def mean_row_norm(weight: Tensor) -> float:
 
 
 def principal_rows(weight: Tensor, count: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """The leading principal coordinates of the outputs: U_r^T W = S_r V_r^T.
-
-    The sign of each row is fixed (its largest entry is positive), so that equal inputs give equal files.
-
-    Args:
-        weight: Base weight, shape (d_out, d_in).
-        count: How many rows, r, at most min(d_out, d_in).
-        method: "exact" or "fast".
-        generator: Source of randomness of "fast".
-
-    Returns:
-        Shape (r, d_in), by descending singular value; the norm of row i is singular value i.
-    """
+    """The leading principal coordinates of the outputs, (r, d_in): U_r^T W = S_r V_r^T, r at most min(d_out, d_in)."""
     values, vectors = leading_eigenpairs(gram(weight, method), count, method, generator)
     if weight.shape[0] >= weight.shape[1]:
         rows = _singular_values(weight, values, vectors)[:, None] * vectors.T
     else:
         rows = torch.cat([vectors.T @ chunk.to(vectors.dtype) for chunk in _chunks(weight, 1)], dim=1)
+    # the sign of each row is fixed (its largest entry is positive), so that equal inputs give equal files
     return _fix_signs(rows)
 
 
@@ -170,15 +150,13 @@ def _rescale_and_fill(rows: Tensor, rank: int, norm: float, generator: torch.Gen
 
 
 def svd_w21(weight: Tensor, up_out: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """Build W21, through which the up stream reads the base stream.
+    """Build W21 (up_out, d_in), through which the up stream reads the base stream.
 
         W = U S V^T,   W21 = c U_r^T W = c S_r V_r^T,   r = up_out
 
-    c makes the mean row norm that of W, so new outputs have the size of old ones. Where r exceeds the rank of
-    W, the remaining rows are random, of the same norm. No promise depends on this block.
-
-    Returns:
-        W21 of a weight (d_out, d_in): shape (up_out, d_in), float32, rows by descending singular value.
+    c makes the mean row norm that of W, so new outputs have the size of old ones. Where r exceeds the rank of W,
+    the remaining rows are random, of the same norm. Rows are float32, by descending singular value. No
+    promise depends on this block.
     """
     rows = principal_rows(weight, min(up_out, *weight.shape), method, generator)
     norms = rows.norm(dim=1)
@@ -188,18 +166,14 @@ def svd_w21(weight: Tensor, up_out: int, method: SvdMethod, generator: torch.Gen
 
 
 def svd_w22(weight: Tensor, up_out: int, up_in: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """Build W22 as W seen in its own leading coordinates on both sides: c U_r^T W V_c = c diag(S).
-
-    This repeats the paper's (0, SVD) pair, which also names no formula; the choice is ours.
-
-    Returns:
-        W22, shape (up_out, up_in), float32; rows without a singular value are random, of the same norm.
-    """
+    """Build W22 (up_out, up_in) as W seen in its own leading coordinates on both sides: c U_r^T W V_c = c diag(S)."""
+    # this repeats the paper's (0, SVD) pair, which also names no formula; the choice is ours
     count = min(up_out, up_in, *weight.shape)
     values = principal_rows(weight, count, method, generator).norm(dim=1)
     rank = int((values > RANK_TOLERANCE * values[0]).sum())
     block = torch.zeros(up_out, up_in, device=weight.device)
     block[range(count), range(count)] = values.float()
+    # rows without a singular value are random, of the same norm
     return _rescale_and_fill(block, rank, mean_row_norm(weight), generator)
 
 
@@ -210,11 +184,7 @@ def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor
 
 
 def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """New columns of the embedding E (v, d): E V_r, rescaled to the mean row norm of E.
-
-    Returns:
-        Shape (v, up), float32; columns beyond the rank of E are zero.
-    """
+    """New columns (v, up), float32, of the embedding E (v, d): E V_r, of E's mean row norm; zero beyond its rank."""
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     if axis == 0:
         _, vectors = leading_eigenpairs(gram(weight, method), min(up, weight.shape[1]), method, generator)
@@ -228,16 +198,13 @@ def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.G
 
 
 def copied_w12(weight: Tensor, copies: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-    """W12 of a grown down projection: W / (copies + 1), once for each new copy.
+    """W12 (d_out, copies * d_in) of a grown down projection: W / (copies + 1), once for each new copy.
 
         W12_j = W / k + N_j - N_(j+1),   k = copies + 1,   N_0 = N_copies,   N = 0 for one new copy
 
     Several new copies that were equal would get equal gradients, would stay equal, and be worth one (ours; the noise
     of each has a hundredth of the entries' root mean square). Copies read the same features at first, so that the
     noise, whose differences add up to zero, adds nothing.
-
-    Returns:
-        Shape (d_out, copies * d_in), of a weight (d_out, d_in).
     """
     share = weight.float() / (copies + 1)
     if copies == 1:

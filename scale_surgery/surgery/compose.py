@@ -186,11 +186,7 @@ def check_beside(plans: Iterable[Plan]) -> None:
 
 
 def routing_beside(before: Manifest | None, expansions: int, routing: Router | None = None) -> Router | None:
-    """How a folder routes that gets so many expansions: as asked for, as before, or all paths alike.
-
-    Raises:
-        CheckpointError: If the folder's router does not go with so many.
-    """
+    """How a folder routes that gets so many expansions: as asked for, as before, or all paths alike."""
     known = None if before is None else before.routing
     if routing is None and (before is None or len(before.expansions) != expansions):
         # weights of single paths say nothing of others

@@ -34,19 +34,10 @@ def stored_shard(shard: str) -> str:
 def expanded_config(
     config: Mapping[str, Any], plans: Sequence[Plan], dtype: str, routing: Router | None = None
 ) -> dict[str, Any]:
-    """Edit a base model's config.json: own model type and classes, its expansions, everything else as it was.
-
-    A model with duplicated layers is a stock one of more layers: see `deepened_config`.
-
-    Args:
-        config: Parsed config.json of the base.
-        plans: Plan of each expansion, in the order of the paths.
-        dtype: Dtype of the base model, written where the config names none: the first shard that a loader opens may
-            be that of an expansion.
-        routing: How it routes, or None.
-    """
+    """Edit a base model's config.json: own model type and classes, its expansions, everything else as it was."""
     facts = plans[0]
     architecture = facts.architecture
+    # a model with duplicated layers is a stock one of more layers
     if facts.numbering is not None:
         edited = deepened_config(config, {**facts.specs, ORIGIN_KEY: plain_json(asdict(facts.origin))}, architecture)
     else:
@@ -56,12 +47,14 @@ def expanded_config(
             "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
             CONFIG_KEY: {
                 BASE_KEY: base_specs(architecture, facts.sizes, config),
+                # in the order of the paths
                 EXPANSIONS_KEY: [_expansion_specs(plan) for plan in plans],
             },
         }
         new_tokens = sum(plan.widths.new_tokens for plan in plans)
         if new_tokens:
             edited = _with_vocabulary(edited, facts, new_tokens)
+    # the first shard that a loader opens may be that of an expansion
     if not {"dtype", "torch_dtype"}.intersection(config):
         edited["torch_dtype"] = dtype
     return edited if routing is None else with_router(edited, routing)
@@ -109,15 +102,7 @@ def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """Edit an expanded model's config.json: classes of a fused model, and sizes of base and expansion together.
-
-    Args:
-        config: Parsed config.json of the expanded model.
-        manifest: Its surgery.json.
-
-    Returns:
-        The new config.
-    """
+    """Edit an expanded model's config.json: classes of a fused model, and sizes of base and expansion together."""
     plan = manifest.plan
     architecture, specs = plan.architecture, config[CONFIG_KEY]
     fork = fork_of(manifest)
@@ -145,10 +130,8 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
 
 
 def _wide_values(config: Mapping[str, Any], plan: Plan, fork: int | None) -> dict[str, Any]:
-    """Sizes of hidden state and heads, base and expansion together, by their keys in config.json; of new tokens none.
-
-    Where a model sees images, what serves its language model reads them from the modules.
-    """
+    """Sizes of hidden state and heads, base and expansion together, by keys of config.json; of new tokens none."""
+    # where a model sees images, what serves its language model reads them from the modules
     if "text_config" in config or plan.widths == Widths(new_tokens=plan.widths.new_tokens):
         return {}
     key = {name: plan.architecture.keys.get(name, common) for name, common in CONFIG_KEYS.items()}

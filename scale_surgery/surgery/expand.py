@@ -166,14 +166,11 @@ def _write_new_tensors(plan: Plan, base: Checkpoint, partial: Path, device: str,
 
 
 def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, tokenizer: Any | None) -> tuple[str, ...]:
-    """Warn where tokens were added to the tokenizer whose rows of the embedding nobody trained; one warning, or none.
-
-    Chat models have added tokens that are trained, and special ones that no text has. What `resize_token_embeddings`
-    makes lies where all rows have their mean, and two such rows cannot be told apart.
-    """
+    """Warn where tokens were added to the tokenizer whose rows of the embedding nobody trained; one warning or none."""
     name = plan.embedding
     if tokenizer is None or name not in base.tensors:
         return ()
+    # chat models have added tokens that are trained, and special ones that no text has
     added = {
         number: str(token)
         for number, token in tokenizer.added_tokens_decoder.items()
@@ -185,6 +182,7 @@ def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, tokenizer: Any | Non
 
     rows = read_tensor(base, name)
     old, new = rows[: min(added)], rows[torch.tensor(list(added))].float()
+    # what `resize_token_embeddings` makes lies where all rows have their mean, and two such rows cannot be told apart
     mean = old.mean(dim=0, dtype=torch.float32)
     # a sample says how far rows usually are from their mean
     usual = (old[:: max(1, len(old) // 1000)].float() - mean).norm(dim=-1).median()

@@ -92,11 +92,7 @@ def name_in_extract(file: str) -> str:
 
 
 def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
-    """Read and check an extract, a folder or a Hub id; nothing in it is trusted, and no tensor is read.
-
-    Raises:
-        CheckpointError: If this is no extract, it is incomplete, or it holds what no expansion wrote.
-    """
+    """Read and check an extract, a folder or a Hub id; nothing in it is trusted, and no tensor is read."""
     source = find_source(extract, revision)
     path, file = source.path, source.path / EXTRACT_FILE
     if not file.is_file():
@@ -155,10 +151,8 @@ def content_problems(
     files: Mapping[str, ExpansionFile],
     tensors: Mapping[str, TensorInfo],
 ) -> list[str]:
-    """What speaks against an expansion: tensors that no plan names, a changed config.json, unknown code, pickles.
-
-    `files` and `tensors` are those of the extract, or of the expanded folder, that are not the base's.
-    """
+    """What speaks against an expansion: tensors that no plan names, a changed config.json, unknown code, pickles."""
+    # `files` and `tensors` are those of the extract, or of the expanded folder, that are not the base's
     return [
         *_tensor_problems(manifest, tensors),
         *(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was." for name in manifest.changed_texts),

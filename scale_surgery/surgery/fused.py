@@ -54,11 +54,7 @@ ROWS_AT_ONCE = 2**13
 
 
 def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Check that the blocks of every linear can be joined without a cast.
-
-    Raises:
-        PlanError: If not; every tensor of another dtype than its base tensor is named. Or if its method refuses.
-    """
+    """Check that the blocks of every linear can be joined without a cast."""
     problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
     problems += _router_problems(manifest)
     problems += cast_problems(checkpoint, manifest)
@@ -86,20 +82,8 @@ def _router_problems(manifest: Manifest) -> list[str]:
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
-    """Write the shards, the index, config.json and the code of a model's fused form.
-
-    Args:
-        checkpoint: The expanded model.
-        manifest: Its surgery.json, with which its files were compared.
-        folder: Where they go; shards that are there already, from an interrupted run, stay.
-        track: Makes progress bars.
-
-    Returns:
-        What surgery.json has to remember so that the files can be written again.
-
-    Raises:
-        CheckpointError: If a text cannot be read.
-    """
+    """Write the shards, the index, config.json and the code of a model's fused form."""
+    # the files of the model were compared with its surgery.json
     code = code_texts(manifest.plan, is_fused=True)
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *manifest.code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
@@ -107,6 +91,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
     with track("fused shards", total) as advance:
         for shard, entries in shards.items():
+            # from an interrupted run
             if (folder / shard).exists():
                 advance(sum(entry.bytes for entry in entries))
             else:
@@ -121,6 +106,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     for file, text in texts.items():
         write_text(folder / file, text)
     gram = [name for name in weight_map if name == gram_of(manifest.plan)]
+    # what surgery.json has to remember so that the files can be written again
     return {
         "made": hash_tensors(open_checkpoint(folder), gram),
         "shards": remembered,
@@ -187,17 +173,7 @@ def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict
 
 
 def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> None:
-    """Write every file that `write_fused` made another of, and check each shard by its hash.
-
-    Args:
-        checkpoint: The fused model.
-        manifest: Its surgery.json.
-        folder: Where they go.
-        track: Makes progress bars.
-
-    Raises:
-        CheckpointError: If a shard does not come out as it was, because the fused one was changed.
-    """
+    """Write every file that `write_fused` made another of, and check each shard by its hash."""
     assert manifest.fused is not None
     problems = []
     # each byte is written, and read again to be hashed, with the header and its length before it

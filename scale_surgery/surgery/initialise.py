@@ -37,17 +37,7 @@ class Initialiser:
     device: str = "cpu"
 
     def make(self, tensor: TensorPlan) -> Tensor:
-        """Make one new tensor.
-
-        Args:
-            tensor: What to make.
-
-        Returns:
-            The tensor on the CPU, in its planned shape and dtype.
-
-        Raises:
-            CheckpointError: If the base tensor holds NaN or infinity and is to be decomposed.
-        """
+        """Make one new tensor on the CPU, in its planned shape and dtype; NaN and infinity cannot be decomposed."""
         value = self._copy(tensor) if tensor.init == "copy" else self._compute(tensor)
         return value.to(device="cpu", dtype=TORCH_DTYPES[tensor.dtype]).contiguous()
 
@@ -139,14 +129,12 @@ class Initialiser:
 def altered_copies(
     plan: Plan, copies: Sequence[TensorPlan], checkpoint: Checkpoint, advance: Progress = no_progress
 ) -> list[str]:
-    """Tensors of an expanded checkpoint that began as copies of base tensors and are none any more, a line each.
-
-    Tensors that are missing or of a wrong shape are left to other checks.
-    """
+    """Tensors of an expanded checkpoint that began as copies of base tensors and are none any more, a line each."""
     lines, initialiser = [], Initialiser(plan, checkpoint)
     for tensor in copies:
         advance(tensor.bytes)
         info, source = checkpoint.tensors.get(tensor.name), checkpoint.tensors.get(tensor.source)
+        # tensors that are missing or of a wrong shape are left to other checks
         if info is None or info.shape != tensor.shape or source is None:
             continue
         value, copy = read_tensor(checkpoint, tensor.name), initialiser.make(tensor)

@@ -90,19 +90,12 @@ def bytes_of_model(checkpoint: Checkpoint, manifest: Manifest) -> int:
 def refuse_damaged(
     checkpoint: Checkpoint, manifest: Manifest, track: Track, also: Iterable[str] = (), *, is_trusted: bool = False
 ) -> None:
-    """Refuse an expanded checkpoint that is not what was written, or what the last run left; every byte is read.
-
-    Args:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        track: Makes progress bars.
-        also: Further problems; equal lines are listed once.
-        is_trusted: Whether its own code and config may run, whoever wrote them.
-    """
+    """Refuse an expanded checkpoint that is not what was written, or what the last run left; every byte is read."""
     check_numbering(checkpoint, manifest)
     with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
         report = check_integrity(checkpoint, manifest, advance)
-    # another release may have written other code files
+    # another release may have written other code files; where `is_trusted`, its own code and config may run, whoever
+    # wrote them
     code = () if is_trusted else (*report.config, *_code_problems(checkpoint, manifest, manifest.code))
     if problems := list(dict.fromkeys([*report.base, *report.structure, *code, *also])):
         advice = (
@@ -113,12 +106,10 @@ def refuse_damaged(
 
 
 def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> tuple[dict[str, str], dict[str, str]]:
-    """sha256 of the base's files, by the names that they are stored under, and of its tensors; of those that are there.
-
-    A shard that lies here as it was is read once for both.
-    """
+    """sha256 of the base's files, by the names they are stored under, and of its tensors; of those that are there."""
     names = dict.fromkeys(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
     there = [name for name in names if name not in manifest.joined_shards and (checkpoint.path / name).is_file()]
+    # a shard that lies here as it was is read once for both
     as_it_was = [name for name in there if name not in manifest.renumbered]
     sums = hash_all(checkpoint, as_it_was, advance)
     files, tensors = sums.files, sums.tensors
@@ -129,10 +120,8 @@ def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) ->
 
 
 def _base_parts(manifest: Manifest) -> dict[str, str]:
-    """Names of the base's tensors in a folder, each to that of the base tensor.
-
-    A fused model holds that of a tied embedding a second time, in its head.
-    """
+    """Names of the base's tensors in a folder, each to that of the base tensor."""
+    # a fused model holds that of a tied embedding a second time, in its head
     head = None if manifest.fused is None else tied_head(manifest)
     return {name: name for name in manifest.base_tensors} | ({} if head is None else {head.name: head.base})
 

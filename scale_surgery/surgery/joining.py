@@ -84,14 +84,7 @@ class Joined:
 
 
 def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
-    """List every tensor that joining makes of an expanded model: embedding, linears and head.
-
-    Args:
-        manifest: Its surgery.json.
-
-    Yields:
-        The tensors; a layer's in its order, a head last.
-    """
+    """List every tensor that joining makes of an expanded model: embedding, linears layer by layer, and a head last."""
     plan, present = manifest.plan, {*manifest.base_tensors, *manifest.expansion_tensors}
     architecture, sizes, up = plan.architecture, plan.sizes, plan.widths.up_width
     embedding, first = plan.embedding, first_wide_layer(architecture, plan.layers)

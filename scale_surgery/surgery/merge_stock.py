@@ -37,15 +37,7 @@ if TYPE_CHECKING:
 
 
 def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Check that an expanded model has a stock form.
-
-    Args:
-        checkpoint: The expanded model.
-        manifest: Its surgery.json.
-
-    Raises:
-        PlanError: If it has none; every reason is given.
-    """
+    """Check that an expanded model has a stock form; if it has none, every reason is given."""
     problems = [*_state_problems(manifest), *manifest.plan.costs.stock_problems]
     if not manifest.fused:
         problems += cast_problems(checkpoint, manifest)
@@ -84,16 +76,11 @@ def _state_problems(manifest: Manifest) -> list[str]:
 
 
 def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track: Track = no_track) -> None:
-    """Write the stock form of an expanded model: every file of the base, under its name, in its shards.
-
-    Args:
-        checkpoint: The expanded model.
-        manifest: Its surgery.json; `check_stock` finds nothing wrong with it.
-        partial: The folder to write into; shards that are there already, from an interrupted run, stay.
-        track: Makes progress bars.
-    """
+    """Write the stock form of an expanded model: every file of the base, under its name, in its shards."""
+    # `check_stock` has found nothing wrong with the model
     shards = stock_shards(checkpoint, manifest)
     total = sum(entry.bytes for entries in shards.values() for entry in entries)
+    # shards that are there already, from an interrupted run, stay
     with track("stock shards", total) as advance:
         restore(checkpoint.path, partial, manifest, functools.partial(_place, checkpoint, shards, advance))
     extend_tokenizer(partial, partial, [manifest.plan])
@@ -138,19 +125,11 @@ def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined 
 
 
 def pad_with_zeros(tensor: Tensor, rows: Sequence[tuple[int, int]], columns: int) -> Tensor:
-    """Pad a weight or a bias with zeros.
-
-    Args:
-        tensor: (outputs, inputs), or (outputs,).
-        rows: Outputs of each section before and after.
-        columns: Inputs after.
-
-    Returns:
-        The tensor, where the zeros of each section follow its values.
-    """
+    """Pad a weight (outputs, inputs) or a bias (outputs,) with zeros, which follow the values of each section."""
     import torch
     from torch.nn.functional import pad as pad_end
 
+    # `rows` are outputs of each section before and after, `columns` are inputs after
     parts = torch.split(tensor, [before for before, _ in rows])
     beside = [0, columns - tensor.shape[1]] if tensor.dim() == 2 else []
     return torch.cat(
@@ -176,17 +155,8 @@ def _place(
 
 
 def stock_config(config: Mapping[str, Any], architecture: Architecture, sizes: Sizes, widths: Widths) -> dict[str, Any]:
-    """Edit a base model's config.json: the heads and the inner width of the stock form, all else as it was.
-
-    Args:
-        config: Parsed config.json of the base.
-        architecture: Facts of the architecture.
-        sizes: Sizes of the base model.
-        widths: What was added.
-
-    Returns:
-        The new config; the head size stands in it where heads were added, since it no longer follows from them.
-    """
+    """Edit a base model's config.json: the heads and the inner width of the stock form, all else as it was."""
+    # the head size stands in it where heads were added, since it no longer follows from them
     heads = ("query_heads", "key_value_heads", "head_size") if widths.up_kv_heads else ()
     inner = ("inner",) if widths.up_inner_width else ()
     vocabulary = ("vocabulary",) if widths.new_tokens else ()

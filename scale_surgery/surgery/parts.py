@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callable[[], Tensor]]:
-    """How to read every base tensor and every block of an expanded model, fused or not, by name.
-
-    Pieces of a joined tensor that is missing or of a wrong shape have no reader.
-    """
+    """How to read every base tensor and every block of an expanded model, fused or not, by name."""
     readers: dict[str, Callable[[], Tensor]] = {
         name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
     }
@@ -43,6 +40,7 @@ def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callab
     head = tied_head(manifest)
     for item in joined_tensors(manifest):
         whole = readers.pop(item.name, None)
+        # pieces of a joined tensor that is missing or of a wrong shape have no reader
         if whole is not None and checkpoint.tensors[item.name].shape == item.shape:
             pieces = {name: functools.partial(_take, item, block, read) for block, name in item.pieces.items()}
             # the base's part of a head that was tied goes by the head's name
@@ -96,11 +94,7 @@ def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[P
 
 
 def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied.
-
-    Returns the `key_mapping` for `from_pretrained`: where layers were duplicated, the shards name tensors by position,
-    and these patterns make base names of them.
-    """
+    """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied."""
     restore(expanded, folder, manifest, lambda stored, link: link.symlink_to(stored.resolve()))
     numbering = manifest.numbering
     if numbering is None:
@@ -110,6 +104,7 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
         content = read_json(index)
         places = {numbering.stored(name): shard for name, shard in content["weight_map"].items()}
         write_json(index, {**content, "weight_map": places})
+    # `key_mapping` for `from_pretrained`: shards name tensors by position, these patterns make base names of them
     return numbering.as_key_mapping(manifest.first_plan.sizes.layers)
 
 
@@ -125,11 +120,7 @@ def base_tokenizer(expanded: Path, manifest: Manifest, tokenizer: Any, run: RunO
 def rebuild_shard(
     checkpoint: Checkpoint, manifest: Manifest, shard: str, file: Path, advance: Progress = no_progress
 ) -> None:
-    """Write a shard of a fused model again as it was before its tensors were joined.
-
-    Raises:
-        CheckpointError: If surgery.json does not say what the shard held.
-    """
+    """Write a shard of a fused model again as it was before its tensors were joined."""
     text = manifest.joined_shards[shard]["header"].encode("utf-8")
     header = len(text).to_bytes(8, "little") + text
     read = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}

@@ -136,11 +136,7 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Name of the only expansion.
-
-        Raises:
-            PlanError: If there are several; each is named.
-        """
+        """Name of the only expansion; PlanError names each where there are several."""
         if len(self.expansions) > 1:
             raise PlanError(
                 f"--name: is missing, and the model has {len(self.expansions)} expansions: "
@@ -260,11 +256,7 @@ def tool_versions() -> dict[str, str]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read surgery.json of an expanded checkpoint.
-
-    Raises:
-        CheckpointError: If it is missing, is of another format or is incomplete.
-    """
+    """Read surgery.json of an expanded checkpoint."""
     file = path / MANIFEST_FILE
     check_folder(path)
     if file.exists() and (problem := unfit(path, MANIFEST_FILE)):
@@ -298,11 +290,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_stored(file: Path) -> StoredManifest:
-    """Read surgery.json, and check the kinds of all values; what they mean together, `read_manifest` checks.
-
-    Raises:
-        CheckpointError: If it is missing, is of another format, or values are of other kinds; every one is named.
-    """
+    """Read surgery.json, and check the kinds of all values; what they mean together, `read_manifest` checks."""
     return read_record_file(file, StoredManifest, MANIFEST_FORMAT)
 
 
@@ -413,12 +401,7 @@ def _check_names(file: Path, manifest: Manifest) -> None:
 
 
 def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Manifest]:
-    """Read an expanded folder and its surgery.json as if it held one expansion; see `only`.
-
-    Raises:
-        CheckpointError: If this is no expanded folder.
-        PlanError: If there is no expansion called `name`, or there are several and none is named.
-    """
+    """Read an expanded folder and its surgery.json as if it held one expansion; see `only`."""
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     check_name(name, manifest, path)
     if len(manifest.expansions) == 1:

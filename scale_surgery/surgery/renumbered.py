@@ -55,12 +55,10 @@ def _renumbered_header(header: str, numbering: Numbering) -> bytes:
 
 
 def aligned_header(renamed: Mapping[str, Any], header: str) -> bytes:
-    """Entries with other names than in the text of a header as a header, with its length before it.
-
-    The data begin where they began, modulo ALIGNMENT: loaded tensors are views into the file, and the last bit of a
-    product of one row depends on how they are aligned in memory.
-    """
+    """Entries with other names than in the text of a header as a header, with its length before it."""
     text = json.dumps(renamed, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    # the data begin where they began, modulo ALIGNMENT: loaded tensors are views into the file, and the last bit of a
+    # product of one row depends on how they are aligned in memory
     return _with_length(text + b" " * ((len(header.encode("utf-8")) - len(text)) % ALIGNMENT))
 
 

@@ -41,11 +41,7 @@ class RouterOptions:
     strict: bool = False
 
     def make(self) -> Router:
-        """The router with its numbers.
-
-        Raises:
-            PlanError: If a value is out of range, or another router's; all are named.
-        """
+        """The router with its numbers."""
         if problems := problems_of(self):
             raise PlanError.from_problems(problems)
         kind = ROUTERS[self.router]
@@ -78,11 +74,7 @@ def router_for(router: Router, expansions: int) -> Router:
 
 
 def read_router(settings: Any, expansions: int, place: str) -> Router | None:
-    """Make the router of plain JSON values, None of None; messages call the values by their `place` in the file.
-
-    Raises:
-        PlanError: If a value is of another kind than a router has, or out of range; all are named.
-    """
+    """Make the router of plain JSON values, None of None; messages call the values by their `place` in the file."""
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
@@ -124,11 +116,7 @@ def _has_type_of(value: Any, default: Any) -> bool:
 
 
 def router_of(specs: Mapping[str, Any]) -> Router | None:
-    """How a model routes, by the key `scale_surgery` of its config.json; None where it does not.
-
-    Raises:
-        PlanError: If a value is of another kind than a router has, or out of range.
-    """
+    """How a model routes, by the key `scale_surgery` of its config.json; None where it does not."""
     try:
         return read_router(specs.get(ROUTER_KEY), len(specs_of_expansions(specs)), f"{CONFIG_KEY}.{ROUTER_KEY}")
     except PlanError as error:
@@ -150,12 +138,10 @@ def routing_of(model: str | Path, checkpoint: Checkpoint) -> tuple[Router, tuple
 
 
 def sides_of(router: Router, specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the paths that a router weighs, by the key `scale_surgery` of the model's config.json.
-
-    They are `base`, or `preserve side` where an up stream goes with it, and the names of expansions.
-    """
+    """Names of the paths that a router weighs, by the key `scale_surgery` of the model's config.json."""
     names = tuple(str(expansion.get("name", DEFAULT_NAME)) for expansion in specs_of_expansions(specs))
     paths = router.paths(names)
+    # `base`, or `preserve side` where an up stream goes with it, and the names of expansions
     return tuple(path.expansion if path.has_w12 else PRESERVE_NAME if path.expansion else BASE_NAME for path in paths)
 
 

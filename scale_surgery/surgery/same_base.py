@@ -24,12 +24,7 @@ INDECISIVE = ("_name_or_path", "architectures", "transformers_version", "use_cac
 
 
 def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
-    """Check that an expansion fits a base by names and shapes, whatever its values.
-
-    Raises:
-        CheckpointError: If it does not fit; a few problems are listed, of many the first.
-        PlanError: If the base is of an architecture that is not supported.
-    """
+    """Check that an expansion fits a base by names and shapes, whatever its values."""
     if CONFIG_KEY in base.config:
         refuse_form(name, "expanded", "base")
     shapes = {name: tensor.shape for name, tensor in extract.manifest.base_tensors.items()}
@@ -38,12 +33,7 @@ def check_fit(extract: Extract, base: Checkpoint, name: str) -> None:
 
 
 def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, given: Shapes, name: str) -> None:
-    """Check config and shapes of a base, on disk or in memory; `shapes` are expected, `given` are the base's.
-
-    Raises:
-        CheckpointError: If they do not fit; a few problems are listed, of many the first.
-        PlanError: If the base is of an architecture that is not supported.
-    """
+    """Check config and shapes of a base, on disk or in memory; `shapes` are expected, `given` are the base's."""
     # sizes are derived, which takes seconds, and are others too where shapes are
     manifest, model_type = extract.manifest, config.get("model_type")
     if model_type != manifest.plan.family:

@@ -129,14 +129,9 @@ class Saved:
 
 
 def open_saved(saved: str | Path, expanded: Mapping[str, Any]) -> Saved:
-    """Read what a trainer saved, a folder or a Hub id; no tensor is read.
-
-    `expanded` is the config.json of the model that was trained, for a folder that has none: {} where nobody knows it.
-
-    Raises:
-        CheckpointError: If it holds no weights that can be read, or is something else; the message says what it is.
-    """
+    """Read what a trainer saved, a folder or a Hub id; no tensor is read."""
     path = find_source(saved).path
+    # `expanded` is the config.json of the model that was trained, for a folder that has none: {} where nobody knows it
     checkpoint = open_checkpoint(path, expanded)
     has_config = (path / CONFIG_FILE).is_file()
     if has_config:
@@ -162,11 +157,7 @@ def _refuse_other_forms(name: str, checkpoint: Checkpoint) -> None:
 
 
 def check_specs(saved: Saved, trained: Trained) -> None:
-    """Check that the saved config.json, where there is one, names the expansions of the trained model.
-
-    Raises:
-        CheckpointError: If it names others; every key is listed.
-    """
+    """Check that the saved config.json, where there is one, names the expansions of the trained model."""
     if not saved.config:
         return
     there, here = saved.config[CONFIG_KEY], trained.config[CONFIG_KEY]
@@ -199,19 +190,12 @@ def _give_trained(trained: Trained) -> str:
 
 
 def match_tensors(saved: Saved, trained: Trained) -> Match:
-    """Find out which saved tensor is which, by names and shapes.
-
-    Returns:
-        Each with its name in this package; of the base everything was saved, or nothing.
-
-    Raises:
-        CheckpointError: If a tensor is missing, unexpected, of another shape or of a dtype that holds no numbers of
-            its kind; the first are listed.
-    """
+    """Find out which saved tensor is which, by names and shapes."""
     plan = trained.first_plan
     stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
     wanted = {plan.stored_name(name): name for name in trained.tensors}
     by_files = match_names(stored, wanted, plan.architecture.unread, trained.model)
+    # each with its name in this package
     match = Match(
         pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in by_files.pairs),
         missing=tuple(wanted[name] for name in by_files.missing),
@@ -219,6 +203,7 @@ def match_tensors(saved: Saved, trained: Trained) -> Match:
         joined={name: stored[file_name] for name, file_name in by_files.joined.items()},
         model=by_files.model,
     )
+    # of the base everything was saved, or nothing
     has_base = any(pair.wanted in trained.base_tensors for pair in match.pairs)
     missing = [name for name in match.missing if has_base or name not in trained.base_tensors]
     shapes, dtypes = _shape_problems(saved, trained, match), _dtype_problems(saved, trained, match)
@@ -278,12 +263,8 @@ def _advice(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: b
 
 
 def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[str]]:
-    """Say what was saved otherwise beside the expansion; what the trained model had stays.
-
-    Returns:
-        A line for each difference that changes no number of the model, and for each with which it may compute
-        otherwise.
-    """
+    """Say what was saved otherwise beside the expansion; what the trained model had stays."""
+    # a line for each difference that changes no number of the model, and for each with which it may compute otherwise
     harmless, decisive = list[str](), list[str]()
     template, kept = chat_template(saved.checkpoint), chat_template(trained.checkpoint)
     if template is not None and template != kept:

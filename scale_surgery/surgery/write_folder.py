@@ -78,11 +78,9 @@ def running_dtype(checkpoint: Checkpoint) -> str:
 
 
 def least_base_bytes(given: Checkpoint, before: Manifest | None, plan: Plan, how: BaseWeights) -> int:
-    """Bytes that the base's shards need on disk for sure; arguments are those of `write_folder`.
-
-    A reflink takes no space either, but whether it works is only known when it is tried.
-    """
+    """Bytes that the base's shards need on disk for sure."""
     shards = list(given.shards) if before is None else base_shards(given, before)
+    # a reflink takes no space either, but whether it works is only known when it is tried
     if how != "copy":
         shards = [] if before is not None else list(renumbered_shards(given, plan.numbering))
     return sum((given.path / shard).stat().st_size for shard in shards)
@@ -104,21 +102,12 @@ def write_folder(
     track: Track,
     routing: Router | None,
 ) -> WrittenFolder:
-    """Write all of an expanded folder but the shards of new expansions, which lie in it already.
-
-    Args:
-        given: The base; or an expanded folder, whose files stay as they are.
-        before: surgery.json of that folder, None for a base.
-        expansions: What surgery.json is to say of each, in the order of the paths; without hashes of its tensors, they
-            are hashed as they lie in the new folder.
-        partial: The new folder. Expansions whose shards are missing there are taken over from `given`.
-        base_weights: How shards are taken over.
-        run: The device of the new tensors, and how the base's tokenizer is loaded.
-        track: Makes progress bars.
-        routing: How the model routes, or None.
-    """
+    """Write all of an expanded folder but the shards of new expansions, which lie in it already."""
+    # `given` is the base, or an expanded folder, whose files stay as they are; `before` is its surgery.json
     if before is None:
         return _write_around_base(given, expansions, partial, base_weights, run, track, routing)
+    # expansions come in the order of the paths; without hashes of its tensors, they are hashed as they lie in the new
+    # folder, and where its shards are missing there, they are taken over from `given`
     manifest = replace(before, expansions=dict(expansions), routing=routing, verification=None)
     return _write_around_expansions(given, before, manifest, partial, base_weights, track)
 
@@ -261,10 +250,7 @@ def _with_hashes(expansions: Mapping[str, ExpansionRecord], written: Checkpoint)
 def take_over_shards(
     base: Checkpoint, folder: Path, numbering: Numbering | None, how: BaseWeights, advance: Progress
 ) -> Mapping[str, str]:
-    """Take the shards of a base over as files; those in which tensors get other names, with another header.
-
-    Returns the base's header of each of the latter.
-    """
+    """Take the shards of a base over as files; those in which tensors get other names, with another header."""
     renumbered = renumbered_shards(base, numbering)
     for shard in base.shards:
         source, file = base.path / shard, folder / stored_shard(shard)
@@ -272,6 +258,7 @@ def take_over_shards(
             write_renumbered(source, file, numbering, advance)
         else:
             take_over(source, file, how, advance)
+    # the base's header of each that has another
     return renumbered
 
 

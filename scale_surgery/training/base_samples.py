@@ -72,23 +72,19 @@ def _write_samples(
 
 
 def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
-    """Samples without their first token, where the tokenizer starts no document with it.
-
-    Otherwise a model could tell samples from documents.
-    """
+    """Samples without their first token, where the tokenizer starts no document with it."""
     (start,) = tokenize_prompts([""], tokenizer)
     if start:
         return samples
+    # otherwise a model could tell samples from documents
     cut = (samples[place]["input_ids"].int()[1:] for place in range(len(samples)))
     return concatenate(Sequences(ids, ids, (0, len(ids))) for ids in cut)
 
 
 def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Checkpoint) -> Sequences:
-    """Samples in the form of the texts to learn: packed like them, or each by itself.
-
-    Where the form tells them apart, a model keeps to its base at the start of every sequence, and learns only in the
-    middle of packed ones.
-    """
+    """Samples in the form of the texts to learn: packed like them, or each by itself."""
+    # where the form tells them apart, a model keeps to its base at the start of every sequence, and learns only in the
+    # middle of packed ones
     length = choose_length(settings.sequence_length, {checkpoint.path.name: context_of(checkpoint.config)})
     return pack(_shifted(samples, length), length) if settings.packing else samples
 

@@ -202,12 +202,10 @@ def propose_layers(budget: int, changes: Mapping[int, float], price: Price) -> t
 
 
 def _affordable(budget: int, order: Sequence[int], price: Price) -> list[int]:
-    """Take layers while the budget pays for them, and skip those that do not fit.
-
-    Layer 0 may cost more than the next one, since it widens the embedding too.
-    """
+    """Take layers while the budget pays for them, and skip those that do not fit."""
     chosen: list[int] = []
     for layer in order:
+        # layer 0 may cost more than the next one, since it widens the embedding too
         if price(sorted([*chosen, layer])) <= budget:
             chosen.append(layer)
     return chosen

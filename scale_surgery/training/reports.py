@@ -55,17 +55,15 @@ def _what_is_missing(name: str) -> str | None:
 def reporting(
     trainer: Trainer, callbacks: Mapping[str, Any], training: TrainingRun, *, is_main: bool, resume: bool
 ) -> Iterator[None]:
-    """Report a run inside a `with` block.
-
-    Files for TensorBoard go into the run's folder, unless TENSORBOARD_LOGGING_DIR says otherwise. A resumed run goes on
-    in the same place, and hides what was logged after the checkpoint that it begins with.
-    """
+    """Report a run inside a `with` block."""
     for callback in callbacks.values():
         trainer.add_callback(callback)
     board = callbacks.get("tensorboard")
     if board is None or not is_main:
         yield
         return
+    # files for TensorBoard go into the run's folder, unless TENSORBOARD_LOGGING_DIR says otherwise; a resumed run goes
+    # on in the same place, and hides what was logged after the checkpoint that it begins with
     latest = training.whole_checkpoints()[-1:]
     begin = training.step_of(latest[0]) + 1 if latest else 0
     # the callback opens it again for the measurement after the last step

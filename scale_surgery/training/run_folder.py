@@ -187,10 +187,7 @@ def last_measured(log: Log) -> dict[str, float]:
 
 
 def publish_tensors(target: Path, name: str, trained: Path, step: str, model: InMemory) -> None:
-    """Write trained tensors into a folder: new shards, then the index; then the old shards are removed.
-
-    Shards have `step` in their names. Tensors are cast once, to the dtype that they have in the folder.
-    """
+    """Write trained tensors into a folder: new shards, then the index; then the old shards are removed."""
     from safetensors import safe_open
 
     from scale_surgery.surgery.initialise import TORCH_DTYPES
@@ -202,6 +199,7 @@ def publish_tensors(target: Path, name: str, trained: Path, step: str, model: In
         for shard in plan.shards:
             held = [tensor.name for tensor in plan.tensors if tensor.shard == shard]
             dtypes = {plan.stored_name(key): TORCH_DTYPES[checkpoint.tensors[key].dtype] for key in held}
+            # cast once, to the dtype that they have in the folder
             tensors = {key: tensor.to(dtypes[key]) for key, tensor in model.tensors(file.get_tensor, dtypes)}
             published = shard.replace(stem, stem + step)
             write_tensors(target / published, {key: tensors[key] for key in dtypes})

@@ -134,10 +134,7 @@ def read_texts(
     processes: Any,
     track: Track,
 ) -> dict[str, Any]:
-    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given.
-
-    Where tokens were added, the latter as the base reads them too ("base old", "base new").
-    """
+    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
     name = checkpoint.path.name
     length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(checkpoint.path, name, run)
@@ -154,6 +151,7 @@ def read_texts(
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
             texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))
+            # where tokens were added, also as the base reads them ("base old", "base new")
             if of_base is not tokenizer:
                 read = tokenize(read_documents(given), of_base)
                 texts[f"{BASE_NAME} {side}"] = stride(read, length, max(1, length // 2))

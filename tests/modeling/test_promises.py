@@ -206,12 +206,7 @@ def base_bytes(base: Any, model: Any) -> list[str]:
 
 @torch.no_grad()
 def broken(models: Models, **router: Any) -> set[str]:
-    """Names of the promises that do not hold; of `paths_as_alone` with the path for which it does not.
-
-    Args:
-        models: The models.
-        router: Numbers of the router that bounds forgetting; by default equal weights that never switch.
-    """
+    """Names of the promises that do not hold; of `paths_as_alone` with the path for which it does not."""
     base, names, trained = models.base, models.names, models.trained
     failures = set()
     if not begins_as_base(models):
@@ -227,6 +222,7 @@ def broken(models: Models, **router: Any) -> set[str]:
         if not has_base_stream(base, trained):
             failures.add("base_stream_always")
         failures |= {f"paths_as_alone: {name}" for name in paths_that_differ({None: base, **models.alone}, trained)}
+    # numbers of the router that bounds forgetting; by default equal weights that never switch
     trained.set_expansion(names, **{"switch_rate": 0.0} | router)
     if most_lost(trained, models.texts) > math.log(1 + len(names)) + ROOM[trained.dtype]:
         failures.add("bounded_forgetting")

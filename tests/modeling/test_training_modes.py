@@ -260,10 +260,8 @@ def test_compile(
 
 
 def weights_kept(model: Any, context: Any = None) -> set[str]:
-    """Names of the frozen tensors that autograd keeps for a backward pass: those whose input gets a gradient.
-
-    A norm inside each head is left out: the new heads share it, and they do get gradients.
-    """
+    """Names of the frozen tensors that autograd keeps for a backward pass: those whose input gets a gradient."""
+    # a norm inside each head is left out: the new heads share it, and they do get gradients
     shared = {module.weight for module in model.modules() if isinstance(module, ExpandedHeadNorm)}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and p not in shared}
     names = {parameter.untyped_storage().data_ptr(): name for name, parameter in frozen.items()}

@@ -16,11 +16,7 @@ class BrokenError(AssertionError):
 
 
 def check_files(base: Path, expanded: Path, folder: Path) -> None:
-    """The program's own promises, and that the base comes out, and the expansion goes out and in, byte for byte.
-
-    Raises:
-        BrokenError: If not.
-    """
+    """The program's own promises, and that the base comes out, and the expansion goes out and in, byte for byte."""
     verification = verify(expanded, base)
     if not verification.passed:
         failed = [f"{promise.name}: {promise.evidence}" for promise in verification.promises if promise.holds is False]
@@ -37,11 +33,7 @@ def check_files(base: Path, expanded: Path, folder: Path) -> None:
 
 
 def check_in_memory(base: Path, expanded: Path, taken: Path) -> None:
-    """On the base in memory, too, the expansion gives the model of the folder: each tensor, and the logits.
-
-    Raises:
-        BrokenError: If not.
-    """
+    """On the base in memory, too, the expansion gives the model of the folder: each tensor, and the logits."""
     from transformers import AutoModelForCausalLM
 
     stock, wanted = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (base, expanded))

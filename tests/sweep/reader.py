@@ -58,11 +58,7 @@ class Reader:
         self.process: Any = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
 
     def read(self, path: Path, **options: Any) -> dict[str, Any]:
-        """What a folder gives there.
-
-        Raises:
-            RuntimeError: If it cannot be loaded or run.
-        """
+        """What a folder gives there; RuntimeError if it cannot be loaded or run."""
         self.process.stdin.write(json.dumps({"path": str(path), **options}) + "\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())

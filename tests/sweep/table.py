@@ -44,11 +44,7 @@ COLUMNS = ("route preserve", "route adapt", "gate", "fuse", "stock", "grow", "de
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The page.
-
-    Args:
-        rows: What became of each type.
-    """
+    """The page: what became of each type."""
     passed, failed = [row for row in rows if not row.broken], [row for row in rows if row.broken]
     lines = [HEAD, f"{len(passed)} of {len(rows)} pass.\n", _counts(passed), *_table(passed), *_reasons(passed)]
     if failed:

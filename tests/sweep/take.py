@@ -60,17 +60,12 @@ def take_several(types: list[str]) -> list[dict[str, object]]:
 
 
 def take_through(model_type: str, reader: Reader, *, beside: bool = True) -> Row:
-    """Take a model type through the program, as the tiny twin of its default config.
-
-    Args:
-        model_type: Its name.
-        reader: What loads folders in a process of its own.
-        beside: Whether to try, too, what need not work.
-    """
+    """Take a model type through the program, as the tiny twin of its default config."""
     row, started = Row(model_type), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"{model_type}-"))
     try:
         check_all(row, folder, reader)
+        # what need not work
         row.works = {name: tried(work, folder, reader) for name, work in BESIDE.items()} if beside else {}
     except Exception as error:  # whatever it is, it stands in the table
         row.broken = " ".join(f"{type(error).__name__}: {error}".split())
@@ -81,11 +76,7 @@ def take_through(model_type: str, reader: Reader, *, beside: bool = True) -> Row
 
 
 def check_all(row: Row, folder: Path, reader: Reader) -> None:
-    """Everything that has to hold, in both dtypes.
-
-    Raises:
-        BrokenError: If something does not hold.
-    """
+    """Everything that has to hold, in both dtypes."""
     config = twin_config(row.model_type)
     register()
     for name, dtype in DTYPES.items():
@@ -139,11 +130,7 @@ def blocks_of(made: Any) -> dict[str, list[str]]:
 
 
 def check_same(base: dict[str, Any], expanded: dict[str, Any], title: str) -> None:
-    """Logits and generation are the base's, and the expansion trains, and nothing else.
-
-    Raises:
-        BrokenError: If not.
-    """
+    """Logits and generation are the base's, and the expansion trains, and nothing else."""
     for name in ("logits", "row", "tokens"):
         if base[name] != expanded[name]:
             raise BrokenError(f"{title}: {name} are not those of the base")
@@ -152,11 +139,7 @@ def check_same(base: dict[str, Any], expanded: dict[str, Any], title: str) -> No
 
 
 def check_training(path: Path) -> None:
-    """Three steps change the logits, every new tensor gets a gradient at last, and the base stays what it was.
-
-    Raises:
-        BrokenError: If not.
-    """
+    """Three steps change the logits, every new tensor gets a gradient at last, and the base stays what it was."""
     from transformers import AutoModelForCausalLM
 
     model, ids = AutoModelForCausalLM.from_pretrained(path, dtype="auto"), ids_of()
@@ -215,11 +198,7 @@ def route_adapt(folder: Path, reader: Reader) -> None:
 
 
 def check_paths(routed: Path, base: Path) -> None:
-    """Each path alone gives what the base gives, as nothing was trained.
-
-    Raises:
-        BrokenError: If not.
-    """
+    """Each path alone gives what the base gives, as nothing was trained."""
     from transformers import AutoModelForCausalLM
 
     ids = ids_of()

@@ -85,11 +85,7 @@ def ask(path: Path) -> str:
 
 
 def wait(client: object, server: subprocess.Popen[bytes]) -> None:
-    """Wait until a server answers.
-
-    Raises:
-        RuntimeError: If it ends before, or does not answer in time.
-    """
+    """Wait until a server answers."""
     end = time.monotonic() + SECONDS_TO_START
     while time.monotonic() < end:
         if server.poll() is not None:

@@ -47,10 +47,7 @@ def route(expanded: Path, folder: Path) -> None:
 
 
 def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
-    """Write what `generate` makes of so many prompts beside a checkpoint.
-
-    Prompts are left out where two tokens are about as likely: sums in another order may take the other.
-    """
+    """Write what `generate` makes of so many prompts beside a checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts, tokens = [], []
@@ -63,6 +60,7 @@ def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
                 prompt, attention_mask=seen, **options, output_logits=True, return_dict_in_generate=True
             )
         best = torch.stack(made.logits).topk(2).values
+        # left out where two tokens are about as likely: sums in another order may take the other
         if len(prompts) < wanted and float((best[..., 0] - best[..., 1]).min()) > CLEAR:
             prompts.append(token_ids)
             tokens.append(made.sequences[0, len(token_ids) :].tolist())
