@@ -119,6 +119,7 @@ def model_classes(architecture: Architecture) -> dict[str, Any]:
         module, _, class_name = name.partition(".")
         classes[auto_class] = getattr(import_module(f"{__name__}.{module}"), class_name)
         # when a model is saved, its class takes its code along, as that of a model loaded as remote code does
+        # a model that is saved takes its code along, as one that was loaded as remote code does
         classes[auto_class].register_for_auto_class(auto_class)
     return classes
 
