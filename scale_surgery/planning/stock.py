@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from scale_surgery.errors import counted
 from scale_surgery.planning.architecture import Architecture, Linear, Sizes
 from scale_surgery.planning.specs import LinearWidths, Widths
 from scale_surgery.planning.stored import find_prefix, module_path
@@ -141,7 +142,7 @@ def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> 
         )
     elif widths.up_kv_heads and architecture.fixed_heads:
         yield (
-            f"--to stock: {widths.up_kv_heads} key/value heads were added, expected none for a "
+            f"--to stock: {counted(widths.up_kv_heads, 'added key/value head')}, expected none for a "
             f"{architecture.model_type} model: {architecture.fixed_heads}. Merge --to fused, or expand with "
             "--up-kv-heads 0."
         )

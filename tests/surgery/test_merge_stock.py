@@ -230,7 +230,7 @@ NORMED = "its queries and keys are normalised over all heads at once, and new he
 @pytest.mark.parametrize(("family", "reason"), (("gpt2", FIXED), ("gpt_neox", FIXED), ("olmo2", NORMED)))
 def test_heads_that_no_stock_class_has_are_refused(pair_of, family, reason):
     assert problems_of(pair_of(family, "adapt_without_up_stream").path) == [
-        f"--to stock: 1 key/value heads were added, expected none for a {family} model: {reason}. Merge --to fused, or "
+        f"--to stock: 1 added key/value head, expected none for a {family} model: {reason}. Merge --to fused, or "
         "expand with --up-kv-heads 0."
     ]
 
