@@ -247,11 +247,12 @@ def torture(made: Torture, count: int, seed: int, verbs: Sequence[str]) -> tuple
     Returns:
         How often a command was disturbed so and ended so, and every problem.
     """
-    chance = random.Random(seed)
     counts: Counter[tuple[str, str, str]] = Counter()
     problems = []
     with contextlib.suppress(KeyboardInterrupt):  # what was done until then is told
         for trial in range(count):
+            # a source of its own: what others draw depends on times, which differ from run to run
+            chance = random.Random(f"{seed} {trial}")
             name = chance.choices(verbs, [VERBS[verb].weight for verb in verbs])[0]
             disturbance = made.draw(name, chance)
             outcome, failures = made.disturb(name, disturbance)

@@ -112,7 +112,7 @@ def chatting(*arguments: object, **environment: str) -> Iterator[tuple[Terminal,
 
 @pytest.mark.slow
 def test_a_conversation_in_a_terminal(place: Path) -> None:
-    settings = ("--max-new-tokens", "1500", "--temperature", "0")
+    settings = ("--max-new-tokens", "100000", "--temperature", "0")
     with chatting(place / "posterior", *settings, TERM="xterm-256color", COLORTERM="truecolor") as (terminal, child):
         assert "Ctrl-C stops an answer" in terminal.text and " default" in terminal.text
         # it streams: a token is there long before the last one
@@ -121,7 +121,6 @@ def test_a_conversation_in_a_terminal(place: Path) -> None:
         terminal.type("\x03")
         stopped = terminal.wait_for("> ")
         assert "stopped; an empty line goes on" in stopped
-        assert len(COLOUR.findall(stopped)) < 1400
         # at the prompt, Ctrl-C ends nothing
         assert "Ctrl-D or /exit ends" in terminal.interrupt(r"\n[^\n]*> ")
         # another question, in the colours of its paths
