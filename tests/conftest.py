@@ -102,17 +102,30 @@ class Pair:
 
 
 class Bars(dict[str, list[int]]):
-    """Bars that an operation moves, by label: how much there is to do, and how much it said to be done."""
+    """Bars by label: how much there is to do, and how much is done; in front of `stop` somebody presses Ctrl-C."""
+
+    def __init__(self, stop: str = "") -> None:
+        super().__init__()
+        self.stop = stop
+        self.seen: list[tuple[str, list[int]]] = []  # also those whose label came again
 
     @contextmanager
-    def track(self, label: str, total: int) -> Iterator[Callable[..., None]]:
+    def __call__(self, label: str, total: int) -> Iterator[Callable[..., None]]:
         """Begin one."""
-        self[label] = [total, 0]
+        self[label] = bar = [total, 0]
+        self.seen.append((label, bar))
 
         def advance(amount: int, note: str = "") -> None:
-            self[label][1] += amount
+            bar[1] += amount
+            if label == self.stop:
+                raise KeyboardInterrupt
 
         yield advance
+
+    @property
+    def unfinished(self) -> list[tuple[str, list[int]]]:
+        """Those that did not end where they said they would."""
+        return [(label, bar) for label, bar in self.seen if bar[0] != bar[1]]
 
 
 def digests(folder: Path) -> dict[str, str]:
