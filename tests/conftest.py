@@ -24,6 +24,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import itertools
 import json
 import shutil
@@ -37,9 +38,11 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import other
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import modeling
+from scale_surgery.errors import SurgeryError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import Expansion, expand
 from tests.tiny import save_tiny
@@ -99,17 +102,30 @@ class Pair:
 
 
 class Bars(dict[str, list[int]]):
-    """Bars that an operation moves, by label: how much there is to do, and how much it said to be done."""
+    """Bars by label: how much there is to do, and how much is done; in front of `stop` somebody presses Ctrl-C."""
+
+    def __init__(self, stop: str = "") -> None:
+        super().__init__()
+        self.stop = stop
+        self.seen: list[tuple[str, list[int]]] = []  # also those whose label came again
 
     @contextmanager
-    def track(self, label: str, total: int) -> Iterator[Callable[..., None]]:
+    def __call__(self, label: str, total: int) -> Iterator[Callable[..., None]]:
         """Begin one."""
-        self[label] = [total, 0]
+        self[label] = bar = [total, 0]
+        self.seen.append((label, bar))
 
         def advance(amount: int, note: str = "") -> None:
-            self[label][1] += amount
+            bar[1] += amount
+            if label == self.stop:
+                raise KeyboardInterrupt
 
         yield advance
+
+    @property
+    def unfinished(self) -> list[tuple[str, list[int]]]:
+        """Those that did not end where they said they would."""
+        return [(label, bar) for label, bar in self.seen if bar[0] != bar[1]]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -127,6 +143,27 @@ def edited(file: Path) -> Iterator[dict[str, Any]]:
     else:
         yield (content := json.loads(file.read_text()) if file.is_file() else {})
         file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def refusal(call: Callable[..., object], *args: Any, error: type[Exception] = SurgeryError, **options: Any) -> str:
+    """What an operation says when it refuses."""
+    with pytest.raises(error) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+def flip(file: Path, place: int = -1) -> None:
+    """Change one bit of a file, of its last byte unless another place is given."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def shown(renderable: object, width: int = 80) -> str:
+    """What a terminal without colours shows of something."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def shake(path: Path, seed: int = 1) -> Path:

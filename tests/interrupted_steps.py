@@ -134,8 +134,7 @@ class FileCalls:
         if kind == "kill" and self.calls == at:
             die()
         self.calls += 1
-        is_reading = event in ("os.scandir", "os.listdir") or (event == "open" and not is_written(arguments[2]))
-        if is_reading:
+        if event in ("os.scandir", "os.listdir", "os.walk") or (event == "open" and not is_written(arguments[2])):
             return
         self.writes += 1
         if kind == "error" and self.writes == at + 1:

@@ -22,6 +22,7 @@ import transformers
 import scale_surgery
 from scale_surgery import adopt
 from scale_surgery.surgery.record import read_manifest
+from tests.conftest import digests
 from tests.each import mostly
 from tests.test_docs import (
     BLOCK,
@@ -109,12 +110,7 @@ def test_the_quick_start_prints_what_is_shown(place: Path) -> None:
     page = rewrite_examples(QUICK_START)
     shown = QUICK_START.read_text(encoding="utf-8")
     assert settled(page, shown) == without_chance(shown), __doc__
-    given, repeated = (folder_digests(place / name) for name in ("biographies", "again"))
-    assert repeated == given
-
-
-def folder_digests(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert digests(place / "again") == digests(place / "biographies")
 
 
 # pin_memory, a default of the data loader, warns where there is no accelerator

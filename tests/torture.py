@@ -239,11 +239,12 @@ def _outcome(code: int) -> str:
 
 def torture(made: Torture, count: int, seed: int, verbs: Sequence[str]) -> tuple[Counter, list[str]]:
     """Disturb commands, so many times: how often a command was disturbed so and ended so, and every problem."""
-    chance = random.Random(seed)
     counts: Counter[tuple[str, str, str]] = Counter()
     problems = []
     with contextlib.suppress(KeyboardInterrupt):  # what was done until then is told
         for trial in range(count):
+            # a source of its own: what others draw depends on times, which differ from run to run
+            chance = random.Random(f"{seed} {trial}")
             name = chance.choices(verbs, [VERBS[verb].weight for verb in verbs])[0]
             disturbance = made.draw(name, chance)
             outcome, failures = made.disturb(name, disturbance)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from jinja2.exceptions import SecurityError
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
 
@@ -16,13 +15,13 @@ from scale_surgery import Probes, Request, RunOptions, expand, inspect, plan, st
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.code_names import BUILT_IN
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.cli import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling.expanded_attention import SPLIT_ATTENTION
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.tokenizer import load_tokenizer, need_tokenizer
+from tests.command import run
 from tests.composed import Made
-from tests.conftest import Pair, edited
+from tests.conftest import Pair, edited, refusal
 from tests.dense_reference import JOINT_ATTENTION
 
 TRUSTED = RunOptions(device="cpu", trust_remote_code=True)
@@ -75,9 +74,7 @@ KERNELS: dict[str, tuple[dict[str, Any], str]] = {
 def test_kernels_that_a_config_names(llama_base: Path, name: str) -> None:
     change, wanted = KERNELS[name]
     edit_json(llama_base / "config.json", **change)
-    with pytest.raises(CheckpointError) as refused:
-        inspect(llama_base)
-    message = str(refused.value)
+    message = refusal(inspect, llama_base, error=CheckpointError)
     assert message.startswith(f"{llama_base / 'config.json'}: ") and wanted in message and message.endswith(REASON)
 
 
@@ -114,9 +111,8 @@ def test_every_way_into_a_folder_is_guarded(speaking: tuple[Made, Path], tmp_pat
     places |= {"OUT": str(tmp_path / "out")}
     before = sorted(tmp_path.rglob("*"))
     for line in COMMANDS:
-        done = CliRunner().invoke(main, [places.get(word, word) for word in line.split()])
-        output = " ".join(done.output.split())
-        assert done.exit_code == 1 and "text_config.attn_implementation is 'o/k', expected an" in output, (line, output)
+        output = " ".join(run(*(places.get(word, word) for word in line.split()), code=1).output.split())
+        assert "text_config.attn_implementation is 'o/k', expected an" in output, (line, output)
     assert sorted(tmp_path.rglob("*")) == before
 
 

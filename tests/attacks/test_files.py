@@ -13,16 +13,14 @@ from safetensors import SafetensorError, safe_open
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.names import INDEX_FILE, SINGLE_FILE, is_inside
 from scale_surgery.errors import CheckpointError
-from tests.conftest import edited
+from tests.conftest import edited, refusal
 from tests.fuzz.files import Planted
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        open_checkpoint(folder)
-    return str(refused.value)
+def refused(folder: Path) -> str:
+    return refusal(open_checkpoint, folder, error=CheckpointError)
 
 
 # headers
@@ -76,7 +74,7 @@ HEADERS = {
 def test_headers_that_lie(llama_base: Path, name: str) -> None:
     content, message = HEADERS[name]
     (llama_base / SINGLE_FILE).write_bytes(content)
-    problem = refusal(llama_base)
+    problem = refused(llama_base)
     assert problem.startswith(f"{SINGLE_FILE}: ") and message in problem, problem
     # and what others would make of it is none of ours: the file is refused by its own library too
     with pytest.raises(SafetensorError), safe_open(llama_base / SINGLE_FILE, framework="np"):
@@ -93,10 +91,10 @@ def test_an_index_that_leaves_the_folder(sharded_base: Path, file: object) -> No
     with edited(sharded_base / INDEX_FILE) as index:
         index["weight_map"]["model.norm.weight"] = file
     if file == "\ud800":
-        assert "it holds half a character" in refusal(sharded_base)
+        assert "it holds half a character" in refused(sharded_base)
         return
     wanted = f"{INDEX_FILE}: model.norm.weight is said to lie in {file!r}, expected a file inside the folder."
-    assert refusal(sharded_base) == f"{wanted} Do not use this checkpoint before you know who made it."
+    assert refused(sharded_base) == f"{wanted} Do not use this checkpoint before you know who made it."
 
 
 def test_what_is_inside() -> None:
@@ -113,11 +111,11 @@ def test_a_pickle_that_is_called_safetensors_or_that_an_index_names(
 ) -> None:
     planted = pickle.dumps(Planted(tmp_path / "it-ran"))
     (llama_base / SINGLE_FILE).write_bytes(planted)
-    assert "It is truncated or not a safetensors file" in refusal(llama_base)
+    assert "It is truncated or not a safetensors file" in refused(llama_base)
     (sharded_base / "shard.bin").write_bytes(planted)
     with edited(sharded_base / INDEX_FILE) as index:
         index["weight_map"]["model.norm.weight"] = "shard.bin"
-    assert "shard.bin: its first 8 bytes promise a header" in refusal(sharded_base)
+    assert "shard.bin: its first 8 bytes promise a header" in refused(sharded_base)
     assert not (tmp_path / "it-ran").exists()
 
 
@@ -125,7 +123,7 @@ def test_a_pickle_that_is_called_safetensors_or_that_an_index_names(
 def test_pickled_weights_are_refused_with_the_way_out(llama_base: Path, tmp_path: Path, name: str) -> None:
     (llama_base / SINGLE_FILE).unlink()
     (llama_base / name).write_bytes(pickle.dumps(Planted(tmp_path / "it-ran")))
-    message = refusal(llama_base)
+    message = refused(llama_base)
     assert f"found only pickled weights ({name}), expected model.safetensors" in message
     assert "convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(OLD)" in message
     assert not (tmp_path / "it-ran").exists()

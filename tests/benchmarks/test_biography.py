@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from scale_surgery.biographies import (
 from scale_surgery.biographies import (
     biography as tell,
 )
+from tests.conftest import shown
 
 ADAPTERS = ("LoRA", "PiSSA")
 MATCHED = [
@@ -152,14 +152,8 @@ def test_targets_are_judged() -> None:
     met = [target.is_met(value) for target, value in zip(biography_report.TARGETS, judged, strict=True)]
     assert met == [False, True, False, True]
     groups = {"adapt both 3": [scored(1, 1.0, 0.5)], "both 3 posterior": [scored(1, 0.99, 0.985)]}
-    table = rendered(biography_report.render_targets(groups))
+    table = shown(biography_report.render_targets(groups))
     assert "98.5 -" in table and "99.0 +" in table and "adapt" not in table
-
-
-def rendered(table: Any) -> str:
-    console = Console(width=80, file=io.StringIO())
-    console.print(table)
-    return console.file.getvalue()
 
 
 def test_scores_do_not_depend_on_the_batch(examination: Examination) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from benchmarks.biography import layers as biography_layers
@@ -33,6 +31,7 @@ from benchmarks.biography.runs import (
     w12_norm,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
+from tests.conftest import shown
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +107,13 @@ def proposal(seed: int, changes: tuple[float, ...]) -> Proposal:
     return Proposal(seed, QUICK, 1.0, changes, (1, 2))
 
 
-def rendered(table: Any) -> str:
-    console = Console(width=80, file=io.StringIO())
-    console.print(table)
-    return console.file.getvalue()
-
-
 def test_tables_say_what_pilots_propose() -> None:
     proposals = [proposal(0, (0.3, 0.4, 0.2, 0.1)), proposal(1, (0.3, 0.2, 0.4, 0.1))]
     assert [choice.pair for choice in proposals] == [(0, 1), (0, 2)]
-    pairs = rendered(biography_layers_report.render_pairs({pair: [scored(), scored(1)] for pair in PAIRS}, proposals))
+    pairs = shown(biography_layers_report.render_pairs({pair: [scored(), scored(1)] for pair in PAIRS}, proposals))
     lines = {line[:4]: line for line in pairs.splitlines()}
     assert lines["0, 1"].endswith(" 1") and lines["0, 2"].endswith(" 1") and not lines["1, 3"].endswith(" 1")
-    table = rendered(biography_layers_report.render_proposals(proposals))
+    table = shown(biography_layers_report.render_proposals(proposals))
     assert "seed 1  30.00%  20.00%  40.00%  10.00% 1, 2" in table
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from rich.table import Table
 
-from benchmarks import inference, make_checkpoint, on_gpu, routing_cost, training_cost
+from benchmarks import device, inference, make_checkpoint, on_gpu, routing_cost, training_cost
 from benchmarks.device import Place, as_markdown, peak_of
 from benchmarks.on_gpu import BENCHMARKS, Benchmark
 from scale_surgery.training.allocator import is_glibc, keep_freed_memory
@@ -84,7 +86,8 @@ def test_peaks_on_the_cpu_are_anonymous_memory() -> None:
     """Also where malloc keeps what is freed, as it does after training."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         peaks = [pool.submit(peak_of_a_block, keeps).result() for keeps in (False, True)]
-    assert all(60_000_000 < peak < 70_000_000 for peak in peaks)
+    # each processor keeps some pages to itself before they count; none is 0, and none counts what was kept again
+    assert all(30_000_000 < peak < 90_000_000 for peak in peaks)
 
 
 def peak_of_a_block(keeps: bool) -> int:
@@ -92,15 +95,20 @@ def peak_of_a_block(keeps: bool) -> int:
     if keeps:
         assert keep_freed_memory()
     take_blocks()
+    device.anonymous_bytes = asked = Mock(wraps=device.anonymous_bytes)
     with peak_of(CPU) as peak:
-        take_blocks()
+        take_blocks(asked)
     return peak.bytes
 
 
-def take_blocks() -> None:
+def take_blocks(asked: Mock | None = None) -> None:
+    """Take 60 MB, and hold them until somebody has asked how much that is: who asks now may have begun before."""
     held = [torch.ones(500_000) for _ in range(30)]
-    for _ in range(200):
-        held[0].add_(1)
+    until, calls = time.monotonic() + 60, asked.call_count + 2 if asked else 0
+    while asked and asked.call_count < calls:
+        assert time.monotonic() < until, "nobody asks for the memory"
+        time.sleep(0.001)
+    held.clear()
 
 
 def test_tables_become_markdown() -> None:

@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.outputs import OutputFile, OutputFolder
 from scale_surgery.cli.program import main
 from tests.command import run
-from tests.conftest import digests
+from tests.conftest import digests, refusal
 from tests.each import mostly
 
 WRITING = {
@@ -117,9 +117,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(place, tmp_pat
         text / "a.html",
         model / "config.json",
     ]
-    with pytest.raises(CheckpointError) as refused:
-        check_output_files(files, [model, text])
-    assert set(str(refused.value).splitlines()) == {
+    assert set(refusal(check_output_files, files, [model, text], error=CheckpointError).splitlines()) == {
         f"{text}: would be written into {text}, which is read. Choose another file.",
         f"{text}/a.html: would be written into {text}, which is read. Choose another file.",
         f"{model}/config.json: would be written into {model}, which is read. Choose another file.",

@@ -12,13 +12,14 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from scale_surgery.cli.options import output_options, parse_size
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.show.console import Output
 from scale_surgery.surgery.record import read_manifest
+from tests.command import run
 from tests.conftest import digests
 from tests.tiny import save_tiny
 
@@ -32,12 +33,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expanded(base: Path) -> Path:
     run("expand", base, "--layers", "last:1", "-o", base.parent / "expanded")
     return base.parent / "expanded"
-
-
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_help_imports_neither_torch_nor_transformers() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
@@ -19,7 +18,6 @@ from scale_surgery import (
     Evaluation,
     Request,
     RunOptions,
-    SurgeryError,
     evaluate,
     expand,
 )
@@ -31,7 +29,7 @@ from scale_surgery.running.loss import Measurement
 from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.running.texts import stride, tokenize
 from tests.command import run
-from tests.conftest import Bars, load, shake
+from tests.conftest import Bars, edited, flip, load, refusal, shake
 from tests.running.test_texts import letters, lines
 from tests.tiny import save_tiny
 
@@ -77,12 +75,6 @@ def result(place: Path) -> Evaluation:
 def row(result: Evaluation, name: str) -> Score:
     (matching,) = [score for score in result.scores if score.name == name]
     return matching
-
-
-def refusal(*args: Any, error: type[SurgeryError] = DataError, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        evaluate(*args, **options)
-    return str(caught.value)
 
 
 @torch.no_grad()
@@ -257,10 +249,7 @@ def test_a_base_that_is_given_is_the_base_of_its_expansion(place: Path, tmp_path
     given = Path(shutil.copytree(place / "base", tmp_path / "moved"))
     assert evaluate([place / "wide", given], *texts, run=RunOptions(batch_size=2)).scores == alone.scores
     # one bit of one weight, and it is another model
-    shard = given / "model.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-2] ^= 1
-    shard.write_bytes(content)
+    flip(given / "model.safetensors", -2)
     names = [score.name for score in evaluate([place / "wide", given], *texts).scores]
     assert names == ["base (base)", "wide", "wide, expansion disabled", "moved"]
 
@@ -268,8 +257,9 @@ def test_a_base_that_is_given_is_the_base_of_its_expansion(place: Path, tmp_path
 def test_bases_of_one_name_are_told_apart(place: Path, tmp_path: Path) -> None:
     """Equal names and shapes, other weights."""
     base = Path(shutil.copytree(place / "base", tmp_path / "base"))
-    tensors = {name: tensor * 1.01 for name, tensor in load_file(base / "model.safetensors").items()}
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with edited(base / "model.safetensors") as tensors:
+        for tensor in tensors.values():
+            tensor *= 1.01
     wide = expand(base, Request("1-2"), tmp_path / "wide").path
     evaluation = evaluate([place / "wide", wide], [place / "old.txt"])
     assert [score.name for score in evaluation.scores] == [
@@ -335,9 +325,9 @@ def test_dtype(place: Path) -> None:
 
 def test_progress(place: Path) -> None:
     bars, texts = Bars(), ([place / "old.txt"], [place / "new.jsonl"])
-    evaluate([place / "wide", place / "adapted"], *texts, track=bars.track)
+    evaluate([place / "wide", place / "adapted"], *texts, track=bars)
     alone = Bars()
-    evaluate(place / "base", *texts, track=alone.track)
+    evaluate(place / "base", *texts, track=alone)
     (tokens, _) = alone["evaluate"]
     assert bars == {"evaluate": [5 * tokens, 5 * tokens]} and alone == {"evaluate": [tokens, tokens]}, (
         "five rows, and one"
@@ -346,9 +336,8 @@ def test_progress(place: Path) -> None:
 
 def test_json_has_no_nan(place: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(place / "base", tmp_path / "broken"))
-    tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], math.nan)
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with edited(broken / "model.safetensors") as tensors:
+        tensors["model.norm.weight"].fill_(math.nan)
     content = evaluate(broken, [place / "old.txt"]).to_json()
     assert content["scores"][0]["old"]["nats_per_token"] == "NaN"
     json.dumps(content, allow_nan=False)
@@ -366,26 +355,32 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
     bare = Path(shutil.copytree(place / "base", tmp_path / "bare"))
     with_tokenizer(bare, starts=False, ends=False)
     wide, old = place / "wide", [place / "old.txt"]
-    assert refusal(wide) == (
+    assert refusal(evaluate, wide, error=DataError) == (
         "There is no text to measure on. Give files with --old, with --new or with both. Where there is none, the base "
         "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
     )
-    assert refusal(wide, [], [tmp_path / "empty.txt"]) == (
+    assert refusal(evaluate, wide, [], [tmp_path / "empty.txt"], error=DataError) == (
         f"The new text is empty: {tmp_path}/empty.txt. Give at least one document."
     )
-    assert refusal(wide, [*old, tmp_path / "bad.jsonl"]).startswith(f"{tmp_path}/bad.jsonl, line 1: has the fields")
-    assert refusal(wide, [tmp_path / "none.txt"]).startswith(f"{tmp_path}/none.txt: there is no such file. Give")
-    assert refusal(small, old) == (
+    assert refusal(evaluate, wide, [*old, tmp_path / "bad.jsonl"], error=DataError).startswith(
+        f"{tmp_path}/bad.jsonl, line 1: has the fields"
+    )
+    assert refusal(evaluate, wide, [tmp_path / "none.txt"], error=DataError).startswith(
+        f"{tmp_path}/none.txt: there is no such file. Give"
+    )
+    assert refusal(evaluate, small, old, error=DataError) == (
         "small: its tokenizer gives the id 30 for the old text, expected ids below 20, the size of its embedding. "
         "Use the tokenizer that the model was trained with."
     )
-    assert refusal(bare, [tmp_path / "one.txt"]) == (
+    assert refusal(evaluate, bare, [tmp_path / "one.txt"], error=DataError) == (
         "The old text is one token long for bare: nothing predicts it. Give more."
     )
-    assert refusal([wide, place / "base"], old, sequence_length=65).splitlines() == [
+    assert refusal(evaluate, [wide, place / "base"], old, sequence_length=65, error=DataError).splitlines() == [
         f"--sequence-length is 65, expected at most 64, the context of {name}." for name in ("base", "wide")
     ]
-    assert refusal(wide, old, sequence_length=8, step=8) == "step is 8, expected 1 to 7, less than --sequence-length."
+    assert refusal(evaluate, wide, old, sequence_length=8, step=8, error=DataError) == (
+        "step is 8, expected 1 to 7, less than --sequence-length."
+    )
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -396,40 +391,38 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
         Path(shutil.copytree(place / name, tmp_path / copy))
         for name, copy in (("base", "unknown"), ("base", "odd"), ("wide", "wide"))
     )
-    config = json.loads((unknown / "config.json").read_text())
-    (unknown / "config.json").write_text(json.dumps(config | {"model_type": "nobody"}))
-    (odd / "config.json").write_text(json.dumps(config | {"hidden_act": True}))
+    with edited(unknown / "config.json") as nobody, edited(odd / "config.json") as config:
+        nobody["model_type"], config["hidden_act"] = "nobody", True
     (wide / "surgery.json").write_text("{}")
-    assert refusal([], old, error=CheckpointError) == (
+    assert refusal(evaluate, [], old, error=CheckpointError) == (
         "There is no model to measure. Give a folder or a Hub id such as org/name."
     )
-    assert refusal(tmp_path / "none", old, error=CheckpointError) == (
+    assert refusal(evaluate, tmp_path / "none", old, error=CheckpointError) == (
         f"{tmp_path}/none: not found. Give a model folder or a Hub id such as org/name."
     )
-    assert refusal([place / "wide", mute], old) == (
+    assert refusal(evaluate, [place / "wide", mute], old, error=DataError) == (
         "mute: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
         "--trust-remote-code lets one run its own code."
     )
-    message = refusal(unknown, old, error=CheckpointError)
+    message = refusal(evaluate, unknown, old, error=CheckpointError)
     assert message.startswith("unknown: transformers does not read its config.json (")
     assert "nobody" in message and message.endswith("--trust-remote-code lets it run its own code.")
     # transformers has errors of its own for that
-    message = refusal(odd, old, error=CheckpointError)
+    message = refusal(evaluate, odd, old, error=CheckpointError)
     assert message.startswith("odd: transformers does not read its config.json (StrictDataclassFieldValidationError: ")
-    assert "format None, expected 3" in refusal(wide, old, error=CheckpointError)
+    assert "format None, expected 3" in refusal(evaluate, wide, old, error=CheckpointError)
 
 
 def test_a_model_that_does_not_load_as_it_is(place: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(place / "base", tmp_path / "base"))
-    tensors = load_file(base / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    assert refusal(base, [place / "old.txt"], error=CheckpointError).splitlines() == [
+    with edited(base / "model.safetensors") as tensors:
+        del tensors["model.norm.weight"]
+    assert refusal(evaluate, base, [place / "old.txt"], error=CheckpointError).splitlines() == [
         "model.norm.weight: missing on load.",
         "base: its tensors do not fit its class, so another model would be measured.",
     ]
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"hidden_act": True}))
+    with edited(base / "config.json") as config:
+        config["hidden_act"] = True
     with pytest.raises(CheckpointError, match=r"cannot be loaded .StrictDataclassField"), loaded(base):
         pass
 
@@ -460,10 +453,9 @@ def test_command_shows_a_table_for_each_side_or_gives_json(place: Path, tmp_path
 
 def test_command_says_what_a_model_was_asked_to_stay(place: Path, tmp_path: Path) -> None:
     wide = Path(shutil.copytree(place / "wide", tmp_path / "kept"))
-    record = json.loads((wide / "surgery.json").read_text())
     runs = [{"steps": 1, "settings": {"rehearse": texts}} for texts in (["self"], ["a.txt"], [])]
-    record["expansions"]["default"]["training"] = runs
-    (wide / "surgery.json").write_text(json.dumps(record))
+    with edited(wide / "surgery.json") as record:
+        record["expansions"]["default"]["training"] = runs
     shown = " ".join(run("evaluate", wide, "--old", place / "old.txt").stdout.split())
     on = "on text that the base wrote itself and other text"
     assert f"note: kept: was asked to stay what its base is, {on}. What that keeps is measured, on these texts" in shown

@@ -7,15 +7,11 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from io import StringIO
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
@@ -35,8 +31,9 @@ from scale_surgery.evidence.report_records import Norms, Report, TensorChange, a
 from scale_surgery.show.pages.report import render_page
 from scale_surgery.show.tables_report import format_norm, format_share, render_report
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import REQUESTS, shake
+from tests.conftest import REQUESTS, edited, refusal, shake, shown
 from tests.each import FEW, mostly
+from tests.evidence.test_verify import SHARD
 from tests.tiny import FAMILIES, save_tiny
 
 REPORTED = REQUESTS | {
@@ -95,19 +92,6 @@ def parts_of(summary: Report) -> dict[str, list[TensorChange]]:
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(path)
     return {name: read_tensor(checkpoint, name).double() for name in checkpoint.tensors}
-
-
-def edit_expansion(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads((path / "surgery.json").read_text())
-    change(content["expansions"]["default"])
-    (path / "surgery.json").write_text(json.dumps(content))
-
-
-def edit_shard(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    (shard,) = path.glob("expansion-*.safetensors")
-    tensors = load_file(shard)
-    change(tensors)
-    save_file(tensors, shard, metadata={"format": "pt"})
 
 
 # numbers
@@ -214,7 +198,8 @@ def test_an_untrained_model_is_reported_as_untrained_with_zeros(made_of) -> None
 def test_only_what_changed_counts_as_changed(spoiled: Path, made_of) -> None:
     written, _ = made_of("llama", "preserve")
     path = Path(shutil.copytree(written, spoiled.parent / "one"))
-    edit_shard(path, lambda tensors: tensors[W21].view(-1)[0].add_(0.5))
+    with edited(path / SHARD) as tensors:
+        tensors[W21].view(-1)[0] += 0.5
     changed = [tensor for tensor in report(path, files_only=True).tensors if tensor.is_trained]
     assert [tensor.name for tensor in changed] == [W21]
     assert changed[0].norms.change == pytest.approx(0.5, rel=1e-5)
@@ -223,7 +208,8 @@ def test_only_what_changed_counts_as_changed(spoiled: Path, made_of) -> None:
 
 def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
     assert report(spoiled, files_only=True).notes == ()
-    edit_expansion(spoiled, lambda content: content["tensors"].update({W21: "0" * 64}))
+    with edited(spoiled / "surgery.json") as record:
+        record["expansions"]["default"]["tensors"][W21] = "0" * 64
     summary = report(spoiled, files_only=True)
     assert summary.notes == (
         f"The start of {W21} was made again and has another sha256 than the one that was written: another machine, "
@@ -234,9 +220,8 @@ def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
 @pytest.mark.slow
 def test_a_start_on_another_base_is_not_guessed(spoiled: Path) -> None:
     differing = [W21.replace("expansions.default.w21", "weight")]
-    edit_expansion(
-        spoiled, lambda content: content.update(forced_base={"expected_name": "first", "differing": differing})
-    )
+    with edited(spoiled / "surgery.json") as record:
+        record["expansions"]["default"]["forced_base"] = {"expected_name": "first", "differing": differing}
     summary = report(spoiled, files_only=True)
     (block,) = parts_of(summary)[W21]
     assert (block.norms.start_norm, block.norms.change, block.start_rank, block.spectrum) == (None,) * 4
@@ -248,7 +233,8 @@ def test_a_start_on_another_base_is_not_guessed(spoiled: Path) -> None:
 
 
 def test_numbers_that_are_none_are_named(spoiled: Path) -> None:
-    edit_shard(spoiled, lambda tensors: tensors[W12].view(-1)[0].fill_(math.nan))
+    with edited(spoiled / SHARD) as tensors:
+        tensors[W12].view(-1)[0] = math.nan
     summary = report(spoiled, files_only=True)
     assert f"NaN or infinity in {W12}: the model is broken." in summary.notes
     content = json.loads(json.dumps(summary.to_json()), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
@@ -264,14 +250,11 @@ def test_copies_that_move_together_do_not_separate(made_of, tmp_path: Path) -> N
     """The symmetry trap: originals and copies that train alike change and gain nothing."""
     written, changed = made_of("llama", "grow-train")
     together = Path(shutil.copytree(written, tmp_path / "together"))
-
-    def move(tensors: dict[str, torch.Tensor]) -> None:
+    with edited(together / SHARD) as tensors:
         for name in [name for name in tensors if name.endswith(".w11")]:
             noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(3))
             tensors[name] += noise
             tensors[name.replace("w11", "w21")] += torch.cat([noise, noise])
-
-    edit_shard(together, move)
     copies = report(together, files_only=True).find("w21")
     assert len(copies) == 4 and all(copy.separation == pytest.approx(0, abs=1e-6) for copy in copies)
     assert all(copy.norms.relative_change > 1 for copy in copies)
@@ -365,7 +348,8 @@ def test_files_only_runs_no_model(adapt: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     measured = {"old_nats_per_token": 1.5, "new_nats_per_token": 0.5, "forgetting": 0.25, "learning": 2.0, "step": 4}
     runs = [{"steps": 3, "settings": {"rehearse": ["self"]}}, {"steps": 4, "measured": measured}]
-    edit_expansion(spoiled, lambda content: content.update(training=runs))
+    with edited(spoiled / "surgery.json") as record:
+        record["expansions"]["default"]["training"] = runs
     (spoiled / "training").mkdir()
     entry = {"step": 2, "loss": 3.0}
     (spoiled / "training" / "log.jsonl").write_text(
@@ -376,27 +360,18 @@ def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     page = render_page(summary)
     assert "Training loss" in page and "+0.2500" in page and "2 runs" in page
     assert "on text that the base wrote itself: what that keeps is measured, not proved" in page
-    text = StringIO()
-    Console(file=text, width=100).print(render_report(summary))
-    shown = " ".join(text.getvalue().split())
-    assert "training 3 steps, rehearsed on text that the base wrote itself; 4 steps" in shown
+    text = " ".join(shown(render_report(summary), 100).split())
+    assert "training 3 steps, rehearsed on text that the base wrote itself; 4 steps" in text
 
 
 # refusals
 
 
 def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
-    def damage(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[W21]
+    with edited(spoiled / SHARD) as tensors, edited(spoiled / "model.safetensors.index.json") as index:
+        del tensors[W21], index["weight_map"][W21]
         tensors[W12] = torch.zeros(3, 2)
-
-    edit_shard(spoiled, damage)
-    index = json.loads((spoiled / "model.safetensors.index.json").read_text())
-    del index["weight_map"][W21]
-    (spoiled / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError) as caught:
-        report(spoiled)
-    assert str(caught.value).splitlines() == [
+    assert refusal(report, spoiled, error=CheckpointError).splitlines() == [
         f"{W21}: is missing from {spoiled}. Restore its shard.",
         f"{W12}: shape (3, 2), expected (40, 20) from the plan. Restore its shard.",
     ]
@@ -410,11 +385,10 @@ def test_spoiled_records_are_refused(spoiled: Path) -> None:
             "expansions.default.training[0].measured.learning is 'x', expected a number",
         ),
     ):
-        edit_expansion(spoiled, lambda content, change=change: content.update(change))
-        with pytest.raises(CheckpointError) as caught:
-            report(spoiled)
+        with edited(spoiled / "surgery.json") as record:
+            record["expansions"]["default"].update(change)
         message = f"{spoiled}/surgery.json: is incomplete ({reason}). Restore it from where you got it."
-        assert str(caught.value) == message
+        assert refusal(report, spoiled, error=CheckpointError) == message
 
 
 def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:

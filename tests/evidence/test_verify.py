@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOptions, Verification, expand, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
-from tests.conftest import shake
+from tests.command import run
+from tests.conftest import edited, flip, refusal, shake
 from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
@@ -37,12 +37,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(made: Path, tmp_path: Path):
     """A private copy of one of the expansions, to be spoiled."""
     return lambda name: Path(shutil.copytree(made / name, tmp_path / name))
-
-
-def edit_shard(path: Path, change) -> None:
-    tensors = load_file(path / SHARD)
-    change(tensors)
-    save_file(tensors, path / SHARD, metadata={"format": "pt"})
 
 
 def promise(result: Verification, name: str):
@@ -75,11 +69,13 @@ def test_what_a_model_showed_is_not_lost_to_files_alone(copy) -> None:
     full = verify(path, probes=Probes(max_new_tokens=0)).to_json()
     assert verify(path, probes=None).recorded and recorded() == full
     written = (path / "config.json").read_text()
-    (path / "config.json").write_text(json.dumps(json.loads(written) | {"rms_norm_eps": 0.5}))
+    with edited(path / "config.json") as config:
+        config["rms_norm_eps"] = 0.5
     assert not verify(path, probes=None).passed and not recorded()["passed"], "a problem is recorded"
     (path / "config.json").write_text(written)
     verify(path, probes=Probes(max_new_tokens=0))
-    edit_shard(path, lambda tensors: tensors[W21].add_(1))
+    with edited(path / SHARD) as tensors:
+        tensors[W21] += 1
     changed = verify(path, probes=None)
     assert changed.passed and recorded() == changed.to_json(), "it was another model that ran"
 
@@ -114,9 +110,7 @@ def test_what_a_trained_model_still_keeps(copy) -> None:
 def test_one_flipped_byte_of_a_base_tensor_is_named(copy) -> None:
     path = copy("preserve")
     info = open_checkpoint(path).tensors["model.layers.0.mlp.gate_proj.weight"]
-    content = bytearray((path / info.file).read_bytes())
-    content[info.offset + 5] ^= 1
-    (path / info.file).write_bytes(content)
+    flip(path / info.file, info.offset + 5)
     result = verify(path)
     problems = promise(result, "recoverable").problems
     assert not result.passed and not promise(result, "recoverable").holds
@@ -128,12 +122,10 @@ def test_one_flipped_byte_of_a_base_tensor_is_named(copy) -> None:
 def test_a_non_zero_entry_of_a_frozen_w12_is_named(copy, variant: str) -> None:
     """In a preservation layer, and in the part of a collaborative layer that does not collaborate, no W12 exists."""
     path, name = copy(variant), "model.layers.1.mlp.gate_proj.expansions.default.w12"
-    block = torch.zeros(52, 20)
-    block[3, 4] = 1e-3
-    edit_shard(path, lambda tensors: tensors.update({name: block}))
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    index["weight_map"][name] = SHARD
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with edited(path / SHARD) as tensors, edited(path / "model.safetensors.index.json") as index:
+        tensors[name] = torch.zeros(52, 20)
+        tensors[name][3, 4] = 1e-3
+        index["weight_map"][name] = SHARD
     result = verify(path)
     assert not result.passed
     assert any(problem.startswith(f"{name}: ") and "1 non-zero" in problem for problem in result.problems)
@@ -141,7 +133,8 @@ def test_a_non_zero_entry_of_a_frozen_w12_is_named(copy, variant: str) -> None:
 
 def test_a_non_zero_entry_of_a_collaborative_w12_breaks_output_at_init(copy) -> None:
     path = copy("adapt")
-    edit_shard(path, lambda tensors: tensors[W12].view(-1)[0].fill_(1e-2))
+    with edited(path / SHARD) as tensors:
+        tensors[W12].view(-1)[0] = 1e-2
     result = verify(path, required=("output_at_init",))
     assert not result.passed
     assert any(problem.startswith(f"{W12}: 1 of ") for problem in promise(result, "output_at_init").problems)
@@ -149,11 +142,8 @@ def test_a_non_zero_entry_of_a_collaborative_w12_breaks_output_at_init(copy) -> 
 
 def test_swapped_w12_and_w21_are_named(copy) -> None:
     path = copy("adapt")
-
-    def swap(tensors: dict[str, torch.Tensor]) -> None:
+    with edited(path / SHARD) as tensors:
         tensors[W12], tensors[W21] = tensors[W21], tensors[W12]
-
-    edit_shard(path, swap)
     result = verify(path)
     assert not result.passed and result.numbers is None
     assert {problem.split(":")[0] for problem in result.problems} == {W12, W21}
@@ -186,9 +176,8 @@ def test_a_joint_norm_is_caught(copy) -> None:
 def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
     """It is said first, it is no fault of the folder, and no model is run to say the same."""
     path, other_base = copy("preserve"), save_tiny(tmp_path / "other", "llama")
-    tensors = load_file(other_base / "model.safetensors")
-    tensors["model.norm.weight"] += 1
-    save_file(tensors, other_base / "model.safetensors", metadata={"format": "pt"})
+    with edited(other_base / "model.safetensors") as tensors:
+        tensors["model.norm.weight"] += 1
     full = verify(path, probes=Probes(max_new_tokens=0)).to_json()
     result = verify(path, other_base)
     assert not result.passed
@@ -200,14 +189,12 @@ def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
         "or leave --base out."
     )
     assert result.not_run == "the given base is another one" and result.numbers is None
-    shown = CliRunner().invoke(main, ["verify", str(path), "--base", str(other_base)])
+    shown = run("verify", path, "--base", other_base, code=1)
     assert " ".join(shown.output.split()).partition("problem: ")[2].startswith(f"{other_base}: is not the base of ")
 
 
 def test_a_base_that_is_none_is_refused(made: Path) -> None:
-    with pytest.raises(CheckpointError) as refused:
-        verify(made / "preserve", made / "preserve")
-    assert str(refused.value) == (
+    assert refusal(verify, made / "preserve", made / "preserve", error=CheckpointError) == (
         f"--base: is {made / 'preserve'}, the folder that is verified, expected its base model. Leave it out: the base "
         "inside is compared with the hashes that were recorded."
     )
@@ -231,9 +218,9 @@ def test_a_base_of_another_shape_or_dtype_is_another_base(made: Path, tmp_path: 
 def test_code_and_config_that_the_expansion_did_not_write_are_named(copy) -> None:
     path = copy("preserve")
     (path / "evil.py").write_text("class X: ...")
-    config = json.loads((path / "config.json").read_text())
-    config["auto_map"]["AutoModelForCausalLM"] = "evil.X"
-    (path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    with edited(path / "config.json") as config:
+        config["auto_map"]["AutoModelForCausalLM"] = "evil.X"
+        config["rope_theta"] = 5.0
     result = verify(path)
     assert not result.passed and result.numbers is None
     assert set(result.problems) == {
@@ -267,11 +254,12 @@ def test_a_tokenizer_file_that_the_base_has_not_is_named(tmp_path: Path, name: s
 
 def test_a_number_in_place_of_false_is_named_and_another_way_to_write_a_number_is_not(copy) -> None:
     path = copy("preserve")
-    config = json.loads((path / "config.json").read_text())
-    assert config["tie_word_embeddings"] in (True, False) and config["attention_dropout"] == 0.0
-    (path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0}))
+    with edited(path / "config.json") as config:
+        assert config["tie_word_embeddings"] in (True, False) and config["attention_dropout"] == 0.0
+        config["attention_dropout"] = 0
     assert verify(path, probes=None, record=False).passed
-    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": int(config["tie_word_embeddings"])}))
+    with edited(path / "config.json") as config:
+        config["tie_word_embeddings"] = int(config["tie_word_embeddings"])
     result = verify(path, probes=None, record=False)
     assert not result.passed
     assert "config.json: tie_word_embeddings is not what the expansion wrote." in str(result.to_json())
@@ -279,9 +267,8 @@ def test_a_number_in_place_of_false_is_named_and_another_way_to_write_a_number_i
 
 def test_a_model_that_computes_nan_keeps_no_promise_and_gives_valid_json(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama")
-    tensors = load_file(base / "model.safetensors")
-    tensors["model.norm.weight"][0] = float("nan")
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with edited(base / "model.safetensors") as tensors:
+        tensors["model.norm.weight"][0] = float("nan")
     expand(base, Request("1"), tmp_path / "expanded")
     result = verify(tmp_path / "expanded")
     assert not result.passed and not promise(result, "output_at_init").holds
@@ -326,32 +313,20 @@ def test_prompts_of_a_file_and_without_a_tokenizer(made: Path, tmp_path: Path) -
     assert result.numbers is not None and result.numbers.generation_equal is None and result.passed
 
 
-def edit_record(path: Path, change) -> None:
-    manifest = json.loads((path / "surgery.json").read_text())
-    change(manifest)
-    (path / "surgery.json").write_text(json.dumps(manifest))
-
-
-def edit_facts(path: Path, change) -> None:
-    edit_record(path, lambda manifest: change(manifest["expansions"]["default"]["facts"]))
-
-
 def test_recorded_facts_that_were_edited_are_named(copy) -> None:
     path = copy("preserve")
-    edit_facts(
-        path, lambda facts: facts["architecture"]["kinds"][0]["blocks"][0].update(mute=[], reason="in other words")
-    )
+    with edited(path / "surgery.json") as record:
+        facts = record["expansions"]["default"]["facts"]
+        facts["architecture"]["kinds"][0]["blocks"][0].update(mute=[], reason="in other words")
     trusting = RunOptions(trust_remote_code=True)
-    for run in (RunOptions(), trusting):
-        assert verify(path, probes=None, record=False, run=run).passed, (
+    for options in (RunOptions(), trusting):
+        assert verify(path, probes=None, record=False, run=options).passed, (
             "how a block is treated was proved there and then"
         )
-    edits = {
-        "architecture": {"model_type": "foo", "softcap": ["final_logit_softcapping", 30.0]},
-        "sizes": {"epsilon": 1e-5},
-    }
-    for part, changes in edits.items():
-        edit_facts(path, lambda facts, part=part, changes=changes: facts[part].update(changes))
+    with edited(path / "surgery.json") as record:
+        facts = record["expansions"]["default"]["facts"]
+        facts["architecture"].update(model_type="foo", softcap=["final_logit_softcapping", 30.0])
+        facts["sizes"]["epsilon"] = 1e-5
     result = verify(path, probes=None, record=False)
     assert not result.passed
     for name in ("architecture.model_type", "architecture.softcap", "sizes.epsilon"):
@@ -366,7 +341,8 @@ def test_the_text_of_the_base_s_config_that_was_changed_is_named(copy) -> None:
     text = json.loads((path / "surgery.json").read_text())["replaced"]["config.json"]
 
     def problems(changed: str) -> list[str]:
-        edit_record(path, lambda manifest: manifest["replaced"].update({"config.json": changed}))
+        with edited(path / "surgery.json") as record:
+            record["replaced"]["config.json"] = changed
         result = verify(path, probes=None, record=False)
         assert not result.passed
         return [*promise(result, "recoverable").problems, *result.problems]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from scale_surgery import (
@@ -27,10 +25,11 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
-from scale_surgery.cli.program import main
 from scale_surgery.evidence import probes
-from tests.conftest import load, shake
+from tests.command import run
+from tests.conftest import edited, load, shake
 from tests.each import mostly
+from tests.evidence.test_verify import promise
 
 ROUTINGS = {
     "mixture": PosteriorRouter(switch_rate=0),
@@ -68,10 +67,6 @@ def copy(place: Path, tmp_path: Path) -> Copy:
 def verified(place: Path) -> Callable[[str], Verification]:
     """What verify says of a routed folder beside its base."""
     return functools.cache(lambda name: verify(place / name, SHIPPED_MODEL))
-
-
-def promise(result: Verification, name: str):
-    return next(entry for entry in result.promises if entry.name == name)
 
 
 @pytest.mark.parametrize("name", mostly(ROUTINGS, ("mixture", "cosine").__contains__))
@@ -165,8 +160,7 @@ def test_inspect_says_how_it_routes(place: Path) -> None:
 
 
 def test_the_command_names_the_router(place: Path) -> None:
-    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["verify", str(place / "mixture"), "--max-new-tokens", "0"])
-    assert done.exit_code == 0
+    done = run("verify", place / "mixture", "--max-new-tokens", "0")
     assert "verified adapt, routed (posterior, all paths alike, switch rate 0), trained" in " ".join(
         done.output.split()
     )
@@ -175,8 +169,8 @@ def test_the_command_names_the_router(place: Path) -> None:
 def test_paths_generate_as_the_base_says_that_is_done(tmp_path: Path) -> None:
     """A base that asks for a repetition penalty: the model that a path is alone has it too."""
     base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
-    settings = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 3.0}
-    (base / "generation_config.json").write_text(json.dumps(settings))
+    with edited(base / "generation_config.json") as settings:
+        settings["repetition_penalty"] = 3.0
     wide = expand(base, Request("3", variant="adapt", collaborate="both"), tmp_path / "wide").path
     shake(wide)
     result = verify(route_export(wide, tmp_path / "routed", PosteriorRouter(switch_rate=0)).path)

@@ -7,12 +7,9 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
@@ -25,13 +22,14 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.cli.program import main
 from scale_surgery.evidence.probes import compare_path, run_alone
 from scale_surgery.running.prompts import Batch
 from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
+from tests.command import run
 from tests.composed import LLAMA, Made, mixed
-from tests.conftest import Bars, digests
+from tests.conftest import Bars, digests, edited, flip
+from tests.evidence.test_verify import promise
 from tests.routed import random_ids
 
 NAMES = ("medicine", "law", "chess")
@@ -54,10 +52,6 @@ def folder(llama: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(folder: Path, tmp_path: Path) -> Path:
     """A copy, to be damaged by a test."""
     return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
-def promise(result: Verification, name: str) -> Any:
-    return next(entry for entry in result.promises if entry.name == name)
 
 
 def broken(result: Verification) -> set[str]:
@@ -132,12 +126,6 @@ def test_who_begins_with_less_may_lose_more(llama: Made, tmp_path: Path) -> None
     assert promise(result, "bounded_forgetting").evidence.startswith("at most 6.91 nats by the prior a text; ")
 
 
-def flip(file: Path, place: int = -2) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
-
-
 def shard_of(name: str) -> str:
     return f"expansion-{name}-00001-of-00001.safetensors"
 
@@ -147,10 +135,9 @@ def test_damage_breaks_what_it_concerns(copy: Path) -> None:
     assert verify(copy, probes=None).passed, "the control"
     law = copy / shard_of("law")
     whole = law.read_bytes()
-    tensors = load_file(law)
-    name = next(iter(tensors))
-    tensors[name] = torch.zeros(3, 2)
-    save_file(tensors, law, metadata={"format": "pt"})
+    with edited(law) as tensors:
+        name = next(iter(tensors))
+        tensors[name] = torch.zeros(3, 2)
     result = verify(copy)
     assert "paths_as_alone" in broken(result) and result.not_run == "tensors are missing or damaged"
     assert any(line.startswith(f"{name}: shape (3, 2)") for line in promise(result, "paths_as_alone").problems)
@@ -163,10 +150,10 @@ def test_damage_breaks_what_it_concerns(copy: Path) -> None:
 
 def test_a_damaged_record_and_shards_that_were_swapped_or_lost_are_refused(copy: Path) -> None:
     law, chess = copy / shard_of("law"), copy / shard_of("chess")
-    flip(copy / "surgery.json")
+    flip(copy / "surgery.json", -2)
     with pytest.raises(CheckpointError, match=r"surgery\.json"):
         verify(copy)
-    flip(copy / "surgery.json")
+    flip(copy / "surgery.json", -2)
     law.rename(copy / "kept")
     with pytest.raises(CheckpointError, match=shard_of("law")):
         verify(copy)
@@ -176,21 +163,12 @@ def test_a_damaged_record_and_shards_that_were_swapped_or_lost_are_refused(copy:
         verify(copy)
 
 
-def change_config(path: Path, change: Callable[[Any], None]) -> None:
-    config = json.loads((path / "config.json").read_text())
-    change(config["scale_surgery"])
-    (path / "config.json").write_text(json.dumps(config))
-
-
 def test_another_plan_in_the_config_makes_a_path_another_model(copy: Path) -> None:
     """Its tensors are as they were; nothing is run before that is asked for."""
-
-    def halve(settings: Any) -> None:
-        chess = next(entry for entry in settings["expansions"] if entry["name"] == "chess")
+    with edited(copy / "config.json") as config:
+        chess = next(entry for entry in config["scale_surgery"]["expansions"] if entry["name"] == "chess")
         spec = next(entry for entry in chess["expanded"].values() if "share" in entry)
         spec["share"] /= 2
-
-    change_config(copy, halve)
     assert verify(copy).not_run == "code or config.json is not what was written"
     result = verify(copy, run=RunOptions(trust_remote_code=True))
     assert result.problems == ("config.json: scale_surgery is not what the expansion wrote.",)
@@ -200,7 +178,8 @@ def test_another_plan_in_the_config_makes_a_path_another_model(copy: Path) -> No
 
 
 def test_another_prior_in_the_config_breaks_the_bound(copy: Path) -> None:
-    change_config(copy, lambda settings: settings["router"].update(prior=[0.333, 0.333, 0.001, 0.333]))
+    with edited(copy / "config.json") as config:
+        config["scale_surgery"]["router"]["prior"] = [0.333, 0.333, 0.001, 0.333]
     result = verify(copy, run=RunOptions(trust_remote_code=True))
     assert any(
         " against its best path, expected at most 1.3" in line
@@ -227,7 +206,7 @@ def test_it_is_streamed_where_memory_is_small(folder: Path) -> None:
 
 def test_each_byte_is_read_once(folder: Path) -> None:
     bars = Bars()
-    result = verify(folder, probes=None, record=False, track=bars.track)
+    result = verify(folder, probes=None, record=False, track=bars)
     assert result.trained_tensors > 30
     total, read = bars["bytes"]
     # headers of shards are read as they are in the extract, which names tensors shorter
@@ -238,20 +217,17 @@ def test_each_byte_is_read_once(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
-    def run(*words: object) -> Any:
-        return CliRunner(env={"COLUMNS": "80"}).invoke(main, [str(word) for word in ("verify", copy, *words)])
-
     file = tmp_path / "certificate.json"
-    shown = run("--max-new-tokens", 2, "-o", file)
-    assert shown.exit_code == 0 and "verified  composed, routed (posterior, all paths alike" in shown.output
+    shown = run("verify", copy, "--max-new-tokens", 2, "-o", file)
+    assert "verified  composed, routed (posterior, all paths alike" in shown.output
     assert "medicine       bit-equal          bit-equal         the same" in shown.output
     # names of files are never broken
     assert max(len(line) for line in shown.output.splitlines() if "/" not in line) <= 80
     content = json.loads(file.read_text())
     assert content["passed"] and content["routing"]["switch_rate"] == 0
     assert [path["name"] for path in content["numbers"]["paths"]] == ["base", *NAMES]
-    asked = run("--promise", "output_at_init")
-    assert asked.exit_code == 1 and "BROKEN" in asked.output, "a mixture of what has learned is not the base's output"
+    asked = run("verify", copy, "--promise", "output_at_init", code=1)
+    assert "BROKEN" in asked.output, "a mixture of what has learned is not the base's output"
     alone = verify(llama.folders["law"], required=("paths_as_alone",))
     assert not alone.passed and promise(alone, "paths_as_alone").evidence == "this model has one path"
 

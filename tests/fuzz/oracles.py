@@ -7,11 +7,12 @@ import json
 import os
 import stat
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from scale_surgery import SurgeryError, strip, verify
+from tests.conftest import digests
 
 # may differ from what was written in a folder that still is what it says: training, a card, results
 FREE = ("surgery.json", "README.md", "model.safetensors.index.json")
@@ -41,7 +42,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def differing(before: Snapshot, after: Snapshot) -> list[str]:
+def differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Names that came, went or changed."""
     return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
@@ -91,19 +92,15 @@ def is_verified(model: Path) -> bool:
 
 def base_problems(stripped: Path, base: Path) -> list[str]:
     """Files of a base that was given back that are not those of the base."""
-    return [name for name in differing(_bytes_of(stripped), _bytes_of(base)) if not name.startswith(".cache")]
-
-
-def _bytes_of(folder: Path) -> Snapshot:
-    return {path.relative_to(folder).as_posix(): (_sha256(path),) for path in folder.rglob("*") if path.is_file()}
+    return [name for name in differing(digests(stripped), digests(base)) if not name.startswith(".cache")]
 
 
 def strip_problems(expanded: Path, base: Path, place: Path) -> list[str]:
     """Whether the base comes back out of what was made of it: every file that was taken along."""
     strip(expanded, place)
     recorded = json.loads((expanded / "surgery.json").read_text(encoding="utf-8"))["base_files"]
-    has = _bytes_of(place)
-    return [name for name in recorded if has.get(name) != (_sha256(base / name),)]
+    has = digests(place)
+    return [name for name in recorded if has.get(name) != _sha256(base / name)]
 
 
 def unprintable(text: str) -> Iterator[str]:

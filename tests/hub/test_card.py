@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 from scale_surgery import PosteriorRouter
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.licence import read_licence
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.card import make_card
@@ -29,7 +27,8 @@ from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
-from tests.conftest import REQUESTS, digests
+from tests.command import run
+from tests.conftest import REQUESTS, digests, edited, refusal
 
 REPO = "lab/wide-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -79,15 +78,14 @@ def copied(expanded: Path, tmp_path: Path) -> Path:
 
 def record(folder: Path, **changes: Any) -> None:
     """Record other things in surgery.json."""
-    file = folder / "surgery.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
+    with edited(folder / "surgery.json") as content:
+        content |= changes
 
 
 def record_own(folder: Path, **changes: Any) -> None:
     """Record other things of its first expansion."""
-    expansions = json.loads((folder / "surgery.json").read_text())["expansions"]
-    expansions[next(iter(expansions))] |= changes
-    record(folder, expansions=expansions)
+    with edited(folder / "surgery.json") as content:
+        next(iter(content["expansions"].values())).update(changes)
 
 
 def card(folder: Path, certificate: Any = None) -> str:
@@ -282,8 +280,8 @@ def test_the_commands_of_a_card_give_back_what_they_say(
         assert download == f"hf download {REPO} --local-dir expanded"
     for command in commands.splitlines():
         program, *words = shlex.split(command)
-        result = CliRunner().invoke(main, words)
-        assert program == "scale-surgery" and result.exit_code == 0, result.output
+        assert program == "scale-surgery"
+        run(*words)
     made, expected = ("expanded", forms["expanded"]) if form == "extract" else ("base", SHIPPED_MODEL)
     assert digests(Path(made)) == digests(expected)
     assert form != "composed" or (Path("law").is_dir() and Path("art").is_dir())
@@ -325,15 +323,13 @@ def test_of_several_expansions_each_has_its_runs_and_its_base(forms: dict[str, P
 def test_a_card_that_somebody_edited_is_known(expanded: Path) -> None:
     text = card(expanded)
     assert is_written_card(text)
-    for edited in (text.replace("wide-model", "wide-Model", 1), text + "More.\n", text[:-2], "", "# Mine\n"):
-        assert not is_written_card(edited)
+    for other in (text.replace("wide-model", "wide-Model", 1), text + "More.\n", text[:-2], "", "# Mine\n"):
+        assert not is_written_card(other)
 
 
 def test_a_record_with_holes_is_one_line(copied: Path) -> None:
     record_own(copied, training=[{"steps": 3}])
-    with pytest.raises(CheckpointError) as error:
-        card(copied)
-    assert str(error.value) == (
+    assert refusal(card, copied, error=CheckpointError) == (
         f"{copied / 'surgery.json'}: is incomplete ('trained_parameters'). Restore it from where you got it."
     )
 

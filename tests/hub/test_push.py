@@ -17,14 +17,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import constants
 from rich.console import Console
 from safetensors.torch import load_file
 
 from scale_surgery import Probes
 from scale_surgery.checkpoint.expansions import renamed
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, HubError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub import client
@@ -40,7 +38,8 @@ from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
-from tests.conftest import DEEPENED, REQUESTS, digests, load, shake
+from tests.command import run
+from tests.conftest import DEEPENED, REQUESTS, digests, edited, flip, load, refusal, shake
 from tests.each import mostly
 from tests.hub_server import Fault, Hub, Repository, asked, running
 
@@ -100,26 +99,13 @@ def download(hub: Hub, folder: Path) -> Path:
     return Path(huggingface_hub.snapshot_download(REPO, **options))
 
 
-def edit_json(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
-
-
-def flip_last_byte(file: Path) -> bytes:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    return bytes(content)
-
-
 def changing(hub: Hub) -> list[str]:
     """Requests that change something on a Hub."""
     return [line for line in hub.requests if not line.startswith(("GET", "HEAD")) and "validate-yaml" not in line]
 
 
 def message(hub: Hub, folder: Path, **options: Any) -> str:
-    with pytest.raises(HubError) as error:
-        send(hub, folder, **options)
-    return str(error.value)
+    return refusal(send, hub, folder, **options, error=HubError)
 
 
 # -- what arrives
@@ -204,9 +190,8 @@ def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Pa
 def test_a_downloaded_push_is_pushed_again_with_a_new_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
     send(hub, expanded)
     downloaded = download(hub, tmp_path / "found")
-    record = json.loads((downloaded / "surgery.json").read_text())
-    record["expansions"]["default"]["training"] = [{"steps": 3, "trained_parameters": 5, "begun": "2026-01-02"}]
-    edit_json(downloaded / "surgery.json", expansions=record["expansions"])
+    with edited(downloaded / "surgery.json") as record:
+        record["expansions"]["default"]["training"] = [{"steps": 3, "trained_parameters": 5, "begun": "2026-01-02"}]
     send(hub, downloaded, repo="me/other")
     files = hub.files("me/other")
     assert files["README.md"].startswith(b"---\n") and b"# other\n" in files["README.md"]
@@ -225,10 +210,9 @@ def test_what_the_hub_has_already_is_not_sent(hub: Hub, base: Path, expanded: Pa
 
 
 def test_code_that_no_release_wrote_is_told(hub: Hub, copied: Path) -> None:
-    record = json.loads((copied / "surgery.json").read_text())
     (copied / "expanded_model.py").write_text("# edited\n")
-    digest = digests(copied)["expanded_model.py"]
-    edit_json(copied / "surgery.json", code={**record["code"], "expanded_model.py": digest})
+    with edited(copied / "surgery.json") as record:
+        record["code"]["expanded_model.py"] = digests(copied)["expanded_model.py"]
     (note,) = [note for note in send(hub, copied, check=True).notes if "expanded_model.py" in note]
     assert "Read it before you let it run" in note
 
@@ -283,26 +267,23 @@ def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_
     written = json.loads((folder / "merge.json").read_text())["files"]
     assert set(written) == set(digests(folder)) - {"merge.json"}
     name = "model-00002-of-00006.safetensors"
-    flip_last_byte(folder / name)
+    flip(folder / name)
     (folder / "LICENSE").unlink()
     (folder / "evil.py").write_text("import os\n")
     (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "a/b--c.D"}}')
     (folder / "notes.txt").write_text("welcome")
     actual, expected = (digest[:16] for digest in (digests(folder)[name], written[name]["sha256"]))
     code = "is code, or names some, and merge did not write it. Read it before you let it run."
-    with pytest.raises(CheckpointError) as error:
-        send(hub, folder, check=True)
-    assert str(error.value).splitlines() == [
+    assert refusal(send, hub, folder, check=True, error=CheckpointError).splitlines() == [
         f"LICENSE: not found in {folder}.",
         f"{name}: sha256 {actual}..., expected {expected}... from merge.json.",
         f"evil.py: {code}",
         f"processor_config.json: {code}",
         f"{folder}: not pushed, it is not what merge wrote. Restore what is named.",
     ]
-    edit_json(folder / "merge.json", files=None)
-    with pytest.raises(CheckpointError) as error:
-        send(hub, folder, check=True)
-    assert str(error.value) == (
+    with edited(folder / "merge.json") as record:
+        record["files"] = None
+    assert refusal(send, hub, folder, check=True, error=CheckpointError) == (
         f"{folder / 'merge.json'}: lists no files, expected the sha256 of each. Make it again with scale-surgery merge "
         "--to stock, or give --no-verify."
     )
@@ -319,13 +300,14 @@ def test_an_extract_comes_back_whole_has_the_licence_and_is_checked(
     downloaded = download(hub, tmp_path / "found")
     assert digests(apply(downloaded, tmp_path / "whole", base=base).path) == digests(expanded)
     assert send(hub, downloaded, repo="me/again", check=True).form == "extract"
-    edit_json(folder / "extract.json", licence={"tags": ["x"]})
+    with edited(folder / "extract.json") as record:
+        record["licence"] = {"tags": ["x"]}
     assert "license" not in send(hub, folder, dry_run=True).card
-    flip_last_byte(folder / "expansion-default-00001-of-00001.safetensors")
+    flip(folder / "expansion-default-00001-of-00001.safetensors")
     hub.requests.clear()
-    with pytest.raises(CheckpointError) as error:
-        send(hub, folder, check=True)
-    assert str(error.value).startswith("expansion-default-00001-of-00001.safetensors: sha256 ")
+    assert refusal(send, hub, folder, check=True, error=CheckpointError).startswith(
+        "expansion-default-00001-of-00001.safetensors: sha256 "
+    )
     assert changing(hub) == []
 
 
@@ -407,9 +389,7 @@ def test_a_repository_that_is_a_path() -> None:
         "me/x.git",
         "https://hf.co/me/x",
     ):
-        with pytest.raises(HubError) as error:
-            check_repo_id(repo)
-        assert str(error.value) == (
+        assert refusal(check_repo_id, repo, error=HubError) == (
             f"{repo}: is no Hub id, expected user/name or organisation/name, such as me/qwen3-wide. The folder comes "
             "first: scale-surgery push FOLDER user/name."
         )
@@ -442,22 +422,17 @@ def test_no_token_and_no_write_access(hub: Hub, expanded: Path) -> None:
 
 def test_a_folder_that_does_not_verify_is_not_pushed(hub: Hub, copied: Path) -> None:
     shard = next(copied.glob("model-*.safetensors"))
-    content = flip_last_byte(shard)
-    with pytest.raises(CheckpointError) as error:
-        send(hub, copied, check=True)
-    assert f"{shard.name}: bytes differ from the base's" in str(error.value)
-    assert str(error.value).endswith(
-        f"{copied}: not pushed, it does not verify. scale-surgery verify {copied} shows all."
-    )
+    flip(shard)
+    text = refusal(send, hub, copied, check=True, error=CheckpointError)
+    assert f"{shard.name}: bytes differ from the base's" in text
+    assert text.endswith(f"{copied}: not pushed, it does not verify. scale-surgery verify {copied} shows all.")
     assert changing(hub) == []
     assert not send(hub, copied).is_checked
-    assert hub.files(REPO)[shard.name] == content
+    assert hub.files(REPO)[shard.name] == shard.read_bytes()
 
 
 def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
-    with pytest.raises(CheckpointError) as error:
-        send(hub, base)
-    assert str(error.value) == (
+    assert refusal(send, hub, base, error=CheckpointError) == (
         f"{base}: has neither surgery.json, extract.json nor merge.json, expected a folder that "
         "scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
         "upload."
@@ -612,9 +587,7 @@ def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, copied: Path, tmp_
     mine.write_text("---\nlicense: mit\n---\nMine.\n")
     shutil.copyfile(mine, copied / "README.md")
     for options in ({}, {"write_card": True}):
-        with pytest.raises(CheckpointError) as error:
-            send(hub, copied, check=True, **options)
-        assert str(error.value).splitlines() == [
+        assert refusal(send, hub, copied, check=True, **options, error=CheckpointError).splitlines() == [
             "README.md: bytes differ from the base's README.md.",
             "README.md: has to stay the base's, so that strip gives it back. Give a card of your own by --card.",
             f"{copied}: not pushed, it does not verify. scale-surgery verify {copied} shows all.",
@@ -682,23 +655,18 @@ def test_the_command_in_a_process_of_its_own(hub: Hub, expanded: Path, tmp_path:
     assert {file["name"] for file in result["files"]} == set(hub.files(REPO)) - {".gitattributes"}
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(main, ["push", *map(str, arguments)])
-
-
 @pytest.mark.slow
 def test_the_command_lists_what_it_sends(hub: Hub, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copied / "old.bin").write_bytes(b"x")
-    shown = run(copied, REPO, "--token", "hf_writer", "--dry-run", "--show-card")
-    assert shown.exit_code == 0, shown.output
+    shown = run("push", copied, REPO, "--token", "hf_writer", "--dry-run", "--show-card")
     text = " ".join(shown.output.split())
     for part in ("LICENSE 3 B the base's, as it is", "left out: old.bin", "# wide", "would be pushed"):
         assert part in text
     assert f"repository {REPO}, private" in text and "Hub would take it" in text and "hf_writer" not in text
-    assert all(len(line.rstrip()) <= 80 for line in run(copied, REPO, "--dry-run").output.splitlines())
-    assert run(copied, REPO, "--dry-run").exit_code == 1, "there is no token"
-    sent = run(copied, REPO, "--token", "hf_writer")
-    assert sent.exit_code == 0, sent.output
+    # there is no token
+    refused = run("push", copied, REPO, "--dry-run", code=1).output
+    assert all(len(line.rstrip()) <= 80 for line in refused.splitlines())
+    sent = run("push", copied, REPO, "--token", "hf_writer")
     assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
 
 
@@ -707,16 +675,15 @@ def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> No
     # a shell lets what it runs in the background ignore interrupts
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        stopped = run(expanded, REPO, "--token", "hf_writer", "--no-verify", "-q")
+        stopped = run("push", expanded, REPO, "--token", "hf_writer", "--no-verify", "-q", code=1)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert stopped.exit_code == 1
     assert stopped.output == (
         f"error: {REPO}: interrupted. The commit comes last: before it the repository is what it was. The same command "
         "again continues, and what has arrived is not sent a second time.\n"
     )
     assert hub.files(REPO) == {".gitattributes": b"\n"}
-    assert run(expanded, REPO, "--token", "hf_writer", "--no-verify", "-q").exit_code == 0
+    run("push", expanded, REPO, "--token", "hf_writer", "--no-verify", "-q")
 
 
 @pytest.mark.parametrize(
@@ -727,5 +694,4 @@ def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ),
 )
 def test_options_that_do_not_go_together(expanded: Path, options: tuple[str, ...], expected: str) -> None:
-    result = run(expanded, REPO, *options)
-    assert result.exit_code == 2 and expected in result.output
+    assert expected in run("push", expanded, REPO, *options, code=2).output

@@ -7,13 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from scale_surgery import DataError, HeldOut, HoldOutSettings, PlanError, hold_out
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.learning.hold_out import ASIDE, LEARN, part_file
 from scale_surgery.running.documents import Document, read_documents
+from tests.command import run
 from tests.conftest import digests
 
 QUESTIONS = [{"question": f"Q: {number}?\nA:", "answer": f"A{number % 7}"} for number in range(60)]
@@ -154,8 +153,7 @@ def test_one_part_alone(data, tmp_path, part):
 
 def test_the_command(data, tmp_path):
     before = digests(data.parent)
-    result = CliRunner().invoke(main, ["hold-out", str(data), "-o", str(tmp_path / "out"), "--share", "0.2"])
-    assert result.exit_code == 0, result.output
+    result = run("hold-out", data, "-o", tmp_path / "out", "--share", "0.2")
     lines = [line.split() for line in result.stdout.splitlines()]
     counts = {line[0]: int(line[1]) for line in lines[2:]}
     assert sum(counts.values()) == 120 and all(20 < counts[part] < 28 for part in ASIDE)

@@ -17,7 +17,6 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from scale_surgery import (
     CheckpointError,
@@ -38,7 +37,8 @@ from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.new_tokens import choose_new_tokens
 from scale_surgery.show.pages.learned import _sections
-from tests.conftest import digests
+from tests import command
+from tests.conftest import digests, edited, refusal
 
 # short enough for a test, and each stage does something
 SHORT = {
@@ -130,9 +130,7 @@ def done(recipe, tmp_path_factory) -> Done:
     messages = {}
     for stage in [stage.name for stage in prepare(recipe, folder).estimate.stages]:
         # the first bar is that of the plan before the job
-        with pytest.raises(TrainingError) as interrupted:
-            learn(recipe, folder, track=Interrupt(2))
-        messages[stage] = str(interrupted.value)
+        messages[stage] = refusal(learn, recipe, folder, track=Interrupt(2), error=TrainingError)
         with pytest.raises(EnoughError):
             learn(
                 recipe,
@@ -204,11 +202,8 @@ def test_the_lines_typed_by_hand_make_the_same(done, tmp_path, monkeypatch):
     """Each stage is one of our commands; a job that was interrupted in each of them made what they make."""
     learned, lines = done.learned, done.lines
     monkeypatch.chdir(tmp_path)
-    runner = CliRunner()
     for line in lines.values():
-        words = shlex.split(line.replace(str(learned.path), "by-hand"))
-        result = runner.invoke(main, words[1:])
-        assert result.exit_code == 0, (line, result.output)
+        command.run(*shlex.split(line.replace(str(learned.path), "by-hand"))[1:])
     Path("by-hand/learn.json").touch()
     ours, theirs = outputs(learned.path), outputs(tmp_path / "by-hand")
     measured = {"evaluation.json", "verification.json", "report.json", "plan.json"}  # these name their folder
@@ -231,10 +226,9 @@ def test_an_interrupt_in_any_stage_says_how_to_go_on(done):
 
 def test_what_a_job_took_is_all_the_time_of_all_its_runs(done, recipe, tmp_path):
     folder = shutil.copytree(done.learned.path, tmp_path / "job", symlinks=True)
-    record = json.loads((folder / JOB_FILE).read_text())
-    for part in ("kept", "done"):
-        del record[part]["report"]
-    (folder / JOB_FILE).write_text(json.dumps(record | {"seconds": 600.0}))
+    with edited(folder / JOB_FILE) as record:
+        del record["kept"]["report"], record["done"]["report"]
+        record["seconds"] = 600.0
     # what came before the job was prepared counts, and an interrupted run; so the page says it too
     begun = time.monotonic()
     with pytest.raises(TrainingError, match="interrupted in the stage report"):
@@ -343,9 +337,9 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
 
 def test_a_second_run_and_a_changed_record_are_refused(recipe, tmp_path):
     folder = tmp_path / "job"
-    with pytest.raises(CheckpointError) as refused:
-        learn(recipe, folder, events=JobEvents(begins=lambda name, line, number: learn(recipe, folder)))
-    assert str(refused.value) == f"{folder}: another process is writing it. Wait until it is done."
+    again = JobEvents(begins=lambda name, line, number: learn(recipe, folder))
+    text = refusal(learn, recipe, folder, events=again, error=CheckpointError)
+    assert text == f"{folder}: another process is writing it. Wait until it is done."
     (folder / JOB_FILE).write_text('{"format": 1}')
     with pytest.raises(CheckpointError, match="is of another release of this program, or was changed"):
         learn(recipe, folder)
@@ -392,7 +386,7 @@ def test_the_page_says_of_each_promise_what_came_out():
 
 
 def test_help_names_no_default_that_a_preset_changes():
-    text = " ".join(CliRunner().invoke(main, ["learn", "--help"]).output.split())
+    text = " ".join(command.run("learn", "--help").output.split())
     assert text.count("[default: that of the preset") == 3 and "default: 0.001" not in text
 
 
@@ -463,8 +457,7 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
 
 def test_the_command_shows_what_it_would_do(settings, tmp_path):
     words = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
-    result = CliRunner().invoke(main, learn_words(settings, *words))
-    assert result.exit_code == 0, result.output
+    result = command.run(*learn_words(settings, *words))
     assert "tokens" in result.output and not re.search(r"\d (s|min)\b|a second|\btime\b", result.output)
     assert f"scale-surgery expand {settings['model']} --plan" in result.output
     assert not (tmp_path / "job").exists()
@@ -472,8 +465,7 @@ def test_the_command_shows_what_it_would_do(settings, tmp_path):
 
 def test_a_command_that_meets_the_folder_of_a_job_says_where_the_models_are(done):
     folder = done.learned.path
-    result = CliRunner().invoke(main, ["verify", str(folder)])
-    assert result.exit_code == 1 and " ".join(result.output.split()) == (
+    assert " ".join(command.run("verify", folder, code=1).output.split()) == (
         f"error: {folder}/config.json: not found. This is a job of scale-surgery learn, whose models are: "
         f"{folder}/expanded, {folder}/learned, {folder}/routed."
     )
@@ -483,8 +475,7 @@ def test_the_command_goes_on_and_ends_with_a_table(done, settings):
     learned = done.learned
     given = [f"--set={name}={value}" for name, value in settings.items() if name in SHORT]
     words = learn_words(settings, "-o", str(learned.path), *given)
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0, result.output
+    result = command.run(*words)
     assert "verified" in result.output and f"chat {learned.result}" in result.output.replace("\n", "")
-    plain = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
+    plain = json.loads(command.run(*words, "--json").stdout)
     assert plain["verified"] and [row["name"] for row in plain["rows"]] == ["base", "learned", "routed"]

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from click.testing import CliRunner
 
 from scale_surgery import PlanError, Request, RunOptions, TrainingError, evaluate, expand, learn, resolve_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -26,6 +25,8 @@ from scale_surgery.cli.program import main
 from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.processes import SIGNALS, launch_options, run_launched
+from tests.command import run
+from tests.conftest import refusal
 from tests.learning.test_killed import NAMED
 from tests.learning.test_learn import SHORT, outputs, settings, texts  # noqa: F401  (fixtures)
 from tests.training.test_distributed import ALLOWED_AFTER_TRAINING, FSDP2, ROOT, largest_difference, trained
@@ -70,7 +71,7 @@ def test_stages_that_train_and_measure_are_lines_for_the_launcher(settings, tmp_
         (["--processes", "2"], {"train": two, "evaluate": two}),
         (["--processes", "8", "--accelerate-config", str(FSDP2)], sharded),
     ):
-        result = CliRunner().invoke(main, [*words, *given, "--dry-run", "--json"])
+        result = run(*words, *given, "--dry-run", "--json")
         lines = {stage["name"]: stage["line"] for stage in json.loads(result.stdout)["stages"]}
         launched = [name for name, line in lines.items() if not line.startswith("scale-surgery ")]
         assert launched == list(options)
@@ -86,9 +87,7 @@ def test_stages_that_train_and_measure_are_lines_for_the_launcher(settings, tmp_
 def test_a_launcher_around_it_is_refused_with_what_to_type(settings, tmp_path, monkeypatch):  # noqa: F811
     recipe = resolve_recipe(two(settings))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(TrainingError) as refused:
-        learn(recipe, tmp_path / "job")
-    assert str(refused.value) == (
+    assert refusal(learn, recipe, tmp_path / "job", error=TrainingError) == (
         "learn starts its processes itself, and a launcher started 4. Type, without the launcher: scale-surgery learn "
         "... --processes 4, and --accelerate-config FILE where it had a --config_file."
     )
@@ -137,9 +136,7 @@ def test_evaluate_in_two_processes_gives_the_numbers_of_one(launched, settings, 
 
 @open_files
 def test_the_first_process_that_fails_says_why(launched):
-    with pytest.raises(TrainingError) as failed:
-        launched(["inspect", "nowhere/at/all"], launch_options(2))
-    message = str(failed.value)
+    message = refusal(launched, ["inspect", "nowhere/at/all"], launch_options(2), error=TrainingError)
     assert message.startswith("inspect: process ") and "of 2 failed: nowhere/at/all: " in message
 
 

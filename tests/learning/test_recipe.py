@@ -18,6 +18,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
 from scale_surgery.learning.recipe_file import recipe_text
+from tests.command import run
 
 SAID = {"model": "base", "data": ["a.txt", "b.txt"]}
 
@@ -144,13 +145,12 @@ def test_one_path_has_gates_and_rehearsal_in_place_of_a_router(data):
 
 def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
     file = tmp_path / "recipe.yaml"
-    words = ["learn", str(SHIPPED_MODEL), "--data", str(data), "--set", "training.warmup=1e-1", "--steps", "7"]
-    result = CliRunner().invoke(main, [*words, "--write-recipe", str(file)])
-    assert result.exit_code == 0 and f"written to {file}" in result.output.replace("\n", "")
+    words = ["learn", SHIPPED_MODEL, "--data", data, "--set", "training.warmup=1e-1", "--steps", "7"]
+    assert f"written to {file}" in run(*words, "--write-recipe", file).output.replace("\n", "")
     values = values_of(make_recipe(read_recipe(file)))
     assert (values["training.warmup"], values["training.steps"]) == (0.1, 7)
-    rerun = CliRunner().invoke(main, ["learn", "--recipe", str(file), "--write-recipe", str(tmp_path / "again.yaml")])
-    assert rerun.exit_code == 0 and (tmp_path / "again.yaml").read_text() == file.read_text()
+    run("learn", "--recipe", file, "--write-recipe", tmp_path / "again.yaml")
+    assert (tmp_path / "again.yaml").read_text() == file.read_text()
 
 
 @pytest.mark.parametrize(

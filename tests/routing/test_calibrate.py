@@ -16,7 +16,6 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CalibrationSettings,
@@ -27,7 +26,6 @@ from scale_surgery import (
     PosteriorRouter,
     Request,
     RunOptions,
-    SurgeryError,
     evaluate,
     expand,
     route_export,
@@ -59,7 +57,7 @@ from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
 from scale_surgery.surgery.routers import router_of, weights_of
 from tests.command import run
-from tests.conftest import Bars, digests, load, shake
+from tests.conftest import Bars, digests, edited, load, refusal, shake
 from tests.each import mostly
 from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
@@ -142,12 +140,6 @@ def calibration_of(place: Path) -> Callable[[str], Calibration]:
 
 
 each_router = pytest.mark.parametrize("router", mostly(ROUTINGS, "posterior".__eq__))
-
-
-def refusal(*args: Any, error: type[SurgeryError] = CheckpointError, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        route_calibrate(*args, **options)
-    return str(caught.value)
 
 
 def same(first: Measurement, second: Measurement | None) -> bool:
@@ -241,7 +233,7 @@ def measured(old: float, new: float) -> Measured:
 
 def test_texts_are_read_once(place: Path) -> None:
     bars = Bars()
-    result = route_calibrate(place / "posterior", old(place), new(place), track=bars.track)
+    result = route_calibrate(place / "posterior", old(place), new(place), track=bars)
     sequences = [tokenize(read_documents(files), letters()) for files in (old(place), new(place))]
     windows = sum(len(stride(some, 64, 32).ids) for some in sequences)
     assert windows > sum(len(some.ids) for some in sequences), "windows overlap"
@@ -466,17 +458,13 @@ def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
     adapt = outcome(1, 1, 2.0, **ADAPT)
     for short, expected in ((None, noisy), (0.2, worse), (0.19, noisy), (0.1, present), (math.inf, worse)):
         assert choose([present, worse, noisy], Limits(0.02, None, None, short, 0.01), adapt).proposed is expected
-    with pytest.raises(PlanError) as refused:
-        choose([worse, worse], Limits(0.02, None, None, None, 0.01), adapt)
-    assert str(refused.value) == (
+    assert refusal(choose, [worse, worse], Limits(0.02, None, None, None, 0.01), adapt, error=PlanError) == (
         "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; the least is "
         "0.2 nats per token, with threshold 0.4. Give more old texts, or --set most_short_forgetting=0.2."
     )
     alone = replace(noisy, short=replace(noisy.short, change=MeanWithError(0.0015, math.inf)))
     assert choose([present, alone], Limits(0.02, None, None, None, 0.01), adapt).proposed is present
-    with pytest.raises(PlanError) as refused:
-        choose([present, worse, noisy], Limits(0.02, None, None, 0.05, 0.01), adapt)
-    assert str(refused.value) == (
+    assert refusal(choose, [present, worse, noisy], Limits(0.02, None, None, 0.05, 0.01), adapt, error=PlanError) == (
         "most_short_forgetting 0.05: no setting loses so little on the first tokens of old texts; the least is 0.1 "
         "nats per token, with threshold 0.5. Raise it."
     )
@@ -522,9 +510,8 @@ def test_the_bound_that_was_asked_for_is_named() -> None:
         (0.01, 0.001, f"{per_text}\n{per_token}"),
         (0.2, 0.05, "--bound 0.2 and bound_per_token 0.05: no setting keeps both. Raise one."),
     ):
-        with pytest.raises(PlanError) as refused:
-            choose(some, Limits(0.02, bound, each, None, 0.01), outcome(1, 1, 2.0, routing=None))
-        assert str(refused.value) == expected
+        limits, base = Limits(0.02, bound, each, None, 0.01), outcome(1, 1, 2.0, routing=None)
+        assert refusal(choose, some, limits, base, error=PlanError) == expected
 
 
 @pytest.mark.slow
@@ -585,7 +572,7 @@ def test_nothing_is_written_where_something_fails(
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
-    message = refusal(*texts, free("posterior", write=True, plot=plot))
+    message = refusal(route_calibrate, *texts, free("posterior", write=True, plot=plot), error=CheckpointError)
     assert message == f"{model}: cannot be written (Input/output error). Check the folder."
     assert digests(model) == before and not list(plot.parent.iterdir())
     monkeypatch.undo()
@@ -614,7 +601,9 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
         ),
         (bare, "has no surgery.json, another trainer saved it, expected an expanded folder."),
     ):
-        assert refusal(model, old(place), new(place), CalibrationSettings(write=True)).startswith(f"{model}: {reason}")
+        writing = CalibrationSettings(write=True)
+        message = refusal(route_calibrate, model, old(place), new(place), writing, error=CheckpointError)
+        assert message.startswith(f"{model}: {reason}")
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -625,22 +614,23 @@ def test_texts_and_settings_that_are_refused(place: Path, tmp_path: Path) -> Non
         "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
     )
     no_new = "There is no new text, on which learning is measured. Give files with --new."
-    assert refusal(model, [], [], error=DataError) == f"{no_old}\n{no_new}"
+    assert refusal(route_calibrate, model, [], [], error=DataError) == f"{no_old}\n{no_new}"
     (tmp_path / "empty.txt").write_text(" \n")
-    assert refusal(model, tmp_path / "empty.txt", [tmp_path / "empty.txt"], error=DataError).splitlines() == [
-        f"The {side} text is empty: {tmp_path}/empty.txt. Give at least one document." for side in ("old", "new")
+    empty = tmp_path / "empty.txt"
+    assert refusal(route_calibrate, model, empty, [empty], error=DataError).splitlines() == [
+        f"The {side} text is empty: {empty}. Give at least one document." for side in ("old", "new")
     ]
     for number in (-0.1, math.nan):
-        assert refusal(model, *texts, CalibrationSettings(number), error=PlanError) == (
+        assert refusal(route_calibrate, model, *texts, CalibrationSettings(number), error=PlanError) == (
             f"--most-forgetting is {number}, expected nats per token, at least 0."
         )
     bounds = CalibrationSettings(bound=1.0, bound_per_token=0.1)
-    assert refusal(place / "cosine", *texts, bounds, error=PlanError) == (
+    assert refusal(route_calibrate, place / "cosine", *texts, bounds, error=PlanError) == (
         "--bound 1 and bound_per_token 0.1: the cosine router bounds nothing, expected a posterior router. Leave "
         "that out; most_short_forgetting limits what short prompts may lose."
     )
     inside = model / "config.json"
-    assert refusal(model, *texts, CalibrationSettings(plot=inside)) == (
+    assert refusal(route_calibrate, model, *texts, CalibrationSettings(plot=inside), error=CheckpointError) == (
         f"{inside}: would be written into {model}, which is read. Choose another file."
     )
 
@@ -663,7 +653,7 @@ def test_a_read_only_folder_is_refused_before_any_work(
     # root may write everywhere, so the operating system's answer stands in for a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (model, tmp_path) and allowed(path, mode))
     settings = CalibrationSettings(write=True, plot=tmp_path / "sweep.png")
-    assert refusal(model, old(place), new(place), settings).splitlines() == [
+    assert refusal(route_calibrate, model, old(place), new(place), settings, error=CheckpointError).splitlines() == [
         f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another place.",
         f"{model}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder to where "
         "you may write.",
@@ -675,12 +665,12 @@ def test_a_read_only_folder_is_refused_before_any_work(
 def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "cosine", tmp_path / "broken"))
     (shard,) = model.glob("expansion-*.safetensors")
-    tensors = load_file(shard)
-    name = next(name for name in tensors if name.endswith(".w12") and "o_proj" in name)
-    save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
+    with edited(shard) as tensors:
+        next(tensors[name] for name in tensors if name.endswith(".w12") and "o_proj" in name).fill_(math.nan)
     before = digests(model)
     plot = tmp_path / "sweep.png"
-    assert refusal(model, old(place), new(place), free("cosine", write=True, plot=plot)) == (
+    settings = free("cosine", write=True, plot=plot)
+    assert refusal(route_calibrate, model, old(place), new(place), settings, error=CheckpointError) == (
         "broken: the loss of the adapt path on old text is nan, expected a finite number. Its weights are damaged, or "
         "--dtype is too narrow for them: see scale-surgery verify."
     )
@@ -697,7 +687,7 @@ def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path
         router = config["scale_surgery"]["router"] | change
         spoiled = config | {"scale_surgery": config["scale_surgery"] | {"router": router}}
         (model / "config.json").write_text(json.dumps(spoiled))
-        message = refusal(model, old(place), new(place), error=PlanError)
+        message = refusal(route_calibrate, model, old(place), new(place), error=PlanError)
         assert message == f"config.json: scale_surgery.router.{reason} Restore it from where you got it."
 
 
@@ -891,6 +881,7 @@ def test_what_forgets_too_much_is_not_written(place: Path, tmp_path: Path) -> No
     before = digests(model)
     shown = route_calibrate(model, old(place), new(place), CalibrationSettings(0.0))
     assert not shown.is_within and shown.proposed.forgetting > 0
-    message = refusal(model, old(place), new(place), CalibrationSettings(0.0, write=True), error=PlanError)
+    writing = CalibrationSettings(0.0, write=True)
+    message = refusal(route_calibrate, model, old(place), new(place), writing, error=PlanError)
     assert message.startswith(f"{model}: no setting forgets at most 0 nats per token, so none is set; the least is ")
     assert digests(model) == before

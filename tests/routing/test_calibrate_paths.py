@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from scale_surgery import CalibrationSettings
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.cli.program import main
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.show.figure_calibration import calibration_figure
@@ -22,10 +20,11 @@ from scale_surgery.show.tables_calibrate import render_calibration
 from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.routers import is_even, router_of, weights_of
+from tests.command import run
 from tests.composed import Made, mixed
-from tests.conftest import load
+from tests.conftest import load, shown
 from tests.routing.test_calibrate import free
-from tests.routing.test_report import START, shown
+from tests.routing.test_report import START
 from tests.running.test_texts import lines
 
 NAMES = ("medicine", "law", "music")
@@ -135,11 +134,9 @@ def test_it_is_shown_and_drawn(calibration: Calibration) -> None:
 def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
     asked = ["--most-forgetting", "9", "--bound", "9", "--set", "most_short_forgetting=9", "--set", "least_gain=0"]
-    texts = ["--old", str(place / "old.jsonl"), "--new", str(place / "new.jsonl")]
-    plot = ["-o", str(tmp_path / "plot.svg")]
-    result = CliRunner().invoke(main, ["route-calibrate", str(folder), *texts, *asked, *plot, "--write", "--json"])
-    assert result.exit_code == 0, result.output
-    content = json.loads(result.stdout)
+    texts = ["--old", place / "old.jsonl", "--new", place / "new.jsonl"]
+    plot = ["-o", tmp_path / "plot.svg"]
+    content = json.loads(run("route-calibrate", folder, *texts, *asked, *plot, "--write", "--json").stdout)
     assert content["written"] is True and (tmp_path / "plot.svg").stat().st_size > 10_000
     checkpoint, record = open_checkpoint(folder), read_manifest(folder)
     assert checkpoint.config["scale_surgery"]["router"] == content["proposed"]["routing"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
@@ -19,8 +21,8 @@ from scale_surgery.show.palette import DARK, LIGHT, PATH_COLOURS
 from scale_surgery.show.path_colours import choose_colours, leading
 from scale_surgery.show.tables_route_report import render_route_report
 from tests.composed import Made
-from tests.conftest import load
-from tests.routing.test_report import COLOUR_VISION, STORY, contrast, parse, seen_by, shown, strictly, tokens_of
+from tests.conftest import load, shown
+from tests.routing.test_report import COLOUR_VISION, STORY, contrast, parse, seen_by, strictly, tokens_of
 
 NAMES = ("base", "medicine", "law", "music")
 
@@ -110,13 +112,19 @@ def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
     ]  # fmt: skip
 
 
+def coloured(colours: str) -> str:
+    console = Console(file=io.StringIO(), width=80, color_system=colours, force_terminal=True)
+    console.print(render_route_report(handmade(*TOKENS)))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_the_terminal_colours_paths() -> None:
-    text = shown(render_route_report(handmade(*TOKENS)), colours="truecolor")
+    text = coloured("truecolor")
     numbers = [";".join(map(str, bytes.fromhex(colour[1:]))) for colour in PATH_COLOURS]
     first, second = numbers[1:3]
     assert text.index(f"48;2;{first}") < text.index("medicine") < text.index(f"48;2;{second}") < text.index("law")
     assert f"48;2;{first}mna" in text and f"48;2;{second}m[b]new" in text
-    few = shown(render_route_report(handmade(*TOKENS)), colours="standard")
+    few = coloured("standard")
     assert "\x1b[30;43mna" in few and "48;2" not in few
 
 

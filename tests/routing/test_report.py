@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -16,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from rich.console import Console
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -29,12 +25,10 @@ from scale_surgery import (
     PosteriorRouter,
     Request,
     RunOptions,
-    SurgeryError,
     evaluate,
     expand,
     route_export,
 )
-from scale_surgery.cli.program import main
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report, write_tokens
@@ -44,7 +38,8 @@ from scale_surgery.running.texts import tokenize
 from scale_surgery.show.pages.routing import render_page, write_page
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
 from scale_surgery.show.visible import visible, visible_line, visible_text
-from tests.conftest import shake
+from tests.command import run
+from tests.conftest import edited, refusal, shake, shown
 from tests.each import mostly
 from tests.running.test_texts import letters, lines
 from tests.tiny import save_tiny
@@ -196,9 +191,8 @@ def test_jsonl_is_a_line_a_token(report_of: Callable[[str], RouteReport], tmp_pa
 def test_a_model_that_gives_nan_gives_json(place: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(place / "cosine", tmp_path / "broken"))
     (shard,) = broken.glob("expansion-*.safetensors")
-    tensors = load_file(shard)
-    name = next(name for name in tensors if name.endswith("w12"))
-    save_file(tensors | {name: torch.full_like(tensors[name], math.nan)}, shard, metadata={"format": "pt"})
+    with edited(shard) as tensors:
+        next(tensors[name] for name in tensors if name.endswith("w12")).fill_(math.nan)
     report = route_report(broken, place / "asked.jsonl")
     content = strictly(json.dumps(report.to_json()))
     scores = (content["tokens"][1]["log_probabilities"], content["files"][0]["nats_per_token"])
@@ -418,12 +412,6 @@ def test_page_in_a_browser(report_of: Callable[[str], RouteReport], tmp_path: Pa
 # the terminal
 
 
-def shown(rendered: object, width: int = 80, colours: str | None = None) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=colours, force_terminal=bool(colours))
-    console.print(rendered)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_terminal_fits_80_columns_and_is_not_written_to_by_texts(report_of: Callable[[str], RouteReport]) -> None:
     text = shown(render_route_report(report_of("cosine")))
     assert max(map(len, text.splitlines())) <= 80
@@ -443,27 +431,24 @@ def test_terminal_shows_so_many_tokens_and_counts_the_rest() -> None:
 # refusals
 
 
-def refusal(*args: Any, error: type[SurgeryError] = DataError, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        route_report(*args, **options)
-    return str(caught.value)
-
-
 def test_models_and_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
     text, none = place / "story.txt", tmp_path / "none.txt"
-    assert refusal(place / "base", text, error=CheckpointError) == (
+    assert refusal(route_report, place / "base", text, error=CheckpointError) == (
         f"{place / 'base'}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
         "scale-surgery route-export."
     )
-    assert refusal(place / "wide", text, error=CheckpointError) == (
+    assert refusal(route_report, place / "wide", text, error=CheckpointError) == (
         f"{place / 'wide'}: has no router. Give it one: scale-surgery route-export {place / 'wide'} -o ROUTED."
     )
     (tmp_path / "empty.txt").write_text(" \n")
-    assert refusal(place / "posterior", [none, tmp_path / "empty.txt", text]).splitlines() == [
+    texts = [none, tmp_path / "empty.txt", text]
+    assert refusal(route_report, place / "posterior", texts, error=DataError).splitlines() == [
         f"{none}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.",
         f"{tmp_path / 'empty.txt'}: is empty, expected at least one document with some text.",
     ]
-    assert refusal(place / "posterior", []) == "There is no text to report on. Give a file with --text."
+    assert refusal(route_report, place / "posterior", [], error=DataError) == (
+        "There is no text to report on. Give a file with --text."
+    )
 
 
 def test_a_text_of_one_token_is_shown_beside_longer_ones_without_numbers(place: Path, tmp_path: Path) -> None:
@@ -486,12 +471,12 @@ def test_the_command_shows_tokens_writes_files_and_gives_json(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     texts = [part for name in ("story.txt", "asked.jsonl", "evil.txt") for part in ("--text", str(place / name))]
-    words = ["route-report", str(place / "cosine"), *texts, "--batch-size", "2"]
-    runner, report = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}), report_of("cosine")
-    text = runner.invoke(main, [*words, "-o", "report.html", "-o", "tokens.jsonl"]).stdout
+    words = ["route-report", place / "cosine", *texts, "--batch-size", "2"]
+    report = report_of("cosine")
+    text = run(*words, "-o", "report.html", "-o", "tokens.jsonl").stdout
     assert text.startswith(shown(render_route_report(report)))
     assert text.endswith("\nwritten to report.html and tokens.jsonl\n")
     assert Path("report.html").read_text(encoding="utf-8") == render_page(report)
     assert len(Path("tokens.jsonl").read_text(encoding="utf-8").splitlines()) >= len(report.records())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "tokens.jsonl"]
-    assert strictly(runner.invoke(main, [*words, "--json"]).stdout) == report.to_json()
+    assert strictly(run(*words, "--json").stdout) == report.to_json()

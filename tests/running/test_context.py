@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from scale_surgery import DataError
 from scale_surgery.running.context import choose_length, context_of
+from tests.conftest import refusal
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma3_text"])
@@ -38,12 +39,11 @@ def test_the_length_is_what_was_asked_for_or_the_shortest_context(asked, context
 
 
 def test_a_length_that_does_not_fit():
-    with pytest.raises(DataError) as caught:
-        choose_length(65, {"one": 64, "two": None, "three": 8, "four": 65})
-    assert str(caught.value).splitlines() == [
+    text = refusal(choose_length, 65, {"one": 64, "two": None, "three": 8, "four": 65}, error=DataError)
+    assert text.splitlines() == [
         "--sequence-length is 65, expected at most 64, the context of one.",
         "--sequence-length is 65, expected at most 8, the context of three.",
     ]
-    with pytest.raises(DataError) as caught:
-        choose_length(1, {"one": 64})
-    assert str(caught.value) == "--sequence-length is 1, expected at least 2: the first token is not predicted."
+    assert refusal(choose_length, 1, {"one": 64}, error=DataError) == (
+        "--sequence-length is 1, expected at least 2: the first token is not predicted."
+    )

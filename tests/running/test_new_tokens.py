@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.errors import SurgeryError
 from scale_surgery.planning.new_tokens import NewTokens, extended_tokenizer, extended_tokenizer_config, token_ids
 from scale_surgery.running import new_tokens as module
 from scale_surgery.running.new_tokens import ChosenTokens, choose_new_tokens, read_new_tokens
+from tests.conftest import refusal
 
 ENGLISH = ["hello world the year is and lines and spaces and two worlds of the dogs"] * 5
 GERMAN = (
@@ -492,33 +492,27 @@ def test_a_folder_of_another_tokenizer_is_refused(bases, pairs, tmp_path, change
     change(content)
     (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
 
-    assert message(read_new_tokens, base.path, folder, base.rows) == f"{folder}: {FOLDERS[change]}"
+    assert refusal(read_new_tokens, base.path, folder, base.rows) == f"{folder}: {FOLDERS[change]}"
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(bases, tmp_path) -> None:
     base = bases["qwen"]
 
-    assert message(read_new_tokens, base.path, tmp_path, base.rows) == (
+    assert refusal(read_new_tokens, base.path, tmp_path, base.rows) == (
         f"{tmp_path}: has no tokenizer.json, expected a folder of a tokenizer. Write it with the tokenizers library: "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...), and put its files beside the weights."
     )
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    assert message(read_new_tokens, base.path, tmp_path, base.rows).startswith(
+    assert refusal(read_new_tokens, base.path, tmp_path, base.rows).startswith(
         f"{tmp_path / 'tokenizer.json'}: the tokenizers library does not read it ("
     )
-
-
-def message(function: Callable[..., Any], *arguments: Any) -> str:
-    with pytest.raises(SurgeryError) as raised:
-        function(*arguments)
-    return str(raised.value)
 
 
 def test_all_that_is_wrong_with_a_file_is_said_at_once(bases, tmp_path) -> None:
     base, file = bases["qwen"], tmp_path / "tokens.txt"
     file.write_text(" neu\n\n \t\nfoo\nfoo\n<|im_end|>\né\n world\n", "utf-8")
 
-    assert message(read_new_tokens, base.path, file, base.rows).split("\n") == [
+    assert refusal(read_new_tokens, base.path, file, base.rows).split("\n") == [
         f"{file}, line 2: is empty, expected a token. Leave it out.",
         f"{file}, line 3: is blank, expected a token. Leave it out.",
         f"{file}, line 5: 'foo' stands in line 4 too. Leave one out.",
@@ -527,11 +521,11 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(bases, tmp_path) -> None:
         f"{file}, line 8: the base has ' world' already as 'Ġworld', with the id 267. Leave it out.",
     ]
     (tmp_path / "empty.txt").write_text("")
-    assert message(read_new_tokens, base.path, tmp_path / "empty.txt", base.rows) == (
+    assert refusal(read_new_tokens, base.path, tmp_path / "empty.txt", base.rows) == (
         f"{tmp_path / 'empty.txt'}, line 1: is empty, expected a token. Leave it out."
     )
     absent = tmp_path / "absent"
-    assert message(read_new_tokens, base.path, absent, base.rows) == (
+    assert refusal(read_new_tokens, base.path, absent, base.rows) == (
         f"{absent}: there is no such file, expected a text with one token a line, or a folder of a tokenizer."
     )
 
@@ -549,7 +543,7 @@ def test_a_token_that_would_not_come_back_is_refused_with_one_that_does(bases, t
     file.write_text("Straße\nquux\nfür\n", "utf-8")
     advice = "Or learn tokens from a text: --new-tokens-from TEXT --count N."
 
-    assert message(read_new_tokens, bases["qwen"].path, file, 320).split("\n") == [
+    assert refusal(read_new_tokens, bases["qwen"].path, file, 320).split("\n") == [
         "'Straße': this tokenizer would read 'a Straße a' back as 'a Stra\ufffde a'. Give it with a space before it, "
         f"' Straße'. {advice}",
         f"'für': this tokenizer would read 'a für a' back as 'a f\ufffdr a'. Give it with a space before it, ' für'. "
@@ -558,7 +552,7 @@ def test_a_token_that_would_not_come_back_is_refused_with_one_that_does(bases, t
     file.write_text(" Straße\nquux\n für\n", "utf-8")
     read_new_tokens(bases["qwen"].path, file, 320)
     # where words begin with a mark, the space is no part of what is searched
-    assert message(read_new_tokens, bases["prepended"].path, file, 400).split("\n") == [
+    assert refusal(read_new_tokens, bases["prepended"].path, file, 400).split("\n") == [
         f"{token!r}: this tokenizer does not find it in 'a{token} a'. Give it without the space, {token[1:]!r}. "
         + advice
         for token in (" Straße", " für")
@@ -574,8 +568,8 @@ def test_a_base_that_cannot_take_tokens_is_refused(bases, german, tmp_path) -> N
     )
 
     def refused(folder: Path, rows: int = rows) -> str:
-        wrong = message(read_new_tokens, folder, file, rows)
-        assert message(choose_new_tokens, folder, [german], 3, rows) == wrong
+        wrong = refusal(read_new_tokens, folder, file, rows)
+        assert refusal(choose_new_tokens, folder, [german], 3, rows) == wrong
         return wrong
 
     bare = shutil.copytree(bases["qwen"].path, tmp_path / "bare")
@@ -607,13 +601,13 @@ def test_a_base_that_cannot_take_tokens_is_refused(bases, german, tmp_path) -> N
 def test_only_merges_can_be_gone_on_with(bases, german, tmp_path) -> None:
     for name, kind in (("unigram", "Unigram"), ("wordpiece", "WordPiece")):
         path = bases[name].path
-        assert message(choose_new_tokens, path, [german], 3, bases[name].rows) == (
+        assert refusal(choose_new_tokens, path, [german], 3, bases[name].rows) == (
             f"{path}: its tokenizer is of the kind {kind}, expected BPE, whose merges can be gone on with. Name the "
             "tokens yourself: --new-tokens FILE, one a line."
         )
     once = tmp_path / "once.txt"
     once.write_text("x")
-    assert message(choose_new_tokens, bases["qwen"].path, [once], 3, 320) == (
+    assert refusal(choose_new_tokens, bases["qwen"].path, [once], 3, 320) == (
         f"{once}: no two tokens that could become a new one stand in it side by side twice. Give more text."
     )
-    assert message(choose_new_tokens, bases["qwen"].path, [once], 0, 320) == "--count is 0, expected at least 1."
+    assert refusal(choose_new_tokens, bases["qwen"].path, [once], 0, 320) == "--count is 0, expected at least 1."

@@ -11,6 +11,7 @@ import pytest
 
 from scale_surgery import PlanError, RunOptions
 from scale_surgery.running.processes import join_processes, shared_out
+from tests.conftest import refusal
 
 SCRIPT = """
 import json, sys
@@ -50,9 +51,7 @@ def test_two_processes_compute_a_half_each_and_get_all(tmp_path: Path) -> None:
 def test_a_model_is_not_sharded_to_be_measured(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(PlanError) as refused:
-        join_processes(RunOptions())
-    assert str(refused.value) == (
+    assert refusal(join_processes, RunOptions(), error=PlanError) == (
         "The launcher asks for FSDP, expected a whole model in each process. Type, without its configuration: "
         "accelerate launch --multi_gpu --num_processes 2 -m scale_surgery ..."
     )

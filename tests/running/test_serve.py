@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 
 from scale_surgery import (
     CosineRouter,
@@ -42,13 +41,13 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import people, questions
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.running import serve as serving
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.tables_push import render_served
+from tests.command import run
 from tests.composed import Made
-from tests.conftest import shake
+from tests.conftest import edited, shake
 from tests.routed import random_ids
 from tests.show.test_console import shown
 from tests.test_docs import ROOT, SHIPPED, blocks, run_python
@@ -156,8 +155,7 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(
 
 def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "NEEDED", ("json", "fastapi_of_nowhere", "uvicorn_of_nowhere"))
-    result = CliRunner().invoke(main, ["serve", "nowhere", "--port", str(free_port())])
-    assert result.exit_code == 1
+    result = run("serve", "nowhere", "--port", free_port(), code=1)
     assert "not installed: fastapi_of_nowhere, uvicorn_of_nowhere. " in result.output.replace("\n", " ")
     assert "pip install 'scale-surgery[serve]'" in result.output
 
@@ -405,9 +403,8 @@ def test_names_are_listed_and_others_refused(mixed: Running) -> None:
 def test_another_models_code_is_not_run(server: Running, folders: Callable[[str], Path], tmp_path: Path) -> None:
     stranger, mark = tmp_path / "stranger", tmp_path / "was-run"
     shutil.copytree(folders("stock"), stranger)
-    config = json.loads((stranger / "config.json").read_text())
-    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Strange"}}
-    (stranger / "config.json").write_text(json.dumps(config))
+    with edited(stranger / "config.json") as config:
+        config.update(model_type="strange", auto_map={"AutoConfig": "strange.Strange"})
     code = f"import pathlib, transformers\npathlib.Path({str(mark)!r}).touch()\n"
     (stranger / "strange.py").write_text(
         f"{code}class Strange(transformers.LlamaConfig):\n    model_type = 'strange'\n"

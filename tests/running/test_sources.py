@@ -13,6 +13,7 @@ from scale_surgery.errors import DataError
 from scale_surgery.running.documents import read_documents, read_questions
 from scale_surgery.running.saved_datasets import digest_of
 from scale_surgery.running.sources import TextSource, parse_source
+from tests.conftest import refusal
 from tests.running.test_texts import lines
 
 ROWS = [
@@ -26,10 +27,8 @@ def read(*texts: str | Path) -> list[tuple[str, str]]:
     return [(document.text, document.source) for document in read_documents(texts)]
 
 
-def refusal(*texts: str | Path) -> list[str]:
-    with pytest.raises(DataError) as error:
-        list(read_documents(texts))
-    return list(error.value.lines)
+def refused(*texts: str | Path) -> list[str]:
+    return refusal(read, *texts, error=DataError).splitlines()
 
 
 # how a text is named
@@ -41,13 +40,12 @@ def test_settings_follow_after_commas() -> None:
         "org/name", column="body", split="train[:10]", config="en", revision="v1"
     )
     assert parse_source(Path("a,b.txt")) == TextSource("a,b.txt"), "a comma in a name"
-    with pytest.raises(DataError) as error:
-        parse_source("org/name,splt=train,column=a,column=b")
-    assert error.value.lines == (
+    text = refusal(parse_source, "org/name,splt=train,column=a,column=b", error=DataError)
+    assert text.splitlines() == [
         "org/name,splt=train,column=a,column=b: splt is no setting of a text, expected column, split, config or "
         "revision.",
         "org/name,splt=train,column=a,column=b: column is given twice.",
-    )
+    ]
 
 
 def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +67,7 @@ def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_looks_like_a_file_is_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not parse_source(name).is_on_hub
-    assert refusal(name)[0].startswith(f"{Path(name)}: there is no such file. Give")
+    assert refused(name)[0].startswith(f"{Path(name)}: there is no such file. Give")
 
 
 # columns
@@ -81,24 +79,24 @@ def test_a_column_of_lines_and_arrays(tmp_path: Path) -> None:
     for text, where in ((file, "line"), (tmp_path / "a.json", "entry")):
         assert read(f"{text},column=body") == [("one", f"{text}, {where} 1"), ("two", f"{text}, {where} 2")]
         assert [text for text, _ in read(text)] == ["un", "deux", "x"], "without it, the usual field"
-        assert refusal(f"{text},column=n")[0] == f'{text}, {where} 1: "n" is a number, expected a text.'
+        assert refused(f"{text},column=n")[0] == f'{text}, {where} 1: "n" is a number, expected a text.'
     assert read_questions([Path(f"{file},column=body")]) == ["one", "two", " "]
 
 
 def test_plain_text_has_no_columns_and_a_file_no_splits(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     file = lines(tmp_path / "a.jsonl", *ROWS)
-    assert refusal(f"{tmp_path}/a.txt,column=body") == [
+    assert refused(f"{tmp_path}/a.txt,column=body") == [
         f"{tmp_path}/a.txt: is plain text, which has no column. Leave ,column= out."
     ]
-    assert refusal(f"{file},split=train") == [f"{file}: is a file, which has no split. Leave ,split= out."]
+    assert refused(f"{file},split=train") == [f"{file}: is a file, which has no split. Leave ,split= out."]
 
 
 @pytest.mark.parametrize("content", ["", "[", "[]", "[1,", "[1]]", '[1] {"text": "b"}', '["a]', "[tru]", "[" * 5000])
 def test_what_is_no_array_is_read_line_by_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "a.json"
     file.write_text(content)
-    assert all(line.startswith(f"{file}, line 1: ") for line in (refusal(file) if content else []))
+    assert all(line.startswith(f"{file}, line 1: ") for line in (refused(file) if content else []))
 
 
 # datasets
@@ -120,8 +118,8 @@ def test_a_folder_of_parquet(folder: Path) -> None:
     assert [text for text, _ in read(folder)] == ["un", "deux", "x"]
     assert read(folder / "train-00000.parquet")[1] == ("deux", f"{folder}/train-00000.parquet, row 2"), "the file alone"
     assert read(f"{folder},column=body,split=train") == [("one", f"{folder}, row 1"), ("two", f"{folder}, row 2")]
-    assert refusal(f"{folder},column=n")[0] == f'{folder}, row 1: "n" is a number, expected a text.'
-    assert refusal(f"{folder},split=dev") == [
+    assert refused(f"{folder},column=n")[0] == f'{folder}, row 1: "n" is a number, expected a text.'
+    assert refused(f"{folder},split=dev") == [
         f"{folder}: has no split dev, it holds train. Say which is meant: {folder},split=train."
     ]
 
@@ -129,7 +127,7 @@ def test_a_folder_of_parquet(folder: Path) -> None:
 def test_a_folder_of_lines_with_splits(folder: Path) -> None:
     (folder / "train-00000.parquet").unlink()
     lines(folder / "train.jsonl", *ROWS)
-    assert refusal(folder) == [f"{folder}: holds the splits train, test. Say which is meant: {folder},split=train."]
+    assert refused(folder) == [f"{folder}: holds the splits train, test. Say which is meant: {folder},split=train."]
     assert [text for text, _ in read(f"{folder},split=test", f"{folder},split=train")] == ["un", "un", "deux", "x"]
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(folder.parent / "many")
@@ -138,7 +136,7 @@ def test_a_folder_of_lines_with_splits(folder: Path) -> None:
 
 def test_other_kinds_of_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "page.xml").write_text("<a>text</a>")
-    assert refusal(tmp_path) == [
+    assert refused(tmp_path) == [
         f"{tmp_path}: holds data of the kind xml, expected rows of text in one of: json, parquet, csv, text, arrow."
     ]
 
@@ -149,7 +147,7 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"vocabulary": {f"token {number}": 1 for number in range(500)}})
     )
-    (line,) = refusal(tmp_path)
+    (line,) = refused(tmp_path)
     assert len(line) < 600 and "Try again" not in line
     assert line.endswith(
         "Give a folder whose files are all rows of text with the same columns, or the files one by one."
@@ -157,7 +155,7 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
 
 
 def test_an_id_that_is_not_there() -> None:
-    (line,) = refusal("org/name")
+    (line,) = refused("org/name")
     assert line.startswith(
         "org/name: there is no such file or folder, and no such dataset could be opened on the Hub ("
     )

@@ -21,6 +21,7 @@ from scale_surgery.running import documents
 from scale_surgery.running.documents import Document, in_pieces, read_documents
 from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.running.texts import collate, pack, stride, tokenize, without_unscored
+from tests.conftest import refusal
 
 PAD, START, END, UNKNOWN = range(4)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?\n"
@@ -52,10 +53,8 @@ def lines(file: Path, *rows: Any) -> Path:
     return file
 
 
-def refusal(*paths: Path | str) -> str:
-    with pytest.raises(DataError) as error:
-        list(read_documents(paths))
-    return str(error.value)
+def refused(*paths: Path | str) -> str:
+    return refusal(lambda: list(read_documents(paths)), error=DataError)
 
 
 def sequences_of(lengths: list[int]) -> Sequences:
@@ -110,11 +109,11 @@ def test_blank_lines_and_other_line_ends_are_no_lines(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
-    assert refusal(tmp_path / "latin.txt") == (
+    assert refused(tmp_path / "latin.txt") == (
         f"{tmp_path}/latin.txt: cannot be read as text ('utf-8' codec can't decode byte 0xfc in position 1: invalid "
         "start byte). Give UTF-8 text, JSONL or a saved dataset."
     )
-    assert refusal(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: there is no such file. Give")
+    assert refused(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: there is no such file. Give")
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:
@@ -125,13 +124,13 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert read(tmp_path / "one") == [("Where?", " Oslo"), ("When?", " 1970")]
     assert [document.source for document in read_documents([tmp_path / "one"])][1] == f"{tmp_path}/one, row 2"
-    assert refusal(tmp_path / "many") == (
+    assert refused(tmp_path / "many") == (
         f"{tmp_path}/many: holds the splits train. Give the folder of one, {tmp_path}/many/train."
     )
-    assert refusal(tmp_path / "other").startswith(f"{tmp_path}/other, row 1: has the fields body; expected")
+    assert refused(tmp_path / "other").startswith(f"{tmp_path}/other, row 1: has the fields body; expected")
     (tmp_path / "one" / "state.json").write_text("[]", encoding="utf-8")
     for name in ("folder", "one"):
-        assert refusal(tmp_path / name).startswith(f"{tmp_path}/{name}: is no saved dataset (")
+        assert refused(tmp_path / name).startswith(f"{tmp_path}/{name}: is no saved dataset (")
 
 
 def test_alpaca_and_conversations(tmp_path: Path) -> None:
@@ -187,10 +186,10 @@ def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     for row, problem in rows.items():
         file.write_text(f'{{"text": "good"}}\n{row}\n')
-        assert refusal(file) == f"{file}, line 2: {problem}"
+        assert refused(file) == f"{file}, line 2: {problem}"
     file.write_text("\n".join(rows))
     # twelve are named, the rest is counted
-    assert refusal(file).splitlines() == [
+    assert refused(file).splitlines() == [
         *(f"{file}, line {number}: {problem}" for number, problem in enumerate([*rows.values()][:12], 1)),
         f"... and {len(rows) - 12} more.",
     ]
@@ -201,11 +200,11 @@ def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: 
     file = tmp_path / f"a[1]{suffix}"
     file.write_text(f'question{separator}answer{separator}id\r\n"one{separator}?"{separator}two{separator}3\r\n')
     assert read(file) == [(f"one{separator}?", " two")]
-    assert refusal(f"{file},column=id") == f'{file}, row 1: "id" is a number, expected a text.'
+    assert refused(f"{file},column=id") == f'{file}, row 1: "id" is a number, expected a text.'
     file.write_text(f"instruction{separator}out\nAdd.{separator}2\n")
-    assert refusal(file).startswith(f"{file}, row 1: has the fields instruction, out; expected")
+    assert refused(file).startswith(f"{file}, row 1: has the fields instruction, out; expected")
     file.write_bytes(b"text\nZ\xfcrich\n")
-    (problem,) = refusal(file).splitlines()
+    (problem,) = refused(file).splitlines()
     assert problem.startswith(f"{file}: cannot be read") and problem.endswith(".")
 
 
@@ -292,9 +291,7 @@ def test_conversations_that_no_template_can_write() -> None:
     }
     for template, problem in refused.items():
         tokenizer.chat_template = template
-        with pytest.raises(DataError) as error:
-            tokenize([chat_of(TALK)], tokenizer)
-        assert str(error.value) == f"talk.jsonl, line 1: {problem}"
+        assert refusal(tokenize, [chat_of(TALK)], tokenizer, error=DataError) == f"talk.jsonl, line 1: {problem}"
 
 
 def test_tokenizers_with_and_without_tokens_that_start_and_end() -> None:

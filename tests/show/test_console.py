@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console, Group
+from rich.console import Group
 
 from scale_surgery import Probes, verify
 from scale_surgery.checkpoint.expansions import nameless
@@ -19,13 +17,7 @@ from scale_surgery.show.tables import (
 )
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.show.tables_verify import render_verification
-from tests.conftest import Pair
-
-
-def shown(rendered: object, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(rendered)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+from tests.conftest import Pair, shown
 
 
 def test_numbers_and_units() -> None:

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from jinja2 import UndefinedError
 
 from scale_surgery import PosteriorRouter, Report, Request, expand, report
-from scale_surgery.cli.program import main
 from scale_surgery.evidence.probes import Layer
 from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
 from scale_surgery.show.figures import MOST_MARKERS, Curve
@@ -27,8 +25,9 @@ from scale_surgery.show.pages.report import Cells, Section, render_headed, rende
 from scale_surgery.show.palette import BLUE, DARK, GREY, LAYERS, LIGHT, VERMILION, Palette
 from scale_surgery.show.tables_learn import COLUMNS
 from scale_surgery.show.tables_report import render_report
-from tests.conftest import Bars, shake
-from tests.routing.test_report import CHROMIUM, COLOUR_VISION, contrast, parse, seen_by, shown
+from tests.command import run
+from tests.conftest import Bars, shake, shown
+from tests.routing.test_report import CHROMIUM, COLOUR_VISION, contrast, parse, seen_by
 from tests.test_docs import COMMANDS
 from tests.tiny import save_tiny
 
@@ -333,9 +332,8 @@ def test_terminal_says_which_layer_a_row_of_a_copy_is() -> None:
 
 def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    words = ["report", str(place / "adapt"), "-o", str(page), "--json"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0 and page.read_text().startswith("<!doctype html>")
+    done = run("report", place / "adapt", "-o", page, "--json")
+    assert page.read_text().startswith("<!doctype html>")
     content = json.loads(done.stdout)
     assert content["path"].endswith("adapt") and content["state"] == "trained"
     assert len(content["streams"]["layers"]) == 4
@@ -351,5 +349,5 @@ def test_command_writes_table_page_and_json(place: Path, tmp_path: Path) -> None
 
 def test_tracks_what_it_does(place: Path) -> None:
     bars = Bars()
-    report(place / "adapt", track=bars.track)
+    report(place / "adapt", track=bars)
     assert list(bars) == ["blocks", "base stream"] and all(total == done > 0 for total, done in bars.values())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
-from rich.console import Console
-
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.running.new_tokens import ChosenTokens, SavingToken
 from scale_surgery.show.tables import render_chosen_tokens
+from tests.conftest import shown
 
 CHOSEN = ChosenTokens(
     new_tokens=NewTokens(("ĠStraÃŁe", "æĹ", "ĊĊ", "Donaudampfschifffahrtsgesellschaftskapitän")),
@@ -27,9 +24,7 @@ CHOSEN = ChosenTokens(
 
 
 def lines(chosen: ChosenTokens) -> list[str]:
-    console = Console(file=StringIO(), width=80)
-    console.print(render_chosen_tokens(chosen))
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return [line.rstrip() for line in shown(render_chosen_tokens(chosen)).splitlines()]
 
 
 def test_what_new_tokens_save() -> None:

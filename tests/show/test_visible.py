@@ -28,7 +28,7 @@ from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import Stripped
 from tests.command import run
-from tests.conftest import name_base
+from tests.conftest import edited, name_base
 
 # escapes, a title for the window, C1, a mark that turns the direction, half of a character, markup, line breaks
 HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9b31m\u202eb[bold]c\ud800\r\x7f\u2028\nforged  line"
@@ -49,11 +49,10 @@ def spoiled(base_of, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("hostile")
     base = Path(shutil.copytree(base_of("llama"), place / f"base {FOLDER}"))
     path = expand(base, Request("1", variant="adapt"), place / FOLDER).path
-    file = path / "surgery.json"
-    content = json.loads(file.read_text())
     # a record with half of a character is refused
     name = HOSTILE.replace("\ud800", "")
-    file.write_text(json.dumps(content | {"left_out": [f"{name}.bin"]}))
+    with edited(path / "surgery.json") as record:
+        record["left_out"] = [f"{name}.bin"]
     name_base(path, name, name)
     return path
 
@@ -126,8 +125,8 @@ def test_what_is_written_shows_them(spoiled, tmp_path):
 
 def test_errors_and_usage_show_them(base_of, tmp_path):
     base = Path(shutil.copytree(base_of("llama"), tmp_path / FOLDER))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"model_type": HOSTILE}))
+    with edited(base / "config.json") as config:
+        config["model_type"] = HOSTILE
     for arguments, code in (
         (["inspect", base], 1),
         (["inspect", base, "--debug"], 1),
@@ -156,8 +155,8 @@ def test_half_a_character_of_a_record_is_refused_and_that_of_a_folder_is_shown(s
     folder = Path(shutil.copytree(spoiled, tmp_path / os.fsdecode(b"latin-\xed")))
     shown = run("inspect", folder).output
     assert "⟨U+DCED⟩" in shown and hidden(shown) == []
-    content = json.loads((folder / "surgery.json").read_text())
-    (folder / "surgery.json").write_text(json.dumps(content | {"base_name": HOSTILE}))
+    with edited(folder / "surgery.json") as record:
+        record["base_name"] = HOSTILE
     for verb in (["inspect"], ["verify", "--files-only"], ["report", "--files-only"]):
         shown = run(*verb, folder, code=1).output
         assert "it holds half a character, '\\ud800', expected Unicode text" in shown

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scale_surgery import GivenBase, Request, apply, expand, extract, merge, route_export, strip, verify
-from scale_surgery.progress import Progress
+from tests.conftest import Bars
 from tests.each import mostly
 
 REQUESTS = {
@@ -18,23 +17,6 @@ REQUESTS = {
     "grow": Request("1", method="grow"),
     "depth": Request("0,2", method="depth"),
 }
-
-
-class Bars:
-    """Every bar of a command: its label, what it said to come, and what came."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int, list[int]]] = []
-
-    @contextmanager
-    def __call__(self, label: str, total: int) -> Iterator[Progress]:
-        done: list[int] = []
-        self.seen.append((label, total, done))
-        yield lambda advance, note="": done.append(advance)
-
-    @property
-    def unfinished(self) -> list[tuple[str, int, int]]:
-        return [(label, total, sum(done)) for label, total, done in self.seen if sum(done) != total]
 
 
 @pytest.mark.parametrize("name", mostly(REQUESTS, next(iter(REQUESTS)).__eq__))

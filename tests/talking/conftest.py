@@ -16,7 +16,8 @@ from tests.routed import between, random_ids
 from tests.routing.test_report import bytes_tokenizer
 from tests.tiny import save_tiny
 
-CONTEXT = 2048
+# longer than any answer, so that a key that is pressed while one comes is never too late
+CONTEXT = 10**6
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from scale_surgery import PlanError, generate
-from scale_surgery.cli.program import main
+from tests.command import run
 from tests.composed import Made
-from tests.conftest import load
+from tests.conftest import load, refusal
 from tests.talking.test_generate import DRIFT, GREEDY, PROMPTS, by_transformers, ids_of
 
 NAMES = ("base", "medicine", "law", "music")
@@ -57,37 +55,28 @@ def test_one_path_answers_alone(speaking: tuple[Made, Path]) -> None:
 
 def test_a_name_that_is_none_is_refused(speaking: tuple[Made, Path]) -> None:
     made, folder = speaking
-    with pytest.raises(PlanError) as refused:
-        generate(folder, "a", replace(GREEDY, expansion="lw", max_new_tokens=0))
-    assert str(refused.value).splitlines()[-1] == (
-        "expansion lw: is no path of composed, expected base or medicine or law or music."
-    )
+    text = refusal(generate, folder, "a", replace(GREEDY, expansion="lw", max_new_tokens=0), error=PlanError)
+    assert text.splitlines()[-1] == "expansion lw: is no path of composed, expected base or medicine or law or music."
     with pytest.raises(PlanError, match=r"law: is no path of medicine, expected base or medicine\."):
         generate(made.folders["medicine"], "a", replace(GREEDY, expansion="law"))
     with pytest.raises(PlanError, match="has no expansions under names, expected a composed folder, or one exp"):
         generate(made.base, "a", replace(GREEDY, expansion="law"))
 
 
-def run(*words: Any, **options: Any) -> str:
-    result = CliRunner().invoke(main, [str(word) for word in words], **options)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 @pytest.mark.slow
 def test_a_conversation_changes_who_answers(speaking: tuple[Made, Path]) -> None:
     typed = "Anna\n/set expansion law\n/reset\nAnna\n/set expansion\n/reset\nAnna\n"
     asked = ["--temperature", "0", "--max-new-tokens", "12", "--json"]
-    content = json.loads(run("chat", speaking[1], *asked, input=typed))
+    content = json.loads(run("chat", speaking[1], *asked, input=typed).output)
     first, second, third = content["answers"]
     assert first == third and first["text"] != second["text"]
     alone = generate(speaking[0].folders["law"], "Anna", replace(GREEDY, max_new_tokens=12))
     assert second["text"] == alone.answers[0].text
     assert first["tokens"][0]["weights"] and second["tokens"][0]["weights"] is None
-    output = run("chat", speaking[1], input="/set expansion history\n")
+    output = run("chat", speaking[1], input="/set expansion history\n").output
     assert "composed, routed: posterior, all paths alike" in output
     assert "expansion history: is no path of this model, expected base or medicine or law or music." in output.replace(
         "\n", " "
     )
-    stock = run("chat", speaking[0].base, input="/set expansion law\n")
+    stock = run("chat", speaking[0].base, input="/set expansion law\n").output
     assert "/set expansion: cannot be set here" in stock

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from transformers import AutoTokenizer, GenerationConfig
 
 from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, SurgeryError, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
-from scale_surgery.cli.program import main
 from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
 from scale_surgery.talking.settings import USUAL
+from tests.command import run
 from tests.conftest import load
 from tests.each import mostly
 
@@ -254,26 +253,19 @@ def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
 # the command
 
 
-def run(*arguments: object, code: int = 0, text: str | bytes = "") -> Result:
-    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
-    result = runner.invoke(main, ["generate", *map(str, arguments)], input=text)
-    assert result.exit_code == code, result.output
-    return result
-
-
 def test_command_prints_the_answer_and_nothing_else(place: Path) -> None:
     prompt = questions(people(1)[0])[1].prompt
-    assert run(SHIPPED_MODEL, "--prompt", prompt).stdout == " Fresno\n"
-    assert run(SHIPPED_MODEL, text=f"{prompt}\n").stdout == " Fresno\n"
-    assert run(SHIPPED_MODEL, "--prompt", prompt).stderr == ""
+    assert run("generate", SHIPPED_MODEL, "--prompt", prompt).stdout == " Fresno\n"
+    assert run("generate", SHIPPED_MODEL, input=f"{prompt}\n").stdout == " Fresno\n"
+    assert run("generate", SHIPPED_MODEL, "--prompt", prompt).stderr == ""
 
 
 def test_command_marks_paths_where_it_is_asked_to(place: Path) -> None:
     (answer,) = generate(place / "posterior", "Anna", GREEDY).answers
     asked = (place / "posterior", "--prompt", "Anna", "--temperature", "0", "--max-new-tokens", "24")
-    plain, marked = run(*asked).stdout, run(*asked, "--paths").stdout
+    plain, marked = run("generate", *asked).stdout, run("generate", *asked, "--paths").stdout
     text, _, legend = marked.rpartition("\n\n")
-    assert "⟦" not in plain and plain == run(*asked, "--no-paths").stdout
+    assert "⟦" not in plain and plain == run("generate", *asked, "--no-paths").stdout
     assert f"{text}\n".replace("⟦default: ", "").replace("⟧", "") == plain
     assert legend.startswith("in ⟦name: ⟧: from that expansion")
     weights = [(token.weights or (1, 0))[1] for token in answer.tokens if token.text]
@@ -287,12 +279,12 @@ def test_command_takes_prompts_from_files(place: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Berg"}\n\n{"prompt": "a\\nb", "n": 1}\n')
     asked = ("--prompt", "first", "--prompts", tmp_path / "lines.txt", "--prompts", tmp_path / "rows.jsonl")
     options = ("--temperature", "0", "--max-new-tokens", "3")
-    content = json.loads(run(place / "wide", *asked, *options, "--json").stdout)
+    content = json.loads(run("generate", place / "wide", *asked, *options, "--json").stdout)
     prompts = ["first", "Anna", " naïve ", "Who?", "a\nb"]
     assert [answer["prompt"] for answer in content["answers"]] == prompts
     assert content == generate(place / "wide", prompts, GenerationSettings(temperature=0.0, max_new_tokens=3)).to_json()
     files = (tmp_path / "a.jsonl", tmp_path / "a.json")
-    shown = run(place / "wide", *asked, *options, "--compare", "-o", files[0], "-o", files[1]).stdout
+    shown = run("generate", place / "wide", *asked, *options, "--compare", "-o", files[0], "-o", files[1]).stdout
     assert "a↵b" in shown and shown.count("base") == 5
     rows = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert [row["text"] for row in rows] == [answer["text"] for answer in content["answers"]]
@@ -304,16 +296,16 @@ def test_command_takes_prompts_from_files(place: Path, tmp_path: Path) -> None:
 def test_what_moves_a_cursor_is_shown_by_signs(escaping: Path) -> None:
     (answer,) = generate(escaping, "x", GREEDY).answers
     assert answer.text == "\x1b" * 24
-    assert run(escaping, "--prompt", "x", "--max-new-tokens", "24").stdout == "␛" * 24 + "\n"
-    assert run(escaping, "--prompt", "x", "--max-new-tokens", "1", "--json").stdout.count("\\u001b") == 2
+    assert run("generate", escaping, "--prompt", "x", "--max-new-tokens", "24").stdout == "␛" * 24 + "\n"
+    assert run("generate", escaping, "--prompt", "x", "--max-new-tokens", "1", "--json").stdout.count("\\u001b") == 2
 
 
 def test_wrong_prompts_of_the_command(place: Path, tmp_path: Path) -> None:
     message = "There is no prompt: stdin is empty. Give --prompt, --prompts FILE, or a text on stdin."
-    assert message in " ".join(run(place / "base", code=2).stderr.split())
+    assert message in " ".join(run("generate", place / "base", code=2).stderr.split())
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"text": "x"}\n7\n{\n')
-    lines = " ".join(run(place / "base", "--prompts", wrong, code=1).stderr.split())
+    lines = " ".join(run("generate", place / "base", "--prompts", wrong, code=1).stderr.split())
     for part in (
         f'error: {wrong}, line 1: has the fields text; expected {{"prompt"}} or {{"question"}}, a text.',
         f'{wrong}, line 2: found int, expected {{"prompt"}} or {{"question"}}, a text.',
@@ -322,7 +314,8 @@ def test_wrong_prompts_of_the_command(place: Path, tmp_path: Path) -> None:
         assert part in lines
     (tmp_path / "empty.txt").write_text("\n \n")
     assert "empty.txt: holds no prompt, expected one a line." in run(
-        place / "base", "--prompts", tmp_path / "empty.txt", code=1
+        "generate", place / "base", "--prompts", tmp_path / "empty.txt", code=1
     ).stderr.replace("\n", " ")
-    assert "there is no such file" in run(place / "base", "--prompts", tmp_path / "none", code=1).stderr
-    assert "Invalid value for '--top-k'" in run(place / "base", "--prompt", "x", "--top-k", "many", code=2).stderr
+    assert "there is no such file" in run("generate", place / "base", "--prompts", tmp_path / "none", code=1).stderr
+    refused = run("generate", place / "base", "--prompt", "x", "--top-k", "many", code=2)
+    assert "Invalid value for '--top-k'" in refused.stderr

@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from transformers import AutoTokenizer
 
-from scale_surgery.cli.program import main
 from scale_surgery.errors import PlanError
 from scale_surgery.progress import no_track
 from scale_surgery.running.documents import read_documents
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
+from tests.command import run
 from tests.composed import make_speaking
-from tests.conftest import load
+from tests.conftest import Bars, load, refusal
 from tests.each import mostly
-from tests.training.test_learned import Bars
 
 SETTINGS = GenerationSettings(max_new_tokens=15, seed=3)
 
@@ -60,9 +58,9 @@ def test_what_cannot_be_sampled_is_refused(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "old.jsonl"
     with pytest.raises(PlanError, match="fused, base weights and blocks are one matrix, so its base cannot write"):
         write_samples_of(place / "fused", file, 2)
-    with pytest.raises(PlanError) as error:
-        write_samples_of(place / "base", file, 2, GenerationSettings(temperature=0, top_k=3))
-    assert [line.partition(" ")[0] for line in str(error.value).splitlines()] == ["--top-k", "--temperature"]
+    greedy = GenerationSettings(temperature=0, top_k=3)
+    text = refusal(write_samples_of, place / "base", file, 2, greedy, error=PlanError)
+    assert [line.partition(" ")[0] for line in text.splitlines()] == ["--top-k", "--temperature"]
     assert not file.exists()
 
 
@@ -76,13 +74,9 @@ def test_an_interrupted_run_leaves_what_was_there(place: Path, tmp_path: Path) -
 
 
 def test_the_command(place: Path, tmp_path: Path) -> None:
-    runner, file = CliRunner(), tmp_path / "old.jsonl"
-
-    def run(*arguments: object) -> Any:
-        return runner.invoke(main, ["generate", str(place / "base"), "--samples", "3", *map(str, arguments)])
-
-    outcome = run("-o", file, "--max-new-tokens", 15, "--seed", 3)
-    assert outcome.exit_code == 0 and len(texts_of(file)) == 3 and "texts" in outcome.output
+    file, words = tmp_path / "old.jsonl", ("generate", place / "base", "--samples", "3")
+    outcome = run(*words, "-o", file, "--max-new-tokens", 15, "--seed", 3)
+    assert len(texts_of(file)) == 3 and "texts" in outcome.output
     for wrong in ([], ["-o", tmp_path / "old.json"], ["-o", file, "--prompt", "x"], ["-o", file, "--compare"]):
-        assert run(*wrong).exit_code == 2
-    assert "generate MODEL --samples 500" in " ".join(runner.invoke(main, ["learn", "--help"]).output.split())
+        run(*words, *wrong, code=2)
+    assert "generate MODEL --samples 500" in " ".join(run("learn", "--help").output.split())

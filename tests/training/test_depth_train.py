@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 from scale_surgery import (
@@ -39,7 +38,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts, train_in_float32
 from scale_surgery.surgery.record import read_manifest
 from tests.by_hand import save_base
-from tests.conftest import Pair, digests, load, shake
+from tests.conftest import Pair, digests, edited, load, shake
 from tests.each import mostly
 from tests.families import FAMILIES
 from tests.modeling.test_promises import base_bytes, prompts, unequal
@@ -196,9 +195,8 @@ def test_apply_on_another_base_is_refused_or_forced(deep_of: Deep, tmp_path: Pat
     pair = deep_of("llama")
     extract(pair.path, tmp_path / "extract")
     base = Path(shutil.copytree(pair.base_path, tmp_path / "base"))
-    tensors = load_file(base / "model.safetensors")
-    tensors["model.layers.2.mlp.down_proj.weight"] += 1
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with edited(base / "model.safetensors") as tensors:
+        tensors["model.layers.2.mlp.down_proj.weight"] += 1
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.down_proj\.weight: its bytes differ"):
         apply(tmp_path / "extract", tmp_path / "again", base)
     done = apply(tmp_path / "extract", tmp_path / "again", GivenBase(base, force=True))

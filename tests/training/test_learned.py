@@ -29,6 +29,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people, question
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.learning.estimate import count_tokens
+from scale_surgery.progress import no_track
 from scale_surgery.running import documents
 from scale_surgery.running.documents import read_documents
 from scale_surgery.running.options import RunOptions
@@ -38,10 +39,9 @@ from scale_surgery.running.token_cache import open_stored
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training import training_texts
 from scale_surgery.training.training_texts import read_texts
-from tests.conftest import digests
+from tests.conftest import Bars, digests, edited, refusal
+from tests.training.test_train import SETTINGS, SHORT
 
-SHORT: dict[str, Any] = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
-SETTINGS = TrainingSettings(steps=6, save_every=2, eval_every=3, **SHORT)
 ASKED = [question for person in people(6, start=400) for question in questions(person)]
 # a question is longer than many windows, in which nothing is learned then
 FORMS: dict[str, list[dict[str, Any]]] = {
@@ -70,7 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(
-    place: Path, *texts: str, cache: Path | None = None, track: Any = None, settings: TrainingSettings = SETTINGS
+    place: Path, *texts: str, cache: Path | None = None, track: Any = no_track, settings: TrainingSettings = SETTINGS
 ) -> Any:
     """What `train` learns from."""
     files = {"learn": [f"{place}/{text}" for text in texts]}
@@ -83,29 +83,9 @@ def read(
         RunOptions(),
         cache=cache,
         processes=state,
-        track=track or Bars(),
+        track=track,
     )
     return sequences["learn"]
-
-
-class Bars:
-    """Progress bars that remember what they showed; `stop`: in front of one somebody presses Ctrl-C."""
-
-    def __init__(self, stop: str = "") -> None:
-        self.done: dict[str, int] = {}
-        self.total: dict[str, int] = {}
-        self.stop = stop
-
-    @contextmanager
-    def __call__(self, label: str, total: int) -> Iterator[Callable[..., None]]:
-        self.total[label], self.done[label] = total, 0
-
-        def advance(amount: int, note: str = "") -> None:
-            self.done[label] += amount
-            if label == self.stop:
-                raise KeyboardInterrupt
-
-        yield advance
 
 
 def as_before(place: Path, *texts: str, packing: bool, length: int) -> Sequences:
@@ -216,9 +196,9 @@ def test_they_are_made_once(place: Path, tmp_path: Path) -> None:
     (folder,) = kept(tmp_path)
     written = {file: file.stat() for file in folder.iterdir()}
     sizes = sum((place / name).stat().st_size for name in ("text.jsonl", "plain.txt"))
-    assert first.total == first.done == {"texts": sizes, "tokens": sizes}
+    assert first == {"texts": [sizes, sizes], "tokens": [sizes, sizes]}
     repeated = read(place, "text.jsonl", "plain.txt", cache=tmp_path, track=second)
-    assert second.done.keys() == {"texts"} and {file: file.stat() for file in folder.iterdir()} == written
+    assert second.keys() == {"texts"} and {file: file.stat() for file in folder.iterdir()} == written
     assert same(sequences, repeated)
     info = json.loads((folder / "dataset_info.json").read_text())
     description = json.loads(info["description"])
@@ -232,7 +212,7 @@ def test_what_decides_tokens_decides_what_is_found(place: Path, tmp_path: Path) 
     def made(*texts: str, **options: Any) -> bool:
         bars = Bars()
         read(place, *texts, cache=tmp_path, track=bars, settings=TrainingSettings(**{"sequence_length": 32, **options}))
-        return "tokens" in bars.done
+        return "tokens" in bars
 
     shutil.copy(place / "text.jsonl", place / "copy.jsonl")
     assert made("text.jsonl") and not made("text.jsonl")
@@ -251,15 +231,14 @@ def test_another_tokenizer_makes_its_own(place: Path, tmp_path: Path) -> None:
     read(place, "text.jsonl", cache=tmp_path)
     folder = shutil.copytree(place / "wide", tmp_path / "other" / "wide")
     shutil.copy(place / "text.jsonl", folder.parent)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["merges"] = content["model"]["merges"][:50]
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with edited(folder / "tokenizer.json") as tokenizer:
+        tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:50]
     bars = Bars()
     few = read(folder.parent, "text.jsonl", cache=tmp_path / "other" / "cache", track=bars)
-    assert "tokens" in bars.done and not same(few, read(place, "text.jsonl", cache=tmp_path))
+    assert "tokens" in bars and not same(few, read(place, "text.jsonl", cache=tmp_path))
     both = Bars()
     read(folder.parent, "text.jsonl", cache=tmp_path, track=both)
-    assert "tokens" in both.done, "the same text and the same folder, and not what is there"
+    assert "tokens" in both, "the same text and the same folder, and not what is there"
 
 
 def test_large_texts_are_kept_without_being_asked(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,14 +286,11 @@ def test_what_a_kill_left_is_made_anew_and_what_was_cut_off_is_named(place: Path
     os.truncate(f"{folder}.incomplete/tokens-train.arrow", 40)
     bars = Bars()
     sequences = read(place, "text.jsonl", cache=tmp_path, track=bars)
-    assert "tokens" in bars.done and sequences.fingerprint() == expected and kept(tmp_path) == [folder]
+    assert "tokens" in bars and sequences.fingerprint() == expected and kept(tmp_path) == [folder]
     assert same(sequences, read(place, "text.jsonl")), "and not only what is said of it"
     os.truncate(folder / "tokens-train.arrow", 4000)
-    with pytest.raises(DataError) as error:
-        read(place, "text.jsonl", cache=tmp_path)
-    assert str(error.value).startswith(f"{folder}: holds damaged tokens (") and str(error.value).endswith(
-        "). Delete it."
-    )
+    message = refusal(read, place, "text.jsonl", cache=tmp_path, error=DataError)
+    assert message.startswith(f"{folder}: holds damaged tokens (") and message.endswith("). Delete it.")
 
 
 def test_a_text_that_changes_while_it_is_read_is_not_kept(place: Path, tmp_path: Path) -> None:
@@ -326,9 +302,9 @@ def test_a_text_that_changes_while_it_is_read_is_not_kept(place: Path, tmp_path:
             file.write('{"text": "more"}\n' if label == "tokens" else "")
         yield lambda advance, note="": None
 
-    with pytest.raises(DataError) as error:
-        read(place, text.name, cache=tmp_path / "cache", track=writing)
-    assert "changed while it was read. Run again when nothing writes to it." in str(error.value)
+    assert "changed while it was read. Run again when nothing writes to it." in refusal(
+        read, place, text.name, cache=tmp_path / "cache", track=writing, error=DataError
+    )
     assert kept(tmp_path / "cache") == []
 
 
@@ -339,9 +315,7 @@ def test_tokens_that_another_process_does_not_see(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError) as error:
-        read(place, "text.jsonl", cache=tmp_path / "file" / "cache")
-    assert str(error.value) == (
+    assert refusal(read, place, "text.jsonl", cache=tmp_path / "file" / "cache", error=DataError) == (
         f"{tmp_path}/file/cache: the tokens of the texts cannot be kept there, Not a directory. They take eight bytes "
         "each. Free some space, or name another folder with --cache-dir."
     )

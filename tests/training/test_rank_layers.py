@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from scale_surgery import Ranking, RankingSettings, Request, plan, rank_layers
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
-from scale_surgery.cli.program import main
 from scale_surgery.errors import DataError, PlanError, SurgeryError
 from scale_surgery.planning.request import complete
 from scale_surgery.planning.selection import select_layers
@@ -23,7 +21,8 @@ from scale_surgery.show.figures import ranking_figure
 from scale_surgery.show.tables_rank_layers import next_command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.training.rank_layers import check_budget, propose_layers, read_budget
-from tests.conftest import digests, load
+from tests.command import run
+from tests.conftest import digests, load, refusal
 from tests.each import mostly
 from tests.tiny import save_tiny
 
@@ -148,9 +147,8 @@ def test_grown_layers_cost_what_they_cost(base, text):
 )
 def test_what_cannot_be_done(base, text, request_, settings, error, message):
     price = plan(base, Request("1")).costs.parameters_added
-    with pytest.raises(error) as caught:
-        rank_layers(base, text, Request(**{"layers": "all"} | request_), replace(PILOT, **settings))
-    assert str(caught.value) == message.replace("{price}", f"{price:,}")
+    request, pilot = Request(**{"layers": "all"} | request_), replace(PILOT, **settings)
+    assert refusal(rank_layers, base, text, request, pilot, error=error) == message.replace("{price}", f"{price:,}")
 
 
 def test_what_cannot_be_ranked(base, text, tmp_path):
@@ -179,9 +177,7 @@ def test_budgets(text, parameters):
 
 @pytest.mark.parametrize("text", ["", "many", "-5%", "0", "0%", "30 percent", "1e6", "%", "nan", "inf", "3T"])
 def test_a_budget_that_cannot_be_read(text):
-    with pytest.raises(PlanError) as caught:
-        read_budget(text, 1000)
-    assert str(caught.value) == (
+    assert refusal(read_budget, text, 1000, error=PlanError) == (
         f"--budget is {text!r}, expected a number of parameters above zero: 30%, or 200M (also k and B)."
     )
 
@@ -237,27 +233,21 @@ def test_what_speaks_against_the_order_is_said(ranked):
     assert content["last_loss"] == "NaN"
 
 
-def run(*arguments: str | Path) -> str:
-    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(main, ["rank-layers", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 SHORT = ("--steps", "3", "--sequence-length", "32", "--learning-rate", "1e-3")
 
 
 def test_the_command_proposes_a_command_that_runs(base, text, ranked, tmp_path):
     file, picture = tmp_path / "ranking.json", tmp_path / "ranking.png"
-    output = run(base, "--data", text, "--budget", "50%", "-o", file, "-o", picture, *SHORT)
+    output = run("rank-layers", base, "--data", text, "--budget", "50%", "-o", file, "-o", picture, *SHORT).output
     assert "warning: 3 steps tell little of the text" in output
     (line,) = [line for line in output.splitlines() if line.startswith("next ")]
     command = line.removeprefix("next ").strip()
     assert command == f"scale-surgery expand {base} --layers {ranked.argument}"
-    done = CliRunner().invoke(main, [*command.split()[1:], "-o", str(tmp_path / "wide")])
-    assert done.exit_code == 0, done.output
+    run(*command.split()[1:], "-o", tmp_path / "wide")
     assert json.loads(file.read_text()) == ranked.to_json()
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(run(base, "--data", text, "--budget", "50%", "--json", *SHORT)) == ranked.to_json()
+    shown = run("rank-layers", base, "--data", text, "--budget", "50%", "--json", *SHORT)
+    assert json.loads(shown.output) == ranked.to_json()
 
 
 @pytest.mark.parametrize(
@@ -282,10 +272,10 @@ def test_the_proposed_command_repeats_what_was_asked_for(ranked, request_, words
 def test_a_layer_that_is_passed_over_is_named(base, text, tmp_path):
     """Layer 0 brings new columns of the embedding with it, and may be the best and not fit."""
     path = learning_only(base, 0, tmp_path / "one")
-    output = run(path, "--data", text, "--budget", "20%", *SHORT)
+    output = run("rank-layers", path, "--data", text, "--budget", "20%", *SHORT).output
     (row,) = [line.split() for line in output.splitlines() if line.split()[:2] == ["1", "0"]]
     assert row[-2:] == ["over", "budget"]
-    assert "over budget" not in run(path, "--data", text, "--budget", "60%", *SHORT)
+    assert "over budget" not in run("rank-layers", path, "--data", text, "--budget", "60%", *SHORT).output
 
 
 def test_the_figure_shows_every_layer_and_which_are_proposed(ranked):

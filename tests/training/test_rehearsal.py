@@ -78,6 +78,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def shaken(place: Path) -> Path:
+    """The adaptation as after training."""
+    return shake(Path(shutil.copytree(place / "adapt", place / "shaken")))
+
+
+@pytest.fixture(scope="module")
 def tokenizer(place: Path) -> Any:
     return need_tokenizer(SHIPPED_MODEL, "biographies")
 
@@ -104,8 +110,8 @@ def test_the_divergence_and_its_gradient_are_those_of_torch(together, monkeypatc
     assert half.grad.dtype == torch.bfloat16 and half.grad.isfinite().all()
 
 
-def test_what_is_padded_does_not_count_and_the_base_stays(place):
-    model = load(shake(Path(shutil.copytree(place / "adapt", place / "shaken"))), dtype=torch.float32)
+def test_what_is_padded_does_not_count_and_the_base_stays(shaken):
+    model = load(shaken, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     divergence = divergence_from_base(model, model, {"input_ids": ids, "attention_mask": mask})
@@ -184,11 +190,11 @@ def _one() -> Any:
 # samples of the base
 
 
-def test_the_base_writes_samples_whatever_was_trained(place, tokenizer):
+def test_the_base_writes_samples_whatever_was_trained(place, shaken, tokenizer):
     state = torch.get_rng_state()
     sampling = Sampling(10, 24, 1.0, seed=3)
     begins = begin_tokens(tokenizer, [], "biographies")
-    ours, base = load(place / "shaken", dtype=torch.float32), load(place / "adapt", dtype=torch.float32)
+    ours, base = load(shaken, dtype=torch.float32), load(place / "adapt", dtype=torch.float32)
     samples, base_samples = (sample_base(model, begins, sampling, tokenizer, no_track) for model in (ours, base))
     assert len(samples) == 10 and samples.fingerprint() == base_samples.fingerprint()
     assert torch.get_rng_state().equal(state) and ours.is_expansion_enabled

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from scale_surgery import (
     EvalData,
@@ -26,9 +25,9 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.cli.program import main
 from scale_surgery.training.reports import find_reports
-from tests.conftest import digests, load
+from tests import command
+from tests.conftest import digests, load, refusal
 from tests.each import mostly
 from tests.training.test_train import stopping_at
 
@@ -124,27 +123,22 @@ def test_every_command_takes_the_folder_and_leaves_the_reports(place: Path, repo
 def test_what_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations import integration_utils
 
-    def refusal(*names: str) -> list[str]:
-        with pytest.raises(TrainingError) as error:
-            find_reports(names)
-        return list(error.value.lines)
-
-    (line,) = refusal("tensorbord", "tensorboard")
+    (line,) = refusal(find_reports, ("tensorbord", "tensorboard"), error=TrainingError).splitlines()
     assert line.startswith("--report-to tensorbord: is unknown, expected some of ") and "wandb" in line
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
     missing = "--report-to tensorboard: its package is not installed. Run `pip install tensorboard`."
-    flyte, azure, board = refusal("flyte", "azure_ml", "tensorboard")
+    unmet = refusal(find_reports, ("flyte", "azure_ml", "tensorboard"), error=TrainingError)
+    flyte, azure, board = unmet.splitlines()
     assert board == missing and "Run `pip install flytekit`." in flyte and "Run `pip install azureml-sdk`." in azure
 
 
 def test_the_command_refuses_before_any_work_and_takes_several(place: Path, tmp_path: Path) -> None:
-    command = ["train", str(place / "adapt"), "--data", str(place / "texts.jsonl"), "-o", str(tmp_path / "out")]
-    outcome = CliRunner().invoke(main, [*command, "--report-to", "tensorboard, wandbb", "--report-to", "x"])
-    assert outcome.exit_code == 1 and not (tmp_path / "out").exists()
+    words = ["train", place / "adapt", "--data", place / "texts.jsonl", "-o", tmp_path / "out"]
+    outcome = command.run(*words, "--report-to", "tensorboard, wandbb", "--report-to", "x", code=1)
+    assert not (tmp_path / "out").exists()
     assert "--report-to wandbb: is unknown" in " ".join(outcome.output.split())
     assert "--report-to x: is unknown" in " ".join(outcome.output.split())
     options = ["--report-to", "tensorboard", "--steps", "1", "--sequence-length", "32", "--set", "warmup=0", "--quiet"]
-    outcome = CliRunner().invoke(main, [*command, *options, "--cache-dir", str(tmp_path / "cache")])
-    assert outcome.exit_code == 0, outcome.output
+    command.run(*words, *options, "--cache-dir", tmp_path / "cache")
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"] and any((tmp_path / "cache").iterdir())
     assert sys.modules["tensorboard"]

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import Request, TrainingError, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.training.resume_state import reading_state
+from tests.conftest import edited, refusal
+from tests.fuzz.files import Planted
 from tests.training.test_train import stopping_at
 
 SETTINGS = TrainingSettings(steps=3, save_every=1, batch_size=1, sequence_length=8, log_every=1)
-
-
-class Foreign:
-    """What a foreign pickle does when it is read as it is: it makes a folder."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.place,)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +49,13 @@ def state_of(run: Path) -> Path:
 
 
 def edit_state(folder: Path, **values: object) -> None:
-    file = folder / "trainer_state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    with edited(folder / "trainer_state.json") as state:
+        state |= values
 
 
-def save_one_tensor(folder: Path) -> None:
-    """All tensors but one."""
-    tensors = load_file(folder / "expansion.safetensors")
-    save_file(dict(list(tensors.items())[:-1]), folder / "expansion.safetensors")
+def lose_a_tensor(folder: Path) -> None:
+    with edited(folder / "expansion.safetensors") as tensors:
+        tensors.popitem()
 
 
 def make_pipe(file: Path) -> None:
@@ -82,7 +70,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "random state": lambda folder: torch.save({}, folder / "rng_state.pth"),
     "a pipe": lambda folder: make_pipe(folder / "optimizer.pt"),
     "no tensors": lambda folder: (folder / "expansion.safetensors").write_bytes(b"x"),
-    "a tensor that is gone": save_one_tensor,
+    "a tensor that is gone": lose_a_tensor,
     "no JSON": lambda folder: (folder / "trainer_state.json").write_text("{"),
     "a step": lambda folder: edit_state(folder, global_step="x"),
     "a log": lambda folder: edit_state(folder, log_history=[3]),
@@ -93,22 +81,21 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_what_no_run_wrote_is_named(run: Path, damage: str) -> None:
     folder = state_of(run)
     DAMAGE[damage](folder)
-    with pytest.raises(TrainingError) as raised:
-        resume(run)
-    assert str(raised.value).startswith(f"{folder}: cannot be resumed from, its files are not those that a run wrote (")
-    assert str(raised.value).endswith("Restore them, or begin anew with --overwrite.")
+    message = refusal(resume, run, error=TrainingError)
+    assert message.startswith(f"{folder}: cannot be resumed from, its files are not those that a run wrote (")
+    assert message.endswith("Restore them, or begin anew with --overwrite.")
 
 
 @pytest.mark.parametrize("name", ("optimizer.pt", "scheduler.pt", "rng_state.pth"))
 def test_a_foreign_pickle_runs_no_code(run: Path, tmp_path: Path, name: str) -> None:
     made = tmp_path / "made by the pickle"
-    content = pickle.dumps(Foreign(str(made)))
+    content = pickle.dumps(Planted(made))
     pickle.loads(content)  # the control: it would
-    made.rmdir()
+    made.unlink()
     (state_of(run) / name).write_bytes(content)
     with pytest.raises(TrainingError, match="cannot be resumed from"):
         resume(run)
-    torch.save(Foreign(str(made)), state_of(run) / name)
+    torch.save(Planted(made), state_of(run) / name)
     with pytest.raises(TrainingError, match="cannot be resumed from"):
         resume(run)
     assert not made.exists()

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from scale_surgery import EvalData, Request, RunOptions, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.cli.program import main
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import Progress
 from scale_surgery.running.documents import read_documents
@@ -27,7 +25,8 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.training.arguments import TrainingSchedule, training_schedule
 from scale_surgery.training.result import LossChange, loss_warnings
 from scale_surgery.training.train import MOST_SAMPLED, sample_of
-from tests.conftest import digests, load
+from tests.command import run
+from tests.conftest import digests, edited, load
 from tests.training.test_train import stopping_at
 
 CPU = RunOptions(device="cpu")
@@ -122,8 +121,8 @@ def sampled(count: int, processes: int = 1, **settings: Any) -> int:
 def test_a_measurement_changes_nothing_of_what_is_learned(place: Path, tmp_path: Path) -> None:
     """Neither numbers nor chance: with dropout, each step draws its own."""
     base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
+    with edited(base / "config.json") as config:
+        config["attention_dropout"] = 0.2
     expand(base, Request("2-3", variant="adapt", collaborate="both"), tmp_path / "drops")
     often = EvalData(old=[place / "word.txt"], new=[place / "texts.jsonl"])
     runs = {
@@ -176,8 +175,7 @@ def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_pat
 def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     command = ["train", place / "adapt", "--data", place / "word.txt", "-o", made, "--learning-rate", "1e-9"]
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, list(map(str, command)))
-    assert result.exit_code == 0, result.output
+    result = run(*command)
     text = " ".join(result.stdout.split())
     assert text.startswith("to train texts 1 sequence, 5 tokens to learn, read once steps 1,")
     before, after = text.split(" trained written ")
@@ -189,7 +187,7 @@ def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_p
         f"next scale-surgery verify {made}".replace(" ", "") in result.stdout.replace("\n", "").replace(" ", "")[-300:]
     )
     assert "{'" not in result.output, "dictionaries of the Trainer"
-    quiet = CliRunner().invoke(main, [*map(str, command), "--overwrite", "-q"])
+    quiet = run(*command, "--overwrite", "-q")
     assert quiet.stdout.startswith("trained") and "warning" not in quiet.output
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
@@ -25,7 +24,6 @@ from scale_surgery import (
     EvalData,
     Probes,
     Request,
-    SurgeryError,
     Training,
     TrainingError,
     TrainingSettings,
@@ -39,12 +37,12 @@ from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.locks import locked
-from scale_surgery.cli.program import main
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import publish_tensors
-from tests.conftest import digests, load
+from tests.command import run
+from tests.conftest import digests, load, refusal
 from tests.each import each_way, mostly
 from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
 
@@ -96,12 +94,6 @@ def expansion(path: Path) -> dict[str, torch.Tensor]:
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def refusal(*args: Any, error: type[SurgeryError], **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        train(*args, **options)
-    return str(caught.value)
 
 
 def stopping_at(step: int) -> Track:
@@ -316,18 +308,20 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
     out = tmp_path / "out"
     command = [
         "train", str(place / "preserve"), "--data", str(place / "texts.jsonl"),
-        "-o", str(out), "--steps", "400", "--set", "save_every=1", "--sequence-length", "32", "--batch-size", "2",
+        "-o", str(out), "--steps", "1000000", "--set", "save_every=1", "--sequence-length", "32", "--batch-size", "2",
         "--set", "warmup=0", "--device", "cpu", "--quiet",
     ]  # fmt: skip
     run = FORKS.Process(target=run_command, args=(command,))
     run.start()
-    deadline = time.monotonic() + 60
-    index = out / "model.safetensors.index.json"
-    while not (index.exists() and "expansion-default-step-" in index.read_text()) and time.monotonic() < deadline:
-        assert run.is_alive()
-        time.sleep(0.02)
-    run.kill()
-    run.join()
+    try:
+        deadline, index = time.monotonic() + 600, out / "model.safetensors.index.json"
+        while not (index.exists() and "expansion-default-step-" in index.read_text()):
+            assert run.is_alive(), f"the run ended with {run.exitcode} before a checkpoint"
+            assert time.monotonic() < deadline, "no checkpoint came in ten minutes"
+            time.sleep(0.02)
+    finally:
+        run.kill()
+        run.join()
     assert verify(out, record=False).passed
     assert (out / "training" / "settings.json").is_file()
     assert not same(expansion(out), expansion(place / "preserve"))
@@ -335,21 +329,23 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
 
 def test_resume_refuses_what_was_begun_otherwise_and_says_what(place: Path, stopped: Path) -> None:
     data, settings = [place / "texts.jsonl"], replace(SETTINGS, batch_size=4, learning_rate=1e-3)
-    text = refusal(place / "preserve", data, stopped, settings, error=TrainingError, start=RESUMED)
+    text = refusal(train, place / "preserve", data, stopped, settings, start=RESUMED, error=TrainingError)
     assert text.splitlines() == [
         f"{stopped}: was begun with batch_size 2, found 4. Resume with the same settings.",
         f"{stopped}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
     ]
     for base, texts, what in (("preserve", "new", "texts"), ("adapt", "texts", "expansion")):
-        text = refusal(place / base, [place / f"{texts}.jsonl"], stopped, SETTINGS, error=TrainingError, start=RESUMED)
+        text = refusal(
+            train, place / base, [place / f"{texts}.jsonl"], stopped, SETTINGS, start=RESUMED, error=TrainingError
+        )
         assert f"was begun with {what}" in text
 
 
 def test_resume_needs_a_run_that_is_not_finished(place: Path, trained: Path, tmp_path: Path) -> None:
     data = [place / "texts.jsonl"]
-    text = refusal(place / "preserve", data, tmp_path / "none", SETTINGS, error=TrainingError, start=RESUMED)
+    text = refusal(train, place / "preserve", data, tmp_path / "none", SETTINGS, start=RESUMED, error=TrainingError)
     assert text == f"{tmp_path / 'none'}: holds no training run to resume. Leave --resume out to begin one."
-    text = refusal(place / "preserve", data, trained, SETTINGS, error=TrainingError, start=RESUMED)
+    text = refusal(train, place / "preserve", data, trained, SETTINGS, start=RESUMED, error=TrainingError)
     assert text == f"{trained}: this run is finished. Give the folder as EXPANDED to train it further."
 
 
@@ -358,10 +354,10 @@ def test_numbers_that_are_not_finite_stop_the_run_and_are_not_published(place: P
         TrainingSettings(steps=6, save_every=1, **{**SHORT, "learning_rate": 1e30}),
         [place / "texts.jsonl"],
     )
-    text = refusal(place / "adapt", data, tmp_path / "out", settings, error=TrainingError)
+    text = refusal(train, place / "adapt", data, tmp_path / "out", settings, error=TrainingError)
     assert re.search(r"the loss is nan at step \d+. Lower --learning-rate; the folder holds the last whole", text)
     unseen = replace(settings, steps=4, log_every=4)
-    text = refusal(place / "adapt", data, tmp_path / "unseen", unseen, error=TrainingError)
+    text = refusal(train, place / "adapt", data, tmp_path / "unseen", unseen, error=TrainingError)
     assert "hold numbers that are not finite" in text or "the loss is nan" in text
     assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "unseen").values())
 
@@ -382,7 +378,9 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
 
 def test_two_processes_do_not_train_in_one_folder(place: Path, tmp_path: Path) -> None:
     with locked(tmp_path / "out"):
-        text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
+        text = refusal(
+            train, place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError
+        )
     assert text == f"{tmp_path / 'out'}: another process is writing it. Wait until it is done."
 
 
@@ -401,13 +399,13 @@ def test_the_output_cannot_be_the_input(place: Path) -> None:
 def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) -> None:
     out, wide = tmp_path / "out", place / "preserve"
     (tmp_path / "empty.txt").write_text(" \n")
-    assert "hold no text" in refusal(wide, [tmp_path / "empty.txt"], out, SETTINGS, error=DataError)
+    assert "hold no text" in refusal(train, wide, [tmp_path / "empty.txt"], out, SETTINGS, error=DataError)
     wrong = write_lines(tmp_path / "wrong.jsonl", [{"content": "a"}, {"text": 3}])
-    text = refusal(wide, [wrong], out, SETTINGS, error=DataError)
+    text = refusal(train, wide, [wrong], out, SETTINGS, error=DataError)
     assert len(text.splitlines()) == 2 and "line 1: has the fields content" in text
     assert "line 2" in text
-    assert "there is no such file" in refusal(wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
-    text = refusal(wide, [place / "texts.jsonl"], out, TrainingSettings(sequence_length=300), error=DataError)
+    assert "there is no such file" in refusal(train, wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
+    text = refusal(train, wide, [place / "texts.jsonl"], out, TrainingSettings(sequence_length=300), error=DataError)
     assert text == "--sequence-length is 300, expected at most 256, the context of preserve."
     assert not out.exists()
 
@@ -416,7 +414,7 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
     settings = TrainingSettings(
         steps=0, batch_size=0, warmup=1.5, learning_rate=float("nan"), groups=("w13",), epochs=0, seed=-1
     )
-    text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    text = refusal(train, place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
     assert text.splitlines() == [
         "steps: 0, expected at least 1.",
         "epochs: 0, expected more than 0.",
@@ -428,7 +426,7 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
         "embedding, head, new_tokens, attn, ffn.",
     ]
     settings = TrainingSettings(steps=1, groups=("w12",))
-    text = refusal(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
+    text = refusal(train, place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
     assert "nothing would train; it has no tensor of the chosen groups (w12)" in text and "--variant adapt" in text
     assert not (tmp_path / "out").exists()
 
@@ -436,7 +434,7 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
 def test_a_base_or_a_stripped_model_is_refused(place: Path, tmp_path: Path) -> None:
     strip(place / "preserve", tmp_path / "base")
     for path in (SHIPPED_MODEL, tmp_path / "base"):
-        text = refusal(path, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
+        text = refusal(train, path, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
         assert (
             "is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery expand" in text
         )
@@ -451,7 +449,7 @@ def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Pa
     with (tmp_path / "base" / "model.safetensors").open("r+b") as stream:  # another program writes through the link
         stream.seek(checkpoint.tensors[name].offset)
         stream.write(bytes([(weights[name].view(torch.uint8).flatten()[0].item() + 1) % 256]))
-    text = refusal(tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
+    text = refusal(train, tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
     assert text.startswith(f"{name}: sha256") and "is not what the expansion wrote, so it is not trained" in text
     assert not (tmp_path / "out").exists()
 
@@ -501,22 +499,18 @@ def test_names_without_the_prefix_of_the_whole_model(pair_of: Any) -> None:
 
 def test_the_command(place: Path, tmp_path: Path) -> None:
     arguments = [
-        "train", str(place / "preserve"), "--data", str(place / "texts.jsonl"), "-o", str(tmp_path / "out"),
+        "train", place / "preserve", "--data", place / "texts.jsonl", "-o", tmp_path / "out",
         "--eval-data", f"old={place / 'old.jsonl'}", "--steps", "2", "--sequence-length", "32", "--batch-size", "2",
         "--train-only", "w21,w22,head", "--json",
     ]  # fmt: skip
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    shown = json.loads(result.stdout)
+    shown = json.loads(run(*arguments).stdout)
     assert shown["steps"] == 2 and shown["measured"]["step"] == 2 and shown["measured"]["old_accuracy"] == 1
-    table = CliRunner().invoke(main, [*arguments[:-1], "--overwrite"])
-    assert table.exit_code == 0 and "none of the base" in table.output
+    table = run(*arguments[:-1], "--overwrite")
+    assert "none of the base" in table.output
     assert max(map(len, table.output.splitlines())) <= 80 + len(str(tmp_path)) * 2
 
 
 @pytest.mark.parametrize("side", ["file.txt", "older=file.txt", "old="])
 def test_the_command_explains_eval_data(place: Path, side: str) -> None:
-    result = CliRunner().invoke(
-        main, ["train", str(place / "preserve"), "--data", str(place / "texts.jsonl"), "--eval-data", side]
-    )
-    assert result.exit_code == 2 and "is not old=FILE or new=FILE" in result.output
+    result = run("train", place / "preserve", "--data", place / "texts.jsonl", "--eval-data", side, code=2)
+    assert "is not old=FILE or new=FILE" in result.output

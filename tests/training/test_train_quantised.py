@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 
 from scale_surgery import Request, expand, train, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.cli.program import main
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.load_model import load_to_train
 from scale_surgery.training.settings import TrainingSettings
+from tests.command import run
 from tests.conftest import digests, load
 from tests.routed import random_ids
 from tests.tiny import save_tiny
@@ -62,9 +61,9 @@ def test_what_trains_is_the_expansion_on_the_quantised_base(pair_of, kind):
 
 def test_a_base_that_cannot_be_quantised_is_refused_before_anything_is_read(pair_of, tmp_path, monkeypatch):
     def refusal(path: Path, *options: str) -> str:
-        given = ["train", str(path), "--data", "no-file", "-o", str(tmp_path / "out"), "--base-quantization", "nf4"]
-        done = CliRunner().invoke(main, [*given, *options])
-        assert done.exit_code == 1 and not (tmp_path / "out").exists()
+        given = ["train", path, "--data", "no-file", "-o", tmp_path / "out", "--base-quantization", "nf4"]
+        done = run(*given, *options, code=1)
+        assert not (tmp_path / "out").exists()
         return done.stderr
 
     base = save_tiny(tmp_path / "base", "llama")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from scale_surgery import (
     CosineRouter,
@@ -29,8 +28,8 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
-from scale_surgery.cli.program import main
-from tests.conftest import digests, load
+from tests.command import run
+from tests.conftest import digests, load, refusal
 from tests.each import mostly
 from tests.training.test_train import expansion, write_lines
 from tests.training.test_train import same as same_tensors
@@ -138,16 +137,14 @@ def test_the_first_loss_is_that_of_the_routed_output(
     "--strict."),
 ])  # fmt: skip
 def test_what_would_learn_nothing_is_refused(place: Path, tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises(TrainingError) as caught:
-        trained(place, name, tmp_path / "out", routed=True)
-    assert str(caught.value) == f"{place / name}: {message}"
+    assert refusal(trained, place, name, tmp_path / "out", routed=True, error=TrainingError) == (
+        f"{place / name}: {message}"
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_the_option(place: Path, tmp_path: Path) -> None:
-    arguments = ["train", str(place / "posterior"), "--data", str(place / "new.jsonl"), "-o", str(tmp_path / "out")]
     options = ["--routed", "--steps", "2", "--sequence-length", "48", "--batch-size", "2", "--json"]
-    done = CliRunner().invoke(main, arguments + options)
-    assert done.exit_code == 0, done.output
+    run("train", place / "posterior", "--data", place / "new.jsonl", "-o", tmp_path / "out", *options)
     settings = json.loads((tmp_path / "out" / "training" / "settings.json").read_text())
     assert settings["routed"] is True
