@@ -15,7 +15,7 @@ import transformers
 from scale_surgery import Request, expand, modeling, verify
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.names import CODE_FILES, FUSED_CODE_FILES
-from scale_surgery.modeling import FOLDER, configuration_scale
+from scale_surgery.modeling import configuration_scale
 from tests.conftest import Pair
 from tests.tiny import save_tiny
 
@@ -37,16 +37,15 @@ def test_exported_code_imports_tensors_and_reaches_nothing_outside(file: str) ->
         elif isinstance(node, ast.ImportFrom) and not node.level:
             assert str(node.module).split(".")[0] in STANDARD_LIBRARY | {"torch", "transformers"}
         elif isinstance(node, ast.ImportFrom):
-            assert f"{node.module}.py" in EXPORTED
+            # transformers copies a file's relative imports along only in the form `from .x import y`
+            assert node.level == 1
+            assert all(f"{node.module}.py" in files for files in (CODE_FILES, FUSED_CODE_FILES) if file in files)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert (
-        not {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls} & FORBIDDEN_CALLS
-    )
+    assert not (names | {getattr(call, "attr", "") for call in calls}) & FORBIDDEN_CALLS
 
 
-def test_exported_code_is_the_code_of_the_package_and_small(llama: Pair) -> None:
-    for file in CODE_FILES:
-        assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
+def test_exported_code_is_small() -> None:
     for files, lines in ((CODE_FILES, 3400), (FUSED_CODE_FILES, 900)):
         assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
