@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -260,23 +259,6 @@ def test_damage_is_found(llama: Made, spoiled: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"bytes differ from the base's model.safetensors"):
             compose(spoiled, extracts, tmp_path / "out", remove=removed)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("expansions", {}, "expansions is empty"),
-        ("replaced", {"config.json": "{"}, "Expecting property name"),
-        ("replaced", {"config.json": "{}", "other.json": "{}"}, "replaced.other.json is no file of the base"),
-        ("base_files", {}, "the base's config.json is missing"),
-    ],
-)
-def test_a_record_that_was_spoiled(spoiled: Path, key: str, value: Any, expected: str) -> None:
-    content = json.loads((spoiled / "surgery.json").read_text())
-    (spoiled / "surgery.json").write_text(json.dumps(content | {key: value}))
-    with pytest.raises(CheckpointError, match="is incomplete") as refused:
-        read_manifest(spoiled)
-    assert expected in str(refused.value)
 
 
 NAME = "--name: is missing, and the model has 4 expansions: medicine, law, music, chess. Say which: --name medicine."

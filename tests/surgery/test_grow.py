@@ -204,20 +204,6 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
     train(three, [tmp_path / "new.txt"], tmp_path / "three-trained", settings)
 
 
-@pytest.mark.parametrize(("copies", "reason"), [(1, "expected from 2 to 1000"), ("x", "expected a whole number")])
-def test_a_spoiled_number_of_copies_is_noticed(copies: Any, reason: str, grown_of: Callable[..., Path]) -> None:
-    grown = grown_of("llama")
-    record = json.loads((grown / "surgery.json").read_text())
-    record["expansions"]["default"]["request"]["copies"] = copies
-    (grown / "surgery.json").write_text(json.dumps(record))
-    with pytest.raises(CheckpointError) as raised:
-        verify(grown)
-    assert str(raised.value) == (
-        f"{grown}/surgery.json: is incomplete (expansions.default.request.copies is {copies!r}, {reason}). "
-        "Restore it from where you got it."
-    )
-
-
 @pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
 @each_shape
 def test_strip_extract_apply(

@@ -352,7 +352,6 @@ def refusal(call: Callable[[], Any], error: type[Exception] = CheckpointError) -
 
 def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[..., Path], tmp_path: Path) -> None:
     base, out = base_of("qwen3", "float32", True), tmp_path / "out"
-    assert refusal(lambda: merge(base, out)).startswith(f"{base}: is a base model, expected one made by")
     assert refusal(lambda: merge(expanded, out, "blocks")) == (
         f"{expanded}: is an expanded model, expected a fused one. Fuse it: scale-surgery merge {expanded} --to fused "
         "-o FUSED."
@@ -426,32 +425,11 @@ def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
     assert not list(tmp_path.glob("out*"))
 
 
-SPOILED = [
-    ("base_tensors", None),
-    ("base_files.config.json.bytes", None),
-    ("expansions.default.tensors", "x"),
-    ("expansions.default.trained", ["x"]),
-    ("code", []),
-    ("replaced.config.json", "no JSON"),
-    ("replaced.config.json", "[]"),
-    ("verification", {}),
-    ("fused.shards", {}),
-    ("fused.drift", {}),
-    ("fused.texts", None),
-    ("fused.made", None),
-    ("expansions.default.facts.sizes", None),
-]
-
-
-@pytest.mark.parametrize(("place", "value"), SPOILED, ids=[f"{place}-{value}" for place, value in SPOILED])
-def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, place: str, value: Any) -> None:
+@pytest.mark.parametrize(("part", "value"), [("shards", {}), ("drift", {}), ("texts", None), ("made", None)])
+def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, part: str, value: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
     content = json.loads((fused / "surgery.json").read_text())
-    *outer, last = place.replace("config.json", "config").split(".")
-    table = content
-    for name in outer:
-        table = table[name.replace("config", "config.json")]
-    table[last.replace("config", "config.json")] = value
+    content["fused"][part] = value
     (tmp_path / "surgery.json").write_text(json.dumps(content))
     text = refusal(lambda: read_manifest(tmp_path))
     assert re.fullmatch(r".*surgery.json: is incomplete \(.+\). Restore it from where you got it.", text)
@@ -466,12 +444,6 @@ def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: P
     assert lines[0].startswith(f"{name}: sha256 ")
     assert lines[1] == f"{shard}: bytes differ from the base's {shard}."
     assert lines[2].startswith(f"{broken}: is not what was written, so nothing is made of it.")
-
-
-def test_a_base_with_files_in_folders_is_verified(llama_base: Path, tmp_path: Path) -> None:
-    (llama_base / "figures").mkdir()
-    (llama_base / "figures" / "a.txt").write_text("a")
-    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, probes=Probes(max_new_tokens=0)).passed
 
 
 def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -507,6 +479,7 @@ def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path:
     index["weight_map"] = {name: f"weights/{shard}" for name, shard in index["weight_map"].items()}
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     expanded = expand(base, REQUESTS["adapt"], tmp_path / "expanded").path
+    assert verify(expanded, probes=None, record=False).passed
     fused = merge(expanded, tmp_path / "fused").path
     assert digests(strip(fused, tmp_path / "again").path) == digests(base)
     assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(expanded)
