@@ -79,30 +79,6 @@ def test_it_loads_as_the_model_in_memory(llama: Made, folder: Path, loader: Any)
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "names", "dtype"),
-    mostly(
-        [
-            ("gemma3_text", ("music", "late"), "bfloat16"),
-            # experts whose tensors are put together on load, capped logits, parts that are stock inside
-            ("qwen3_moe", ("whole", "late"), "float32"),
-            ("gemma2", ("music", "late"), "float32"),
-            ("gptj", ("medicine", "whole"), "float32"),
-        ],
-        lambda case: case[0] == "gemma3_text",
-    ),
-)
-@torch.no_grad()
-def test_other_architectures(made_of, tmp_path: Path, family: str, names: tuple[str, ...], dtype: str) -> None:
-    made = made_of(family, names, dtype)
-    model, known = load(compose(made.base, made.extracts, tmp_path / "out").path), made.composed()
-    known.set_expansion(list(names))
-    assert torch.equal(model(**PROMPTS[1]).logits, known(**PROMPTS[1]).logits)
-    for name in (None, *names):
-        with model.use_expansion(name):
-            assert torch.equal(model(**PROMPTS[1]).logits, made.alone(name)(**PROMPTS[1]).logits)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("gemma3", "qwen3_vl"))
 @torch.no_grad()
