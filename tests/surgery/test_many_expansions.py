@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -14,7 +11,7 @@ from scale_surgery.checkpoint import expansions
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.errors import CheckpointError, PlanError
 from tests.composed import LLAMA, Made
-from tests.conftest import load
+from tests.conftest import load, refusal
 from tests.routed import padded, random_ids
 
 PROMPTS = ({"input_ids": random_ids(2, 9)}, padded(random_ids(3, 13), (5, 2, 0)))
@@ -106,12 +103,6 @@ def test_choices(llama):
     assert torch.equal(load_expansion(model, llama.extracts["law"], name="law")(ids).logits, law)
 
 
-def message(call: Callable[..., Any], error: type[Exception], *args: Any, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
 def test_choices_that_make_no_sense_are_refused(llama):
     model = llama.composed("medicine", "law")
     for choice, options, expected in (
@@ -136,37 +127,41 @@ def test_choices_that_make_no_sense_are_refused(llama):
         ),
         ("law", {"switch_rate": 0.1}, "switch_rate: is for a list of expansions, but 'law' is none. Leave it out."),
     ):
-        assert message(model.set_expansion, ValueError, choice, **options) == expected
+        assert refusal(model.set_expansion, choice, **options, error=ValueError) == expected
     for wrong in ({"router": "best"}, {"lag": 2}):
-        text = message(model.set_expansion, ValueError, ["law"], **wrong)
+        text = refusal(model.set_expansion, ["law"], **wrong, error=ValueError)
         assert text.startswith("router: is {") and "expected one of posterior, cosine with its numbers" in text
     ids = random_ids(3, 4)
     for names, expected in (
         (["law", None], "expansion_names: 2 names for 3 rows, expected one for each, None for the base."),
         ("law", "expected a list, a name or None for each"),
     ):
-        assert expected in message(model, ValueError, ids, expansion_names=names)
-    assert "One path runs now" in message(model.score_tokens, ValueError, ids)
+        assert expected in refusal(model, ids, expansion_names=names, error=ValueError)
+    assert "One path runs now" in refusal(model.score_tokens, ids, error=ValueError)
     cache = model(ids, use_cache=True).past_key_values
     with model.use_expansion("medicine"):
-        assert message(model, ValueError, ids, past_key_values=cache).startswith(
+        assert refusal(model, ids, past_key_values=cache, error=ValueError).startswith(
             "past_key_values: holds 4 tokens that were not read under this choice of expansions (medicine), expected a"
         )
     for name in ("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "disable_adapters"):
-        assert message(getattr(model, name), NotImplementedError, "law").startswith(f"{name}: is of transformers' adap")
+        assert refusal(getattr(model, name), "law", error=NotImplementedError).startswith(
+            f"{name}: is of transformers' adap"
+        )
     assert model.expansions == ["medicine", "law"] and model.choice.names == ("law",)
 
 
 def test_what_cannot_be_loaded_beside_it_is_refused(llama, made_of):
     model, law = llama.composed("medicine", "law"), llama.extracts["law"]
-    assert message(load_expansion, PlanError, model, law, name="law") == (
+    assert refusal(load_expansion, model, law, name="law", error=PlanError) == (
         "name: law is an expansion of this model already, expected a new name. Choose another, or take that one off "
         "first: compose --remove, or model.delete_expansion."
     )
     for name in ("a b", "3d", "a.b", "", "base", "keys"):
-        assert message(load_expansion, PlanError, model, law, name=name).startswith(f"name: is {name!r}, expected")
+        assert refusal(load_expansion, model, law, name=name, error=PlanError).startswith(
+            f"name: is {name!r}, expected"
+        )
     foreign_extract = made_of("gemma3_text", ("music", "late"), "bfloat16").extracts["music"]
-    assert "expected Gemma3" in message(load_expansion, CheckpointError, model, foreign_extract, name="music")
+    assert "expected Gemma3" in refusal(load_expansion, model, foreign_extract, name="music", error=CheckpointError)
     assert model.expansions == ["medicine", "law"]
 
 
@@ -175,7 +170,7 @@ def test_a_model_without_a_head_is_switched_and_not_mixed(llama):
     expected = transformers.AutoModel.from_pretrained(llama.folders["law"])
     assert type(model) is type(expected)
     assert torch.equal(model(random_ids(2, 5)).last_hidden_state, expected(random_ids(2, 5)).last_hidden_state)
-    assert "has no head" in message(model.set_expansion, ValueError, ["law"])
+    assert "has no head" in refusal(model.set_expansion, ["law"], error=ValueError)
 
 
 @pytest.mark.slow
@@ -184,7 +179,7 @@ def test_several_that_a_block_has_no_room_for_are_refused(made_of):
     made = made_of("gptj", ("late",))
     model, alone = made.composed(), made.alone("late")
     assert torch.equal(model(random_ids(2, 5)).logits, alone(random_ids(2, 5)).logits)
-    assert message(model.set_expansion, ValueError, ["late"]).startswith(
+    assert refusal(model.set_expansion, ["late"], error=ValueError).startswith(
         "late: the block attn (GPTJAttention) stays as"
     )
-    assert "late: the block attn" in message(model, ValueError, random_ids(2, 5), expansion_names=["late", None])
+    assert "late: the block attn" in refusal(model, random_ids(2, 5), expansion_names=["late", None], error=ValueError)

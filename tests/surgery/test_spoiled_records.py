@@ -21,7 +21,7 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from tests.conftest import edited, shake
+from tests.conftest import edited, refusal, shake
 
 Change = Callable[[dict[str, Any]], None]
 POSTERIOR = PosteriorRouter().for_expansions(1).settings
@@ -61,9 +61,7 @@ def refuse(path: Path, *reasons: str) -> None:
         "extract": lambda: extract(path, path.with_name("out")),
     }
     for name, read in readers.items():
-        with pytest.raises(CheckpointError) as raised:
-            read()
-        message = str(raised.value)
+        message = refusal(read, error=CheckpointError)
         assert message.startswith(f"{path / 'surgery.json'}: ") and all(reason in message for reason in reasons), (
             name,
             message,
