@@ -298,7 +298,7 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.fixture(scope="session")
 def pair_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
-    """Expand a tiny base model by one of REQUESTS."""
+    """Expand a tiny base model by one of REQUESTS, or duplicate layers."""
 
     @functools.cache
     def load_base(path: Path) -> Any:
@@ -307,23 +307,17 @@ def pair_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     @functools.cache
     def make(family: str, request: str = "preserve", dtype: str = "float32", tied: bool = False) -> Pair:
         base = base_of(family, dtype, tied)
-        expansion = expand(base, REQUESTS[request], tmp_path_factory.mktemp("expanded") / f"{base.name}_{request}")
+        asked = DEEPENED if request == "deepened" else REQUESTS[request]
+        expansion = expand(base, asked, tmp_path_factory.mktemp("expanded") / f"{base.name}_{request}")
         return Pair(base, expansion.path, expansion, load_base(base), load(expansion.path))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def deep_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+def deep_of(pair_of: Callable[..., Pair]) -> Callable[..., Pair]:
     """Duplicate layers of a tiny base model."""
-
-    @functools.cache
-    def make(family: str = "llama", dtype: str = "float32", tied: bool = False) -> Pair:
-        base = base_of(family, dtype, tied)
-        done = expand(base, DEEPENED, tmp_path_factory.mktemp("deep") / base.name)
-        return Pair(base, done.path, done, load(base), load(done.path))
-
-    return make
+    return lambda family="llama", *form, **options: pair_of(family, "deepened", *form, **options)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Facts about ten architectures, written by hand: what a layer is made of and how wide its parts are.
 
-Names are those of the stock transformers modules, which are the names on disk. `tests/planning/test_written.py` checks
-every fact against a tiny model, in both directions; `tests/deriving/test_oracles.py` compares what is derived.
+Names are those of the stock transformers modules, which are the names on disk. `tests/deriving/test_oracles.py`
+compares with them what is derived.
 """
 
 from __future__ import annotations
@@ -38,38 +38,11 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class TypesByNumber:
-    """How a stock config that lists no `layer_types` derives them from the numbers of the layers.
-
-    Attributes:
-        rule: "every": full attention in every n-th layer and sliding attention in the others; "from": sliding
-            attention from layer n on and full attention below.
-        key: Key of config.json that holds n, or None.
-        default: n where it holds none.
-        switch: Key that has to be true for there to be different types at all, or None.
-    """
-
-    rule: Literal["every", "from"]
-    key: str | None
-    default: int
-    switch: str | None = None
-
-    def of(self, config: Mapping[str, Any], layers: int) -> tuple[str, ...] | None:
-        """The types that a config stands for; None where all layers are of one."""
-        if self.switch is not None and (not config.get(self.switch) or config.get("sliding_window", 0) is None):
-            return None
-        number = config.get(self.key, self.default) if self.key else self.default
-        is_full = [(i + 1) % number == 0 if self.rule == "every" else i < number for i in range(layers)]
-        return tuple("full_attention" if full else "sliding_attention" for full in is_full)
-
-
-@dataclass(frozen=True)
 class Family:
     """What is known about one architecture.
 
     Attributes:
         model_type: `model_type` of the base model's config.json.
-        stem: Stem of the names of its stock classes.
         base_model: Attribute of the language model that holds the model without its head.
         layers: Module list of the layers, inside the base model, as are the embeddings and the final norm.
         position_embedding: Learned position embedding, where there is one.
@@ -86,12 +59,9 @@ class Family:
         softcap: Key of config.json that caps the logits after the head, and its default.
         fixed_heads: Why the stock class has no form with more heads, all else equal; None where it has one.
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
-        types_by_number: How its layers get their types where config.json does not list them; None where all are alike.
-        language_model: Its stock language model, where that has another name than `<stem>ForCausalLM`.
     """
 
     model_type: str
-    stem: str
     linears: tuple[Linear, ...]
     activation: str
     pre_norms: tuple[str, ...]
@@ -113,9 +83,6 @@ class Family:
     softcap: tuple[str, float | None] | None = None
     fixed_heads: str | None = None
     heads_divide_hidden: bool = False
-    types_by_number: TypesByNumber | None = None
-    language_model: str | None = None
-    own_code: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, size: str) -> str:
         """Key of a size in config.json."""
@@ -125,20 +92,6 @@ class Family:
     def mute_gain(self) -> int:
         """What its norms store where they give zeros."""
         return -1 if self.norm_style == "rms_plus_one" else 0
-
-    @property
-    def expanded_type(self) -> str:
-        return f"scale_{self.model_type}"
-
-    @property
-    def config_class(self) -> str:
-        return f"{self.stem}Config"
-
-    @property
-    def classes(self) -> Mapping[str, str]:
-        """Auto class to stock class."""
-        language_model = self.language_model or f"{self.stem}ForCausalLM"
-        return {"AutoModel": f"{self.stem}Model", "AutoModelForCausalLM": language_model}
 
 
 def read_sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
@@ -163,13 +116,12 @@ LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 GEMMA_PRE_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 LAYER_NORM_KEYS = {"epsilon": "layer_norm_eps"}
-QWEN_TYPES = TypesByNumber("from", "max_window_layers", 28, switch="use_sliding_window")
 HEADS_SHARE_HIDDEN = "its head size is the hidden size over the query heads, so more heads are smaller heads"
 
 
-def _llama_like(model_type: str, stem: str, **facts: Any) -> Family:
+def _llama_like(model_type: str, **facts: Any) -> Family:
     common = {"linears": LLAMA_LINEARS, "activation": "mlp.act_fn", "pre_norms": LLAMA_NORMS}
-    return Family(model_type, stem, **{**common, **facts})
+    return Family(model_type, **{**common, **facts})
 
 
 def _head_norms(axis: int) -> tuple[InnerNorm, ...]:
@@ -179,36 +131,25 @@ def _head_norms(axis: int) -> tuple[InnerNorm, ...]:
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        _llama_like("llama", "Llama", defaults={"epsilon": 1e-6, "is_tied": False}, heads_divide_hidden=True),
-        _llama_like("mistral", "Mistral", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 8}),
-        _llama_like(
-            "qwen2",
-            "Qwen2",
-            defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32},
-            types_by_number=QWEN_TYPES,
-        ),
+        _llama_like("llama", defaults={"epsilon": 1e-6, "is_tied": False}, heads_divide_hidden=True),
+        _llama_like("mistral", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 8}),
+        _llama_like("qwen2", defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32}),
         _llama_like(
             "qwen3",
-            "Qwen3",
             inner_norms=_head_norms(-2),
             defaults={"epsilon": 1e-6, "is_tied": False, "key_value_heads": 32, "head_size": 128},
-            types_by_number=QWEN_TYPES,
         ),
         _llama_like(
             "gemma2",
-            "Gemma2",
             pre_norms=GEMMA_PRE_NORMS,
             post_norms=GEMMA_POST_NORMS,
             norm_style="rms_plus_one",
             defaults={"epsilon": 1e-6, "is_tied": True, "key_value_heads": 4, "head_size": 256},
             softcap=("final_logit_softcapping", 30.0),
             heads_divide_hidden=True,
-            types_by_number=TypesByNumber("every", None, 2),
         ),
         _llama_like(
             "gemma3_text",
-            "Gemma3Text",
-            language_model="Gemma3ForCausalLM",
             pre_norms=GEMMA_PRE_NORMS,
             post_norms=GEMMA_POST_NORMS,
             inner_norms=_head_norms(1),
@@ -223,11 +164,9 @@ FAMILIES: Mapping[str, Family] = {
             },
             softcap=("final_logit_softcapping", None),
             heads_divide_hidden=True,
-            types_by_number=TypesByNumber("every", "sliding_window_pattern", 6),
         ),
         _llama_like(
             "olmo2",
-            "Olmo2",
             pre_norms=(),
             post_norms=GEMMA_POST_NORMS,
             inner_norms=(InnerNorm("self_attn.q_norm", "query"), InnerNorm("self_attn.k_norm", "key_value")),
@@ -236,7 +175,6 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "gpt_neox",
-            "GPTNeoX",
             linears=(
                 Linear("attention.query_key_value", ("q", "k", "v"), fused_by="head"),
                 Linear("attention.dense", ("o",)),
@@ -257,7 +195,6 @@ FAMILIES: Mapping[str, Family] = {
         ),
         _llama_like(
             "phi3",
-            "Phi3",
             linears=(
                 Linear("self_attn.qkv_proj", ("q", "k", "v")),
                 Linear("self_attn.o_proj", ("o",)),
@@ -271,8 +208,6 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "gpt2",
-            "GPT2",
-            language_model="GPT2LMHeadModel",
             linears=(
                 Linear("attn.c_attn", ("q", "k", "v")),
                 Linear("attn.c_proj", ("o",)),
@@ -302,8 +237,3 @@ FAMILIES: Mapping[str, Family] = {
         ),
     )
 }
-
-
-def get_family(model_type: str) -> Family:
-    """Facts about an architecture."""
-    return FAMILIES[model_type]

@@ -36,8 +36,3 @@ def test_the_package_has_them_and_its_rooms_and_nothing_else() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
     with pytest.raises(AttributeError, match=r"^module 'scale_surgery' has no attribute 'widen'$"):
         scale_surgery.widen  # noqa: B018
-
-
-def test_verbs_are_functions_not_the_modules_of_the_same_name() -> None:
-    for verb in ("expand", "inspect", "plan", "strip", "verify"):
-        assert callable(getattr(scale_surgery, verb)), verb

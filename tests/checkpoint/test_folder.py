@@ -16,18 +16,13 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_chunks, read_j
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.names import INDEX_FILE
 from scale_surgery.errors import CheckpointError
+from tests.conftest import edited
 
 
 def refusal(path: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(path)
     return str(error.value)
-
-
-def edit_index(folder: Path, change) -> None:
-    content = json.loads((folder / INDEX_FILE).read_text())
-    change(content["weight_map"])
-    (folder / INDEX_FILE).write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(("tied", "dtype"), ((False, "float32"), (True, "bfloat16")))
@@ -119,12 +114,9 @@ def test_index_and_shards_that_disagree(sharded_base):
     moved, dropped = "model.norm.weight", "model.embed_tokens.weight"
     wrong_shard = next(shard for shard in shards if shard != where[moved])
 
-    def change(weight_map):
-        weight_map[moved] = wrong_shard
-        del weight_map[dropped]
-        weight_map["model.ghost.weight"] = shards[0]
-
-    edit_index(sharded_base, change)
+    with edited(sharded_base / INDEX_FILE) as index:
+        index["weight_map"] |= {moved: wrong_shard, "model.ghost.weight": shards[0]}
+        del index["weight_map"][dropped]
     assert set(refusal(sharded_base).splitlines()) == {
         f"{INDEX_FILE}: {moved} is said to lie in {wrong_shard}, found in {where[moved]}. Download it again.",
         f"{INDEX_FILE}: model.ghost.weight is said to lie in {shards[0]}, found in no shard. Download it again.",

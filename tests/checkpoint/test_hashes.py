@@ -6,6 +6,7 @@ import pytest
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_files, hash_tensors
+from tests.conftest import flip
 
 
 @pytest.mark.parametrize("chunk_bytes", (100, 1 << 22))
@@ -24,10 +25,7 @@ def test_one_byte_changes_the_sums_of_its_file_and_its_tensor_alone(sharded_base
     checkpoint = open_checkpoint(sharded_base)
     before = hash_all(checkpoint, list(checkpoint.shards))
     info = list(checkpoint.tensors.values())[5]
-    file = sharded_base / info.file
-    content = bytearray(file.read_bytes())
-    content[info.offset] ^= 1
-    file.write_bytes(content)
+    flip(sharded_base / info.file, info.offset)
     after = hash_all(checkpoint, list(checkpoint.shards))
     pairs = ((before.files, after.files), (before.tensors, after.tensors))
     changed = [{name for name in first if first[name] != second[name]} for first, second in pairs]

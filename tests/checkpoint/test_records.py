@@ -14,6 +14,7 @@ from scale_surgery import CheckpointError, PlanError
 from scale_surgery.checkpoint.records import open_record, read_record, reading
 from scale_surgery.errors import in_one_line
 from scale_surgery.fields import Range
+from tests.conftest import refusal
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,13 @@ def test_what_fits_becomes_the_dataclass() -> None:
     ],
 )
 def test_what_does_not_fit_is_named_with_its_place(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError) as error:
-        read_record(GOOD | change, Outer)
-    assert str(error.value) == problem
-    with pytest.raises(ValueError) as error:
-        read_record(GOOD | change, Outer, "plan.json")
-    assert str(error.value) == f"plan.json.{problem}"
+    assert refusal(read_record, GOOD | change, Outer, error=ValueError) == problem
+    assert refusal(read_record, GOOD | change, Outer, "plan.json", error=ValueError) == f"plan.json.{problem}"
 
 
 def test_everything_is_listed_and_long_values_are_cut() -> None:
-    with pytest.raises(ValueError) as error:
-        read_record({"inner": "x" * 999, "pair": 10**40, "share": 2}, Outer)
-    problems = str(error.value).split("; ")
+    message = refusal(read_record, {"inner": "x" * 999, "pair": 10**40, "share": 2}, Outer, error=ValueError)
+    problems = message.split("; ")
     assert [problem.split()[0] for problem in problems] == ["inner", "others", "pair", "share", "kind"]
     assert len(problems[0]) < 120
     with pytest.raises(ValueError, match=r"^it is \[\], expected an object$"):

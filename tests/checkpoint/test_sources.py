@@ -15,7 +15,7 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests
+from tests.conftest import digests, refusal
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -83,9 +83,7 @@ def test_a_folder_is_known_by_its_name_only(base_of, monkeypatch):
 
 @pytest.mark.parametrize(("repo", "revision"), (("nobody/nothing", None), ("surgeons/tiny", "no-such-branch")))
 def test_what_cannot_be_had_offline(cached, repo, revision):
-    with pytest.raises(CheckpointError) as error:
-        open_model(repo, revision)
-    message = str(error.value)
+    message = refusal(open_model, repo, revision, error=CheckpointError)
     assert message.startswith(f"{repo}: no such folder, and the Hub does not give it (")
     assert message.endswith("Check the name, your access (hf auth login), the network, and HF_HUB_OFFLINE.")
     assert "\n" not in message
@@ -93,6 +91,5 @@ def test_what_cannot_be_had_offline(cached, repo, revision):
 
 @pytest.mark.parametrize("name", ("nowhere", "./no/where", "a/b/c", "/no/where", "~/model", "../x", "org/"))
 def test_what_is_neither_a_folder_nor_a_repository(name):
-    with pytest.raises(CheckpointError) as error:
-        find_source(name)
-    assert str(error.value) == f"{name}: not found. Give a model folder or a Hub id such as org/name."
+    message = refusal(find_source, name, error=CheckpointError)
+    assert message == f"{name}: not found. Give a model folder or a Hub id such as org/name."

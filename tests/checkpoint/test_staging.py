@@ -13,7 +13,7 @@ from scale_surgery.checkpoint import files
 from scale_surgery.checkpoint.files import UNFINISHED, finished_file, take_over, write_json, write_tensors, write_text
 from scale_surgery.checkpoint.staging import check_target, staged
 from scale_surgery.errors import CheckpointError
-from tests.conftest import digests
+from tests.conftest import digests, refusal
 
 # what a writer that was killed leaves
 LEFT = f"{UNFINISHED}x1y2z3"
@@ -171,9 +171,9 @@ def test_a_full_disk_says_what_helps(tmp_path, number):
 def test_several_problems_of_a_target(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").write_text("x")
-    with pytest.raises(CheckpointError) as error:
-        check_target(tmp_path / "source" / "file", [tmp_path / "source"], overwrite=True)
-    lines = str(error.value).splitlines()
+    lines = refusal(
+        check_target, tmp_path / "source" / "file", [tmp_path / "source"], overwrite=True, error=CheckpointError
+    ).splitlines()
     assert [line.split(",")[0] for line in lines] == [
         f"{tmp_path}/source/file: lies inside",
         f"{tmp_path}/source/file.partial: lies inside",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import WeightRenaming
 
@@ -15,6 +14,7 @@ from scale_surgery.errors import UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm
 from scale_surgery.planning.stored import find_prefix, module_path
 from scale_surgery.running.stored_names import Reading, reading_of
+from tests.conftest import refusal
 
 
 def kind(norm: str, *linears: str, whole: str = "") -> Kind:
@@ -122,9 +122,7 @@ def test_what_is_renamed_alone_cannot_be_expanded():
     renaming = WeightRenaming("self_attn.wq.weight", "self_attn.q_proj.weight")
     tensors = frozenset({"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"})
     how, about = Reading((renaming,), "model", tensors), architecture(kind("norm", "self_attn.q_proj"))
-    with pytest.raises(UnsupportedFamilyError) as error:
-        named(about, how, "layers.0.self_attn.wq")
-    assert str(error.value) == (
+    assert refusal(named, about, how, "layers.0.self_attn.wq", error=UnsupportedFamilyError) == (
         "model.layers.0.self_attn.wq.weight: transformers reads it as model.layers.0.self_attn.q_proj.weight, but not "
         "a tensor that stands beside it. Supported are modules that are renamed as a whole."
     )

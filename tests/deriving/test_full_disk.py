@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from scale_surgery.checkpoint.files import scratch_folder
-from scale_surgery.cli.program import main
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import CheckpointError, UnsupportedFamilyError
+from tests.command import run
 from tests.tiny import save_tiny, tiny_config
 
 WORDS = "not written, .*Free some space there, or set TMPDIR to a folder on another disk"
@@ -41,9 +40,9 @@ def test_a_config_that_cannot_be_written():
 def test_the_command_ends_as_for_other_errors(tmp_path):
     base = save_tiny(tmp_path / "base", "llama", num_hidden_layers=5)
     with largest_file(10):
-        result = CliRunner().invoke(main, ["plan", str(base), "--layers", "1"])
-    assert result.exit_code == 1 and "Traceback" not in result.output
-    assert "Free some space" in " ".join(result.output.split()) and "not supported" not in result.output
+        output = run("plan", base, "--layers", "1", code=1).output
+    assert "Traceback" not in output
+    assert "Free some space" in " ".join(output.split()) and "not supported" not in output
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

@@ -69,6 +69,8 @@ def test_around_the_layers_and_config(oracle):
     assert about.head == {"embed_out": "lm_head"}.get(family.head, family.head)
     assert (about.softcap, about.config_class) == (family.softcap, type(config).__name__)
     assert about.classes["AutoModel"] == type(config).__name__.replace("Config", "Model")
+    assert bool(about.fixed_heads) == bool(family.fixed_heads)
+    assert about.heads_divide_hidden == family.heads_divide_hidden
     known = {name: family.key(name) for name in about.keys}
     assert about.keys == known and {"hidden", "layers", "query_heads", "vocabulary"} <= set(known)
 

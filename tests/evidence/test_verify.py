@@ -129,6 +129,9 @@ def test_a_non_zero_entry_of_a_frozen_w12_is_named(copy, variant: str) -> None:
     result = verify(path)
     assert not result.passed
     assert any(problem.startswith(f"{name}: ") and "1 non-zero" in problem for problem in result.problems)
+    at_init = promise(result, "output_at_init")
+    assert at_init.holds is False
+    assert any(problem.startswith(f"{name}: 1 of 1040 entries are not zero") for problem in at_init.problems)
 
 
 def test_a_non_zero_entry_of_a_collaborative_w12_breaks_output_at_init(copy) -> None:

@@ -70,9 +70,11 @@ def verified(place: Path) -> Callable[[str], Verification]:
 
 
 @pytest.mark.parametrize("name", mostly(ROUTINGS, ("mixture", "cosine").__contains__))
-def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verification], name: str) -> None:
+def test_a_routed_model_keeps_what_it_promises(verified: Callable[[str], Verification], place: Path, name: str) -> None:
     result = verified(name)
     assert result.passed and result.routing == ROUTINGS[name].for_expansions(1) and result.state == "trained"
+    assert inspect(place / name).expanded.routing == result.routing
+    assert inspect(place / "adapt").expanded.routing is None
     claimed = {entry.name for entry in result.promises if entry.claimed}
     always = {"recoverable", "base_stream_always", "paths_as_alone"}
     assert claimed == always | ({"bounded_forgetting"} if name == "mixture" else set())
@@ -148,15 +150,6 @@ def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:
     run = verify(path, run=RunOptions(trust_remote_code=True))
     assert run.numbers is not None and not run.numbers.base_logits_bit_equal
     assert any("base stream after layer 2" in problem for problem in promise(run, "base_stream_always").problems)
-
-
-def test_inspect_says_how_it_routes(place: Path) -> None:
-    for name, routing in ROUTINGS.items():
-        expanded = inspect(place / name).expanded
-        assert expanded is not None and expanded.routing is not None
-        assert expanded.routing == routing.for_expansions(1)
-    unrouted = inspect(place / "adapt").expanded
-    assert unrouted is not None and unrouted.routing is None
 
 
 def test_the_command_names_the_router(place: Path) -> None:

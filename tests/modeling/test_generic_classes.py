@@ -109,6 +109,7 @@ def test_every_causal_language_model_of_transformers_has_a_class():
         if mapping[config].config_class not in config.sub_configs.values():
             model_class = modeling.model_classes(names)["AutoModelForCausalLM"]
             assert model_class.__bases__[1] is mapping[config] and model_class.config_class.__bases__[0] is config
+            assert model_class.config_class.model_type == f"scale_{config.model_type}"
 
 
 def test_a_vision_language_model_under_its_other_names(made):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from scale_surgery.modeling.modeling_scale import model_of
 from tests import routed
 from tests.by_hand import expand_alone, make_base
 from tests.composed import OTHERS
-from tests.conftest import load
+from tests.conftest import edited, load
 from tests.routed import Trio, random_ids, train
 
 trio_of = routed.trio_of
@@ -89,23 +89,14 @@ def test_a_model_without_its_head_gives_hidden_states(tmp_path, name):
     alone, whole = AutoModel.from_pretrained(path).eval(), load(path)
     with torch.no_grad():
         assert torch.equal(alone(IDS)[0], whole(IDS, output_hidden_states=True).hidden_states[-1])
-        assert alone(IDS)[0].shape[-1] == base_width(whole) + whole.stream_widths["default"]
+        assert alone(IDS)[0].shape[-1] == whole.config.hidden_size + whole.stream_widths["default"]
 
 
-def base_width(model: Any) -> int:
-    width: int = model.config.hidden_size
-    return width
-
-
-def edited(path: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+def altered(path: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     """A copy whose config.json says something else of its expansion."""
-    folder.mkdir()
-    for file in path.iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((path / "config.json").read_text())
-    change(config["scale_surgery"])
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copytree(path, folder)
+    with edited(folder / "config.json") as config:
+        change(config["scale_surgery"])
     return folder
 
 
@@ -118,7 +109,7 @@ def test_one_kind_may_stand_where_it_always_stood(mixtral, tmp_path):
         plan["kinds"] = [{key: plan.pop(key) for key in ("expanded", "passing", "attention")}]
         plan["kind_of_layer"] = [0, 0]
 
-    path = edited(mixtral("adapt"), tmp_path / "listed", listed)
+    path = altered(mixtral("adapt"), tmp_path / "listed", listed)
     assert torch.equal(load(path)(IDS).logits, load(mixtral("adapt"))(IDS).logits)
 
 
@@ -127,7 +118,7 @@ def test_a_module_that_this_release_does_not_have_is_named(mixtral, tmp_path):
         (plan,) = manifest["expansions"]
         plan["expanded"] = {name.replace("mlp", "moe"): spec for name, spec in plan["expanded"].items()}
 
-    path = edited(mixtral("adapt"), tmp_path / "renamed", rename)
+    path = altered(mixtral("adapt"), tmp_path / "renamed", rename)
     with pytest.raises(ValueError, match="names the module moe, expected one of MixtralDecoderLayer in transformers 5"):
         load(path)
 
@@ -144,7 +135,7 @@ def test_two_paths_cannot_pass_through_a_block_that_keeps_a_cache(mixtral, tmp_p
             modules["self_attn"] = {**modules["mlp"], "group": "attn"}
 
     routed = route_export(mixtral("adapt"), tmp_path / "routed").path
-    path = edited(routed, tmp_path / "kept", keep)
+    path = altered(routed, tmp_path / "kept", keep)
     model = load(path, strict_loading=False)
     with pytest.raises(
         ValueError, match="MixtralAttentionWithUpStream: keeps a cache \\(past_key_values\\) and runs as"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.composed import LLAMA
-from tests.conftest import load
+from tests.conftest import edited, load
 from tests.each import each_way, mostly
 from tests.modeling.test_generation import DRIFT, logits
 from tests.routed import REQUESTS, Trio, prompts, random_ids, train
@@ -243,9 +242,8 @@ POSTERIOR, COSINE = {"router": "posterior", "switch_rate": 0.01}, {"router": "co
 def changed(trio: Trio, folder: Path, router: dict[str, Any]) -> Path:
     """A copy whose config.json was altered by hand."""
     shutil.copytree(trio.path, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["scale_surgery"]["router"] = router
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        config["scale_surgery"]["router"] = router
     return folder
 
 

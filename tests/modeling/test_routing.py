@@ -119,15 +119,8 @@ def test_what_the_head_reads_are_the_streams_of_both_models(trio_of: Callable[..
 
 
 @pytest.mark.parametrize("family", ("llama", "gemma2"))
-def test_the_ends_of_the_threshold(trio_of: Callable[..., Trio], family: str) -> None:
-    base, expanded, model = trio_of(family, "adapt", "strict").trained()
-    for prompt in prompts():
-        with torch.no_grad():
-            put_router(model, CosineRouter(-1.0, strict=True))
-            assert torch.equal(model(**prompt).logits, base(**prompt).logits)
-            put_router(model, CosineRouter(1.0, strict=True))
-            assert torch.equal(model(**prompt).logits, expanded(**prompt).logits)
-    # where both paths agree to the bit the cosine is 1, and must not be rounded above a threshold of 1
+def test_a_cosine_of_one_is_not_above_a_threshold_of_one(trio_of: Callable[..., Trio], family: str) -> None:
+    """Where both paths agree to the bit the cosine is 1, and must not be rounded up."""
     base, expanded, model = trio_of(family, "adapt", "strict").load()
     ids = random_ids(3, 60)
     with torch.no_grad():
@@ -266,13 +259,15 @@ def losses(log_p: Tensor, ids: Tensor) -> Tensor:
     return -log_p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def slow_mixture(log_p: Tensor, ids: Tensor, restarts: Tensor, prior: tuple[float, ...], rate: float) -> Tensor:
-    """The definition, from log-probabilities (b, t, v, k) of all paths; the weights are constants, in float64."""
+def slow_mixture(
+    log_p: Tensor, ids: Tensor, restarts: Tensor, prior: tuple[float, ...], rate: float
+) -> tuple[Tensor, Tensor]:
+    """The definition, from log-probabilities (b, t, v, k) of all paths, and log weights, constants in float64."""
     gains = log_p.detach()[:, :-1].gather(2, ids[:, 1:, None, None].expand(-1, -1, 1, len(prior)))[:, :, 0]
     gains = functional.pad(gains, (0, 0, 1, 0))
     rows = zip(gains, restarts.tolist(), strict=True)
     weights = torch.stack([slow_weights(row_gains, starts, prior, rate) for row_gains, starts in rows])
-    return (log_p + weights[:, :, None]).logsumexp(-1)
+    return (log_p + weights[:, :, None]).logsumexp(-1), weights
 
 
 @pytest.mark.parametrize("at_once", (5, 2**20), ids=("in pieces", "at once"))
@@ -285,7 +280,7 @@ def test_posterior_is_the_bayes_mixture(scale: float, rate: float, at_once: int,
     ids = torch.randint(0, 7, (3, 30), generator=generator)
     mixture = mixed(PosteriorRouter((0.3, 0.7), rate), z_p, z_a, ids=ids)
     log_p = torch.stack([log_probabilities(logits) for logits in (z_p, z_a)], -1)
-    wanted = slow_mixture(log_p, ids, first_only(ids), (0.3, 0.7), rate)
+    wanted, _ = slow_mixture(log_p, ids, first_only(ids), (0.3, 0.7), rate)
     # beyond this a probability is no float32
     torch.testing.assert_close(mixture.clamp(min=-50), wanted.clamp(min=-50), atol=2e-4 * max(1, scale / 10), rtol=1e-5)
     assert (mixture - log_probabilities(z_p)).abs().max() > 0.1, "the control: it is neither path alone"
@@ -457,7 +452,7 @@ TRAINED = [
 @pytest.mark.parametrize("rate", (0.0, 0.05))
 @pytest.mark.parametrize(("family", "names"), mostly(TRAINED, lambda case: case != TRAINED[-1]))
 def test_training_on_the_mixture(made_of: Callable[..., Any], family: str, names: tuple[str, ...], rate: float) -> None:
-    """Equal to autograd through the definition, where the base's path and the weights are constants."""
+    """Equal to the definition and to autograd through it, where the base's path and the weights are constants."""
     model, prompt = prepare_training(made_of(family, names).composed()), padded(random_ids(3, 13), (0, 3, 0))
     model.set_expansion(list(names), switch_rate=rate)
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
@@ -470,7 +465,7 @@ def test_training_on_the_mixture(made_of: Callable[..., Any], family: str, names
         "nothing trains the base's path"
     )
     log_p, prior = torch.stack([path.log_softmax(-1) for path in paths], -1), (1 / len(paths),) * len(paths)
-    mixture = slow_mixture(log_p.double(), ids, find_restarts(mask, None, 0, ids), prior, rate)
+    mixture, weights = slow_mixture(log_p.double(), ids, find_restarts(mask, None, 0, ids), prior, rate)
     wanted = gradients(model, functional.cross_entropy(mixture[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()))
     assert {expansion_of(name) for name in wanted} == set(names)
     assert_same_gradients(model_gradients, wanted)
@@ -479,6 +474,18 @@ def test_training_on_the_mixture(made_of: Callable[..., Any], family: str, names
     equal = torch.stack([path.log_softmax(-1) for path in model.path_logits(**prompt)], -1).logsumexp(-1)
     equal_gradients = gradients(model, functional.cross_entropy(equal[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
     assert max((equal_gradients[name] - wanted[name]).abs().max() for name in wanted) > 1e-4
+    with torch.no_grad():
+        logits, scores = model.eval()(**prompt).logits, model.score_tokens(**prompt)
+    following = ids[:, 1:, None, None].expand(-1, -1, 1, len(paths))
+    for actual, defined in (
+        (logits.log_softmax(-1), mixture),
+        (scores.routed, mixture[:, :-1].gather(2, following[..., 0])[..., 0]),
+        (scores.sides, log_p[:, :-1].gather(2, following)[:, :, 0]),
+        (scores.weights, weights[:, :-1].exp()),
+    ):
+        real = mask[:, : actual.shape[1]].bool()
+        torch.testing.assert_close(actual[real].double(), defined[real].double(), atol=2e-5, rtol=0)
+    assert (weights[:, -1].exp().amax(-1) - weights[:, -1].exp().amin(-1)).min() > 0.01, "the control: not all alike"
 
 
 @pytest.mark.parametrize("routing", ("cosine", "strict"))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from scale_surgery import Request, expand
@@ -17,6 +16,7 @@ from scale_surgery.checkpoint.expansions import DEFAULT_NAME
 from scale_surgery.checkpoint.names import INDEX_FILE
 from tests.by_hand import make_base
 from tests.composed import OTHERS
+from tests.conftest import edited
 from tests.routed import random_ids
 
 OWN = f"expansions.{DEFAULT_NAME}"
@@ -47,12 +47,11 @@ def made(tmp_path: Path) -> Callable[..., Path]:
 
 def respoil(path: Path, change: Change, shard: str) -> None:
     """Change what a shard holds, and let the index say so."""
-    tensors = load_file(path / shard)
-    change(tensors)
-    save_file(tensors, path / shard, metadata={"format": "pt"})
-    content = json.loads((path / INDEX_FILE).read_text())
-    kept = {name: file for name, file in content["weight_map"].items() if file != shard}
-    (path / INDEX_FILE).write_text(json.dumps(content | {"weight_map": kept | dict.fromkeys(tensors, shard)}))
+    with edited(path / shard) as tensors:
+        change(tensors)
+    with edited(path / INDEX_FILE) as content:
+        kept = {name: file for name, file in content["weight_map"].items() if file != shard}
+        content["weight_map"] = kept | dict.fromkeys(tensors, shard)
 
 
 @pytest.mark.parametrize("name", EXPERT)

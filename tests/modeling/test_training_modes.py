@@ -24,6 +24,7 @@ from tests.conftest import load
 from tests.dense_reference import dense_gradients
 from tests.each import each_way, mostly
 from tests.modeling.test_gradients import always_detached, never_detached
+from tests.routed import train
 from tests.tiny import save_tiny
 
 # largest relative error of one tensor's gradient, norm over norm; the largest found in float32 is 1.2e-5
@@ -72,16 +73,7 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def model_of(path_of: Callable[..., Path]) -> Callable[..., Any]:
     """Load an expanded model for training; every tensor that may train has moved, so nothing hides behind a zero."""
 
-    def make(*which: str) -> Any:
-        model = load(path_of(*which))
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-        return model.train()
-
-    return make
+    return lambda *which: train(load(path_of(*which))).train()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -15,8 +14,8 @@ import transformers
 from scale_surgery import Request, expand, modeling, verify
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.names import CODE_FILES, FUSED_CODE_FILES
-from scale_surgery.modeling import FOLDER, configuration_scale
-from tests.conftest import Pair
+from scale_surgery.modeling import configuration_scale
+from tests.conftest import Pair, edited
 from tests.tiny import save_tiny
 
 STANDARD_LIBRARY = {
@@ -37,16 +36,15 @@ def test_exported_code_imports_tensors_and_reaches_nothing_outside(file: str) ->
         elif isinstance(node, ast.ImportFrom) and not node.level:
             assert str(node.module).split(".")[0] in STANDARD_LIBRARY | {"torch", "transformers"}
         elif isinstance(node, ast.ImportFrom):
-            assert f"{node.module}.py" in EXPORTED
+            # transformers copies a file's relative imports along only in the form `from .x import y`
+            assert node.level == 1
+            assert all(f"{node.module}.py" in files for files in (CODE_FILES, FUSED_CODE_FILES) if file in files)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert (
-        not {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls} & FORBIDDEN_CALLS
-    )
+    assert not (names | {getattr(call, "attr", "") for call in calls}) & FORBIDDEN_CALLS
 
 
-def test_exported_code_is_the_code_of_the_package_and_small(llama: Pair) -> None:
-    for file in CODE_FILES:
-        assert (llama.path / file).read_bytes() == (FOLDER / file).read_bytes()
+def test_exported_code_is_small() -> None:
     for files, lines in ((CODE_FILES, 3400), (FUSED_CODE_FILES, 900)):
         assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
@@ -86,9 +84,8 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
     assert verify(folder, probes=None, record=False).warnings == (), "the control: of released code"
     code = folder / "expanded_streams.py"
     code.write_text(code.read_text() + "# harmless\n")
-    manifest = json.loads((folder / "surgery.json").read_text())
-    manifest["code"]["expanded_streams.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
-    (folder / "surgery.json").write_text(json.dumps(manifest))
+    with edited(folder / "surgery.json") as manifest:
+        manifest["code"]["expanded_streams.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
     verification = verify(folder, probes=None, record=False)
     assert verification.problems == ()
     assert verification.warnings == (
@@ -96,12 +93,12 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
         "trust_remote_code; without, the code of this program runs.",
     )
     # nor is it excused as a file of the base
-    manifest["base_files"]["expanded_streams.py"] = {
-        "sha256": manifest["code"]["expanded_streams.py"],
-        "bytes": code.stat().st_size,
-        "stored_as": "expanded_streams.py",
-    }
-    (folder / "surgery.json").write_text(json.dumps(manifest))
+    with edited(folder / "surgery.json") as manifest:
+        manifest["base_files"]["expanded_streams.py"] = {
+            "sha256": manifest["code"]["expanded_streams.py"],
+            "bytes": code.stat().st_size,
+            "stored_as": "expanded_streams.py",
+        }
     assert verify(folder, probes=None, record=False).warnings == verification.warnings
 
 
@@ -122,9 +119,9 @@ def test_verify_notices_code_that_a_pinned_tokenizer_names(tmp_path: Path) -> No
     shutil.copy(SHIPPED_MODEL / "tokenizer.json", base)
     folder = expand(base, Request("last:1"), tmp_path / "expanded").path
     file = folder / "tokenizer_config.json"
-    content = json.loads(file.read_text())
-    assert content.keys() == {"tokenizer_class"} and verify(folder, probes=None, record=False).passed
-    file.write_text(json.dumps(content | {"auto_map": {"AutoTokenizer": ["org/evil--code.Code", None]}}))
+    with edited(file) as content:
+        assert content.keys() == {"tokenizer_class"} and verify(folder, probes=None, record=False).passed
+        content["auto_map"] = {"AutoTokenizer": ["org/evil--code.Code", None]}
     assert verify(folder, probes=None, record=False).problems == (
         "tokenizer_config.json: auto_map is not what the base's says.",
     )

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.planning.architecture import Architecture, Block, Kind, Norm
+from scale_surgery.planning.architecture import Architecture, Block, Kind, Norm, Sizes
 from scale_surgery.planning.base import Base, BaseFacts
 from scale_surgery.planning.depth import depth_tensors
-from tests.written import Sizes
 
 # on disk and in memory, as of a mixture whose experts are joined when it is loaded
 NAMES = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from scale_surgery import CheckpointError, Request, UnsupportedFamilyError, expand, inspect, verify
+from tests.conftest import edited
 from tests.tiny import save_tiny
 
 
@@ -30,8 +30,8 @@ def test_a_base_model(tmp_path: Path) -> None:
 
 def test_a_tied_head_that_is_stored_counts_once(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with edited(base / "config.json") as config:
+        config["tie_word_embeddings"] = True
     inspection = inspect(base)
     assert inspection.parameters_stored - inspection.parameters_unique == 97 * 40
 
@@ -49,9 +49,8 @@ def test_an_expanded_model(tmp_path: Path) -> None:
     assert sum(added.parameters_by_block.values()) == done.plan.costs.parameters_added
     assert added.parameters_by_block["w12"] == 20 * (40 + 20 + 20) + 20 * 40
     assert added.steps == 0
-    record = json.loads((done.path / "surgery.json").read_text())
-    trained = record["expansions"]["default"] | {"training": [{"steps": 3}, {"steps": 4}]}
-    (done.path / "surgery.json").write_text(json.dumps(record | {"expansions": {"default": trained}}))
+    with edited(done.path / "surgery.json") as record:
+        record["expansions"]["default"]["training"] = [{"steps": 3}, {"steps": 4}]
     expanded = inspect(done.path).expanded
     assert expanded is not None and expanded.expansions["default"].steps == 7
     verify(done.path, probes=None, required=("recoverable",))

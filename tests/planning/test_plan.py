@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.cli.program import main
 from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.fallback import weaker
 from scale_surgery.deriving.planned import load_plan, make_plan, plan
@@ -32,6 +30,8 @@ from scale_surgery.planning.saved import save_plan
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.tables_plan import plan_rows
 from scale_surgery.surgery.record import read_manifest
+from tests.command import run
+from tests.conftest import edited, refusal
 from tests.sweep.take import twin_config, write_base
 
 
@@ -41,9 +41,7 @@ def refuse(base_of):
     checkpoint = open_checkpoint(base_of("llama"))
 
     def refused(*args: object, **options: object) -> list[str]:
-        with pytest.raises(PlanError) as error:
-            make_plan(checkpoint, Request(*args, **options), name="tiny")
-        return str(error.value).splitlines()
+        return refusal(make_plan, checkpoint, Request(*args, **options), name="tiny", error=PlanError).splitlines()
 
     return refused
 
@@ -215,33 +213,26 @@ def test_several_problems_are_one_error(refuse):
 
 
 def edit_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited(folder / "config.json") as config:
+        config |= changes
 
 
 def test_base_tensors_that_are_missing_or_wrong(llama_base):
     """Every one is named, and no weight is read: all may be NaN."""
     wanted = plan(llama_base, Request("0"))
-    edit_tensors(
-        llama_base,
-        lambda tensors: tensors.update({name: torch.full_like(tensors[name], torch.nan) for name in tensors}),
-    )
+    file = llama_base / "model.safetensors"
+    with edited(file) as tensors:
+        tensors |= {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     assert plan(llama_base, Request("0")) == wanted
     norm, up = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
-    edit_tensors(llama_base, lambda tensors: tensors.update({norm: tensors[norm].double()}))
-    with pytest.raises(CheckpointError) as error:
-        plan(llama_base, Request("0"))
-    assert str(error.value) == f"{norm}: dtype F64, expected one of F32, F16, BF16. Cast it."
-    edit_tensors(llama_base, lambda tensors: tensors.update({up: torch.zeros(52, 41)}) or tensors.pop(norm))
-    with pytest.raises(CheckpointError) as error:
-        plan(llama_base, Request("0"))
-    assert str(error.value).splitlines() == [
+    with edited(file) as tensors:
+        tensors[norm] = tensors[norm].double()
+    message = refusal(plan, llama_base, Request("0"), error=CheckpointError)
+    assert message == f"{norm}: dtype F64, expected one of F32, F16, BF16. Cast it."
+    with edited(file) as tensors:
+        tensors[up] = torch.zeros(52, 41)
+        del tensors[norm]
+    assert refusal(plan, llama_base, Request("0"), error=CheckpointError).splitlines() == [
         f"{norm}: no such tensor, expected one of shape (40,). Is the checkpoint complete?",
         f"{up}: shape (52, 41), expected (52, 40) from config.json. Is config.json from this checkpoint?",
     ]
@@ -249,15 +240,13 @@ def test_base_tensors_that_are_missing_or_wrong(llama_base):
 
 def quantise(folder: Path, how: str) -> str:
     """Store every linear as a quantiser does; gives what is said of it."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = tensors.pop(name)
-        if how == "gptq":
-            tensors[name.removesuffix("weight") + "qweight"] = weight.int()
-        else:
-            tensors[name] = weight.to(torch.int8 if how == "int8" else torch.float8_e4m3fn)
-    save_file(tensors, file, metadata={"format": "pt"})
+    with edited(folder / "model.safetensors") as tensors:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            weight = tensors.pop(name)
+            if how == "gptq":
+                tensors[name.removesuffix("weight") + "qweight"] = weight.int()
+            else:
+                tensors[name] = weight.to(torch.int8 if how == "int8" else torch.float8_e4m3fn)
     if how != "int8":
         edit_config(folder, quantization_config={"quant_method": how})
     return {"int8": "I8", "fp8": "fp8, F8_E4M3", "gptq": "gptq"}[how]
@@ -267,14 +256,12 @@ def quantise(folder: Path, how: str) -> str:
 def test_a_quantised_base_is_refused_in_one_line(llama_base, how):
     """And inspect says the same, in place of a command that would fail."""
     scheme = quantise(llama_base, how)
-    with pytest.raises(CheckpointError) as refused:
-        plan(llama_base, Request("1"))
-    assert str(refused.value) == (
+    assert refusal(plan, llama_base, Request("1"), error=CheckpointError) == (
         f"{llama_base}: is quantised ({scheme}), expected floating-point weights, from which new blocks are computed. "
         "Expand the unquantised model; its base can be quantised while it trains: scale-surgery train "
         "--base-quantization int8, or nf4."
     )
-    shown = CliRunner().invoke(main, ["inspect", str(llama_base)]).output
+    shown = run("inspect", llama_base).output
     assert f"is quantised ({scheme})" in " ".join(shown.split()) and "scale-surgery plan" not in shown
 
 
@@ -321,11 +308,10 @@ def test_sizes_are_not_taken_for_counts(llama_base, sizes):
 
 def test_layers_of_a_record_that_are_not_there_are_not_counted_to(pair_of, tmp_path):
     expanded = Path(shutil.copytree(pair_of("llama").path, tmp_path / "expanded"))
-    record = json.loads((expanded / "surgery.json").read_text())
-    base_config = json.loads(record["replaced"]["config.json"])
-    record["replaced"]["config.json"] = json.dumps(base_config | {"num_hidden_layers": 10**9})
-    record["expansions"]["default"]["facts"]["sizes"]["layers"] = 10**9
-    (expanded / "surgery.json").write_text(json.dumps(record))
+    with edited(expanded / "surgery.json") as record:
+        base_config = json.loads(record["replaced"]["config.json"])
+        record["replaced"]["config.json"] = json.dumps(base_config | {"num_hidden_layers": 10**9})
+        record["expansions"]["default"]["facts"]["sizes"]["layers"] = 10**9
     with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000, found tensors of 3 layers"):
         read_manifest(expanded)
 
@@ -404,11 +390,10 @@ def elsewhere_proved(path, request, versions):
 def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
     file, versions = tmp_path / "plan.json", {"torch": "2.9.1", "transformers": "5.1.0", "processor": "AVX2"}
     save_plan(elsewhere_proved(base_of("llama"), Request("1-2"), versions), file)
-    with pytest.raises(PlanError) as error:
-        load_plan(base_of("llama"), file)
+    message = refusal(load_plan, base_of("llama"), file, error=PlanError)
     present_versions = plan(base_of("llama"), Request("1-2")).facts.proof["versions"]
     here = ", ".join(f"{name} {version}" for name, version in present_versions.items())
-    assert str(error.value) == (
+    assert message == (
         f"{file}: self_attn of layers 0-2 is treated as edges in the file, and as split here (the stronger treatment "
         "did not pass its proof on a twin). It was proved with torch 2.9.1, transformers 5.1.0, processor AVX2, here "
         f"with {here}. What passes its proof may depend on releases and on the processor. Expand where the plan was "
@@ -459,16 +444,14 @@ def test_what_a_saved_plan_says_has_to_give_the_same_plan(base_of, tmp_path, nam
     change, reason = OTHER_FACTS[name]
     file, made = tmp_path / "plan.json", plan(base_of("llama"), Request("1"))
     save_plan(made, file)
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
+    with edited(file) as content:
+        change(content)
     if not reason:
         assert load_plan(base_of("llama"), file) == made
         return
-    with pytest.raises(PlanError) as error:
-        load_plan(base_of("llama"), file)
-    assert str(error.value).startswith(f"{file}: ") and reason in str(error.value)
-    assert str(error.value).endswith((" Make it again with plan -o.", " Make one with plan -o."))
+    message = refusal(load_plan, base_of("llama"), file, error=PlanError)
+    assert message.startswith(f"{file}: ") and reason in message
+    assert message.endswith((" Make it again with plan -o.", " Make one with plan -o."))
 
 
 def test_a_file_that_is_no_plan(base_of, tmp_path):
@@ -490,9 +473,7 @@ def test_a_layer_to_which_nothing_can_be_added_is_named(nemotron):
     with pytest.raises(PlanError, match="--up-inner-width is 0: all of layers 1 stays as it is, as mixtures do"):
         plan(nemotron, Request("0-2", up_inner_width=0))
     assert plan(nemotron, Request("0,2", up_inner_width=0)).layers == (0, 2)
-    with pytest.raises(PlanError) as error:
-        plan(nemotron, Request("1,3", variant="adapt"))
-    assert str(error.value) == (
+    assert refusal(plan, nemotron, Request("1,3", variant="adapt"), error=PlanError) == (
         "--collaborate attn: layers 1,3 have nothing of that kind in which W12 could stand, so nothing would be "
         "written into the base stream. Use --collaborate ffn, other --collaborative-layers, or --variant preserve."
     )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from scale_surgery.errors import PlanError
 from scale_surgery.planning.selection import LAYER_FORMS, format_layers, select_layers
+from tests.conftest import refusal
 
 
 @pytest.mark.parametrize(
@@ -48,15 +49,11 @@ def test_forms(text, chosen):
     ),
 )
 def test_what_is_wrong_is_said(text, message):
-    with pytest.raises(PlanError) as error:
-        select_layers(text, 32)
-    assert str(error.value) == message
+    assert refusal(select_layers, text, 32, error=PlanError) == message
 
 
 def test_all_problems_at_once():
-    with pytest.raises(PlanError) as error:
-        select_layers("40,1,1,5-2,x", 8, "--collaborative-layers")
-    lines = str(error.value).splitlines()
+    lines = refusal(select_layers, "40,1,1,5-2,x", 8, "--collaborative-layers", error=PlanError).splitlines()
     assert [line.partition(": ")[2].split(",")[0] for line in lines] == [
         "layer 40 is out of range",
         "the range 5-2 runs backwards",

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from scale_surgery import Request, expand
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.cli.program import main
+from tests.command import run
 
 
 def resized(folder: Path, *tokens: str | AddedToken, trained: bool = False) -> Path:
@@ -32,9 +31,7 @@ def resized(folder: Path, *tokens: str | AddedToken, trained: bool = False) -> P
 
 def test_untrained_tokens_are_named(tmp_path: Path) -> None:
     base = resized(tmp_path / "base", *(f"Wort{number}" for number in range(7)))
-    done = CliRunner().invoke(main, ["expand", str(base), "--layers", "3", "-o", str(tmp_path / "wide")])
-    assert done.exit_code == 0
-    text = " ".join(done.output.split())
+    text = " ".join(run("expand", base, "--layers", "3", "-o", tmp_path / "wide").output.split())
     assert "warning: the tokenizer has 7 added tokens that nobody trained, such as 'Wort0', 'Wort1', 'Wort2'. " in text
 
 

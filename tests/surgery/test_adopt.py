@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
@@ -42,7 +40,6 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.trainer_files import LeftBehind, read_left_behind
-from scale_surgery.cli.program import main
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.progress import no_progress
@@ -52,8 +49,10 @@ from scale_surgery.surgery.config import stored_shard
 from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.settings import TrainingSettings
-from tests.conftest import REQUESTS, Pair, digests, load
+from tests.command import run
+from tests.conftest import REQUESTS, Pair, digests, edited, load, shown
 from tests.each import FEW, mostly
+from tests.fuzz.files import Planted
 from tests.routed import random_ids
 from tests.routed import train as move
 from tests.surgery.test_images import config_of as image_config
@@ -118,8 +117,8 @@ def refusal(*arguments: Any, **options: Any) -> str:
 def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Save another tensor in place of one; what is edited in place is saved as well."""
     file = folder / open_checkpoint(folder, {}).tensors[name].file
-    tensors = load_file(file)
-    save_file(tensors | {name: edit(tensors[name])}, file, metadata={"format": "pt"})
+    with edited(file) as tensors:
+        tensors[name] = edit(tensors[name])
 
 
 def added(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,11 +131,9 @@ def without(hashes: dict[str, str], *names: str) -> dict[str, str]:
     return {name: digest for name, digest in hashes.items() if name not in names}
 
 
-def shown(done: Adopted) -> str:
-    console = Console(width=300)
-    with console.capture() as capture:
-        console.print(render_adopted(done))
-    return " ".join(capture.get().split())
+def text_of(done: Adopted) -> str:
+    """What the command says, in one line."""
+    return " ".join(shown(render_adopted(done), 300).split())
 
 
 def new_of(pair: Pair) -> list[str]:
@@ -312,16 +309,6 @@ def test_what_a_run_left_is_known_by_its_sums(pair: Pair, trained: Path, tmp_pat
         assert all(re.fullmatch(pattern, line) for line in problems) and len(problems) < 2
 
 
-class Bomb:
-    """What leaves a file behind when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.write_text, (self.file, "it went off")
-
-
 def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
     """A real run of the Trainer, and then what takes a trained folder."""
     wide = expand(SHIPPED_MODEL, Request("last:1", variant="adapt"), tmp_path / "wide").path
@@ -336,18 +323,19 @@ def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(None):
         transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collator).train()
     saved = tmp_path / "run" / "checkpoint-2"
-    (saved / "training_args.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "went_off")))
+    (saved / "training_args.bin").write_bytes(pickle.dumps(Planted(tmp_path / "went_off")))
     assert refusal(tmp_path / "run", wide, tmp_path / "out") == (
         f"{tmp_path}/run: holds checkpoints of a training run and no model beside them, expected one model. Give one: "
         f"{saved}"
     )
     done = adopt(saved, wide, tmp_path / "out")
     assert not (tmp_path / "went_off").exists(), "nothing is unpickled"
-    assert pickle.loads((saved / "training_args.bin").read_bytes()) and (tmp_path / "went_off").exists()
+    pickle.loads((saved / "training_args.bin").read_bytes())
+    assert (tmp_path / "went_off").exists(), "the control"
     assert torch.equal(logits(load(done.path)), logits(model.eval()))
     assert done.steps == 2 and done.read == ("trainer_state.json",)
     assert {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= set(done.not_read)
-    assert "were trained, after 2 steps" in shown(done) and f"scale-surgery verify {done.path}" in shown(done)
+    assert "were trained, after 2 steps" in text_of(done) and f"scale-surgery verify {done.path}" in text_of(done)
     (run,) = read_manifest(done.path).training
     assert run["by"] == "another trainer" and run["steps"] == 2 and run["state"]["epoch"] > 0
     assert "training_args.bin" in run["not_read"] and not run["settings"]
@@ -411,7 +399,7 @@ def test_float32_beside_a_base_in_half_precision(pair: Pair, tmp_path: Path) -> 
     saved = save(model, tmp_path / "saved")
     done = adopt(saved, pair.path, tmp_path / "out")
     assert done.widened == {"F32 for BF16": 50} and done.rounded == {"F32 to BF16": len(new_of(pair))}
-    assert "saved in another dtype: 50 F32 for BF16" in shown(done) and "once, as train does" in shown(done)
+    assert "saved in another dtype: 50 F32 for BF16" in text_of(done) and "once, as train does" in text_of(done)
     adopted, parameters = open_checkpoint(done.path), dict(model.named_parameters())
     for name in new_of(pair):
         assert torch.equal(read_tensor(adopted, name), parameters[name].to(torch.bfloat16))
@@ -521,7 +509,7 @@ def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: 
         "own, so this one may give other numbers. Where the training meant it, write it into the base's config.json "
         "and expand that.",
     )
-    text = shown(done)
+    text = text_of(done)
     assert "settings attention_dropout is 0.5" in text and "warning: rms_norm_eps is 0.25 in what was saved" in text
     assert text.endswith(f"next scale-surgery verify {done.path}")
     assert read_json(done.path / "config.json")["attention_dropout"] == 0.0
@@ -550,7 +538,7 @@ def test_new_tensors_alone(pair: Pair, tmp_path: Path) -> None:
     save_file(new, saved / "model.safetensors", metadata={"format": "pt"})
     done = adopt(saved, pair.path, tmp_path / "out")
     assert torch.equal(logits(load(done.path)), logits(model))
-    assert done.base_tensors == 0 and "none was saved, so none could be compared" in shown(done)
+    assert done.base_tensors == 0 and "none was saved, so none could be compared" in text_of(done)
     card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
     assert "The base that run 1 had was not saved" in card and "none of the base" not in card
     # but a part of the base is none
@@ -642,7 +630,7 @@ def test_a_listing_of_shares_is_a_pickle_that_is_not_opened(pair: Pair, tmp_path
     """Where it names an optimizer, accelerate's command would fail."""
     (saved := tmp_path / "saved").mkdir()
     (saved / "__0_0.distcp").write_text("")
-    (saved / ".metadata").write_bytes(pickle.dumps([Bomb(tmp_path / "went_off"), "optim.state.model.norm.weight"]))
+    (saved / ".metadata").write_bytes(pickle.dumps([Planted(tmp_path / "went_off"), "optim.state.model.norm.weight"]))
     message = refusal(saved, pair.path, tmp_path / "out")
     assert not (tmp_path / "went_off").exists()
     assert pickle.loads((saved / ".metadata").read_bytes()) and (tmp_path / "went_off").exists(), "the control"
@@ -675,19 +663,18 @@ def test_commands_say_what_to_type(saved: Path, tmp_path: Path) -> None:
         config["scale_surgery"]["expansions"][0]["origin"]["base_revision"] = revision
         write_json(saved / "config.json", config)
         for words in (["inspect"], ["verify"], ["strip", "-o", f"{tmp_path}/out"], ["push", "a/b", "--dry-run"]):
-            result = CliRunner().invoke(main, [words[0], str(saved), *words[1:]], env={"COLUMNS": "300"})
-            assert f"scale-surgery adopt {saved} {given}-o OUT" in " ".join(result.output.split()), result.output
-            assert result.exit_code == (words[0] != "inspect") and not (tmp_path / "out").exists()
+            output = run(words[0], saved, *words[1:], code=int(words[0] != "inspect")).output
+            assert f"scale-surgery adopt {saved} {given}-o OUT" in " ".join(output.split()), output
+            assert not (tmp_path / "out").exists()
 
 
 def test_the_command(pair: Pair, trained: Path, tmp_path: Path) -> None:
     shard = stored_shard(next(iter(open_checkpoint(pair.base_path).shards)))
-    words = ["adopt", str(trained), "--expanded", str(pair.path), "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0 and "50 compared by sha256, all equal" in result.output
+    words = ["adopt", trained, "--expanded", pair.path, "-o", tmp_path / "out"]
+    assert "50 compared by sha256, all equal" in run(*words).output
     assert not (pair.path / shard).samefile(tmp_path / "out" / shard)
-    assert CliRunner().invoke(main, words).exit_code == 1
-    repeated = CliRunner().invoke(main, [*words, "--overwrite", "--json", "--base-weights", "link"])
+    run(*words, code=1)
+    repeated = run(*words, "--overwrite", "--json", "--base-weights", "link")
     assert json.loads(repeated.stdout)["base_tensors"] == 50
     assert (pair.path / shard).samefile(tmp_path / "out" / shard)
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from scale_surgery import GivenBase, Probes
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.checkpoint.files import write_json, write_tensors
+from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.errors import CheckpointError
@@ -30,7 +29,7 @@ from scale_surgery.surgery.route import route_export, unroute
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import TrainingSettings
 from scale_surgery.training.train import train
-from tests.conftest import digests, load, name_base
+from tests.conftest import digests, edited, flip, load, name_base, refusal, shown
 from tests.routed import random_ids
 from tests.tiny import save_tiny
 
@@ -48,17 +47,14 @@ def other_base(llama_base) -> Path:
     """The tiny llama with one bit changed in two tensors."""
     for name in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
         info = open_checkpoint(llama_base).tensors[name]
-        content = bytearray((llama_base / info.file).read_bytes())
-        content[info.offset] ^= 1
-        (llama_base / info.file).write_bytes(content)
+        flip(llama_base / info.file, info.offset)
     return llama_base
 
 
 def rewrite(file: Path, change: Callable[[dict], object]) -> None:
     """Change a JSON file in place."""
-    content = read_json(file)
-    change(content)
-    write_json(file, content)
+    with edited(file) as content:
+        change(content)
 
 
 def admit(extracted: Path, *names: str) -> None:
@@ -71,10 +67,9 @@ def admit(extracted: Path, *names: str) -> None:
 
 def refused(extracted: Path | str, base: Any, out: Path) -> list[str]:
     """Lines of the message with which apply refuses; nothing is written."""
-    with pytest.raises(CheckpointError) as error:
-        apply(extracted, out, base)
+    message = refusal(apply, extracted, out, base, error=CheckpointError)
     assert not out.exists() and not out.with_name(f"{out.name}.partial").exists()
-    return str(error.value).splitlines()
+    return message.splitlines()
 
 
 def test_what_train_and_route_export_wrote_comes_back(tmp_path):
@@ -328,10 +323,8 @@ def test_code_that_no_release_wrote_is_named(extracted, pair_of, tmp_path):
     admit(extracted, code.name, "surgery.json")
     done = apply(extracted, tmp_path / "again", base)
     assert done.foreign_code == (code.name,)
-    console = Console(width=80)
-    with console.capture() as shown:
-        console.print(render_applied(done))
-    assert "no release wrote it, read it before you trust it: expanded_model.py" in " ".join(shown.get().split())
+    text = " ".join(shown(render_applied(done)).split())
+    assert "no release wrote it, read it before you trust it: expanded_model.py" in text
 
 
 def test_tensors_that_are_no_expansion_are_refused(extracted, pair_of, tmp_path):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from scale_surgery import (
     CheckpointError,
@@ -28,7 +27,7 @@ from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE
 from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import shake
+from tests.conftest import edited, flip, refusal, shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
 EXPANSION_SHARD = "expansion-default-00001-of-00001.safetensors"
@@ -41,44 +40,33 @@ def expanded(base_of: Callable[..., Path], tmp_path: Path) -> Path:
     return shake(expand(base, Request("1-2", variant="adapt"), tmp_path / "expanded").path)
 
 
-def flip(folder: Path, name: str) -> None:
-    """Change the last byte of a file."""
-    content = bytearray((folder / name).read_bytes())
-    content[-1] ^= 1
-    (folder / name).write_bytes(content)
-
-
-def edit(folder: Path, name: str, **values: object) -> None:
-    content = read_json(folder / name)
-    (folder / name).write_text(json.dumps(content | values))
-
-
 def rename_tensor(folder: Path) -> None:
     """An expansion tensor that no plan knows, in place of one that it does."""
-    tensors = load_file(folder / EXPANSION_SHARD)
-    old = sorted(tensors)[0]
-    tensors["model.layers.0.other"] = tensors.pop(old)
-    save_file(tensors, folder / EXPANSION_SHARD, metadata={"format": "pt"})
-    weight_map = read_json(folder / INDEX_FILE)["weight_map"]
-    weight_map["model.layers.0.other"] = weight_map.pop(old)
-    edit(folder, INDEX_FILE, weight_map=weight_map)
+    with edited(folder / EXPANSION_SHARD) as tensors, edited(folder / INDEX_FILE) as index:
+        old = sorted(tensors)[0]
+        for table in (tensors, index["weight_map"]):
+            table["model.layers.0.other"] = table.pop(old)
+
+
+def change_config(folder: Path) -> None:
+    """A number with which the model computes."""
+    with edited(folder / "config.json") as config:
+        config["rms_norm_eps"] = 0.5
 
 
 def forge_hash(folder: Path) -> None:
     """A record that names another hash of a base tensor."""
-    tensors = read_json(folder / "surgery.json")["base_tensors"]
-    tensors["model.norm.weight"]["sha256"] = "0" * 64
-    edit(folder, "surgery.json", base_tensors=tensors)
+    with edited(folder / "surgery.json") as record:
+        record["base_tensors"]["model.norm.weight"]["sha256"] = "0" * 64
 
 
 def flip_block(folder: Path) -> None:
     """A bit of a tensor of the expansion, after a run whose sums the record has."""
-    record = read_json(folder / "surgery.json")
-    expansion = record["expansions"]["default"]
-    expansion["trained"] = changed_tensors(open_checkpoint(folder), list(expansion["tensors"]), expansion["tensors"])
-    edit(folder, "surgery.json", expansions=record["expansions"])
+    with edited(folder / "surgery.json") as record:
+        expansion, written = record["expansions"]["default"], record["expansions"]["default"]["tensors"]
+        expansion["trained"] = changed_tensors(open_checkpoint(folder), list(written), written)
     assert verify(folder, probes=None, record=False).passed
-    flip(folder, EXPANSION_SHARD)
+    flip(folder / EXPANSION_SHARD)
 
 
 def link_code(folder: Path) -> None:
@@ -89,18 +77,15 @@ def link_code(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a base tensor": (lambda folder: flip(folder, BASE_SHARD), f"{BASE_SHARD}: bytes differ from the base's"),
-    "a base file": (lambda folder: flip(folder, "tokenizer.json"), "tokenizer.json: bytes differ from the base's"),
+    "a base tensor": (lambda folder: flip(folder / BASE_SHARD), f"{BASE_SHARD}: bytes differ from the base's"),
+    "a base file": (lambda folder: flip(folder / "tokenizer.json"), "tokenizer.json: bytes differ from the base's"),
     "a base file that is gone": (
         lambda folder: (folder / "tokenizer.json").unlink(),
         "tokenizer.json: file is missing, it holds the base's",
     ),
-    "the config": (
-        lambda folder: edit(folder, "config.json", rms_norm_eps=0.5),
-        "config.json: rms_norm_eps is not what the expansion wrote.",
-    ),
+    "the config": (change_config, "config.json: rms_norm_eps is not what the expansion wrote."),
     "the code": (
-        lambda folder: flip(folder, "expanded_stock.py"),
+        lambda folder: flip(folder / "expanded_stock.py"),
         "expanded_stock.py: is not the code that the expansion wrote.",
     ),
     "code that is gone": (lambda folder: (folder / "expanded_stock.py").unlink(), "expanded_stock.py: "),
@@ -130,10 +115,9 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 
 def refused(call: Callable[[Path, Path], object], path: Path) -> str:
     out = path.with_name("out")
-    with pytest.raises(CheckpointError) as raised:
-        call(path, out)
+    message = refusal(call, path, out, error=CheckpointError)
     assert not out.exists() and not out.with_name("out.partial").exists()
-    return str(raised.value)
+    return message
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -186,7 +170,7 @@ def test_specs_that_are_no_object_are_refused_when_they_are_read(
 
 def test_every_byte_is_read_once(expanded: Path) -> None:
     """A changed byte of a shard is named twice, as its tensor's and as its file's, and the shard is read once."""
-    flip(expanded, BASE_SHARD)
+    flip(expanded / BASE_SHARD)
     seen: list[int] = []
     manifest = read_manifest(expanded)
     report = check_integrity(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))

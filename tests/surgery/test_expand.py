@@ -34,15 +34,9 @@ from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, edited, load
+from tests.conftest import digests, edited, load, refusal
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
-
-
-def refusal(*args: object, error: type[Exception] = CheckpointError, **options: object) -> str:
-    with pytest.raises(error) as caught:
-        expand(*args, **options)
-    return str(caught.value)
 
 
 def test_what_stands_in_the_folder(pair_of):
@@ -165,7 +159,7 @@ def test_weights_that_are_not_finite_are_named(llama_base, tmp_path):
     name = "model.layers.2.mlp.up_proj.weight"
     with edited(llama_base / "model.safetensors") as tensors:
         tensors[name].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    assert refusal(llama_base, REQUEST, tmp_path / "expanded") == (
+    assert refusal(expand, llama_base, REQUEST, tmp_path / "expanded", error=CheckpointError) == (
         f"{name}: holds 3 NaN or infinite values of 2080, expected finite numbers to decompose. "
         "Check the checkpoint, leave out its layer, or set init_w21 to random."
     )
@@ -198,21 +192,23 @@ def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path
         (tmp_path / link).symlink_to(to, target_is_directory=True)
     before = digests(tmp_path)
     overwrite, message = TARGETS[name]
-    assert message.format(base=llama_base) in refusal(llama_base, REQUEST, tmp_path / name, overwrite=overwrite)
+    assert message.format(base=llama_base) in refusal(
+        expand, llama_base, REQUEST, tmp_path / name, overwrite=overwrite, error=CheckpointError
+    )
     assert digests(tmp_path) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_target_in_a_folder_that_may_not_be_written(llama_base, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    message = refusal(llama_base, REQUEST, tmp_path / "locked" / "out")
+    message = refusal(expand, llama_base, REQUEST, tmp_path / "locked" / "out", error=CheckpointError)
     assert f"{tmp_path}/locked is not a folder you may write to" in message
 
 
 def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    message = refusal(llama_base, REQUEST, tmp_path / "out")
+    message = refusal(expand, llama_base, REQUEST, tmp_path / "out", error=CheckpointError)
     assert message.startswith(f"{tmp_path}/out: needs ")
     assert f"bytes, {tmp_path} has 10,000 free. Free some space, choose another output folder, or give" in message
     assert not list(tmp_path.glob("out*"))
@@ -246,11 +242,9 @@ def test_names_that_the_base_has_already(sharded_base, tmp_path):
             for file in (*needed, *renamed.values())
         ),
     }
-    assert set(refusal(sharded_base, REQUEST, tmp_path / "out").splitlines()) == wanted
+    assert set(refusal(expand, sharded_base, REQUEST, tmp_path / "out", error=CheckpointError).splitlines()) == wanted
     assert not list(tmp_path.glob("*out*"))
-    with pytest.raises(CheckpointError) as caught:
-        plan(sharded_base, REQUEST)
-    assert set(str(caught.value).splitlines()) == wanted
+    assert set(refusal(plan, sharded_base, REQUEST, error=CheckpointError).splitlines()) == wanted
 
 
 def test_a_base_with_files_whose_names_end_like_temporary_ones(llama_base, tmp_path):
@@ -287,11 +281,12 @@ def test_a_plan_gives_what_its_request_gives_and_the_record_names_the_model_that
 
 def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
     save_plan(plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "plan.json")
-    with pytest.raises(PlanError) as caught:
-        load_plan(llama_base, tmp_path / "plan.json")
+    message = refusal(load_plan, llama_base, tmp_path / "plan.json", error=PlanError)
     wanted = "was made for another base model, llama_bfloat16_untied, found"
-    assert wanted in str(caught.value)
-    message = refusal(llama_base, plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "out", error=PlanError)
+    assert wanted in message
+    message = refusal(
+        expand, llama_base, plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "out", error=PlanError
+    )
     assert message == (
         f"{llama_base}: is not the base model that the plan was made for, llama_bfloat16_untied: config, or names, "
         "dtypes and shapes of tensors differ. Plan again."

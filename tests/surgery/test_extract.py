@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 import transformers
-from click.testing import CliRunner
 
-from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.headers import read_header
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
@@ -25,7 +22,8 @@ from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, name_base
+from tests.command import run
+from tests.conftest import digests, edited, name_base, refusal
 
 BASE_FILES = {"model-00001-of-00001.safetensors", "generation_config.json"}
 
@@ -107,31 +105,26 @@ def test_commands_say_what_it_is(ready, tmp_path):
         lambda: evaluate([ready], [__file__], []),
         lambda: expand(ready, Request("0"), out),
     ):
-        with pytest.raises(CheckpointError) as error:
-            call()
-        assert str(error.value) == (
+        assert refusal(call, error=CheckpointError) == (
             f"{ready}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
             f"scale-surgery apply {ready} --base MODEL -o EXPANDED."
         )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_extracted_is_refused(expanded, base_of, tmp_path):
+def test_what_cannot_be_extracted_is_refused(expanded, tmp_path):
     """What is not as it was written: see `test_damaged.py`."""
     (expanded / STORED_INDEX).write_text("{}")
-    with pytest.raises(CheckpointError) as error:
-        extract(expanded, tmp_path / "extract")
     line = f"{STORED_INDEX}: lies in {expanded}, and an extract needs this name. Move that file away."
-    assert str(error.value) == line
+    assert refusal(extract, expanded, tmp_path / "extract", error=CheckpointError) == line
     shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
     fused = {"made": {}, "shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}}
-    write_json(expanded / "surgery.json", read_json(expanded / "surgery.json") | {"fused": fused})
+    with edited(expanded / "surgery.json") as record:
+        record["fused"] = fused
     with pytest.raises(
         CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge \S+ --to blocks -o EXPANDED\.$"
     ):
         extract(expanded, tmp_path / "extract")
-    with pytest.raises(CheckpointError, match=r"is a base model, expected one made by scale-surgery expand"):
-        extract(base_of("llama"), tmp_path / "extract")
 
 
 def test_the_target_is_replaced_when_asked_for(expanded, tmp_path):
@@ -147,14 +140,10 @@ def test_the_target_is_replaced_when_asked_for(expanded, tmp_path):
 
 
 def test_the_commands(expanded, base_of, tmp_path):
-    run = CliRunner(env={"COLUMNS": "80"}).invoke
-    made = run(main, ["extract", str(expanded), "-o", str(tmp_path / "extract"), "--json"])
-    assert made.exit_code == 0, made.output
+    made = run("extract", expanded, "-o", tmp_path / "extract", "--json")
     assert json.loads(made.stdout)["base_name"] == base_of("llama").name
-    applied = run(
-        main, ["apply", str(tmp_path / "extract"), "--base", str(base_of("llama")), "-o", str(tmp_path / "a")]
-    )
-    assert applied.exit_code == 0 and "all equal" in applied.stdout, applied.output
+    applied = run("apply", tmp_path / "extract", "--base", base_of("llama"), "-o", tmp_path / "a")
+    assert "all equal" in applied.stdout
     assert digests(tmp_path / "a") == digests(expanded)
-    refused = run(main, ["apply", str(tmp_path / "extract"), "--base", str(expanded), "-o", str(tmp_path / "b")])
-    assert refused.exit_code == 1 and refused.stderr.startswith("error: "), refused.output
+    refused = run("apply", tmp_path / "extract", "--base", expanded, "-o", tmp_path / "b", code=1)
+    assert refused.stderr.startswith("error: ")

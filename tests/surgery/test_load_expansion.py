@@ -16,7 +16,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.route import route_export
-from tests.conftest import load, shake
+from tests.conftest import load, refusal, shake
 from tests.each import each_shape
 from tests.families import FAMILIES
 from tests.routed import prompts, random_ids, trio_of  # noqa: F401
@@ -189,9 +189,7 @@ def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pai
             for title, source in (("model", base), (tmp_path / "changed", tmp_path / "changed"))
         ),
     ):
-        with pytest.raises(CheckpointError) as error:
-            load_expansion(given, extracted)
-        assert str(error.value) == message
+        assert refusal(load_expansion, given, extracted, error=CheckpointError) == message
     assert_same(load_expansion(cast, extracted, check=False), load(folder, dtype=torch.bfloat16))
     for given in (base, tmp_path / "changed"):
         with (model := load_expansion(given, extracted, check=False).eval()).expansion_disabled():

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers
 
-from scale_surgery import apply, load_expansion
+from scale_surgery import load_expansion
 from scale_surgery.checkpoint import expansions
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.errors import CheckpointError, PlanError
 from tests.composed import LLAMA, Made
-from tests.conftest import load
+from tests.conftest import load, refusal
 from tests.routed import padded, random_ids
 
 PROMPTS = ({"input_ids": random_ids(2, 9)}, padded(random_ids(3, 13), (5, 2, 0)))
@@ -26,31 +23,10 @@ def llama(made_of) -> Made:
     return made_of("llama", LLAMA)
 
 
-def weighed(
-    paths: list[torch.Tensor], ids: torch.Tensor, starts: list[int], rate: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mixture and its weights by their formula, token by token, in float64; rows begin where padding ends."""
-    probabilities = torch.stack([logits.double().softmax(-1) for logits in paths])
-    mixture, count = torch.zeros_like(probabilities[0]), len(paths)
-    known = torch.zeros(*mixture.shape[:2], count, dtype=torch.float64)
-    for row, start in enumerate(starts):
-        weights = torch.full((count,), 1 / count, dtype=torch.float64)
-        for step in range(start, ids.shape[1]):
-            if step > start:
-                after = weights * probabilities[:, row, step - 1, ids[row, step]]
-                after = after / after.sum()
-                weights = (1 - rate) * after + rate / (count - 1) * (1 - after)
-            mixture[row, step] = (weights[:, None] * probabilities[:, row, step]).sum(0)
-            known[row, step] = weights
-    return mixture.log(), known
-
-
 @pytest.mark.parametrize("name", (*LLAMA, None))
-def test_one_name_is_the_model_that_apply_writes(llama, tmp_path, name):
+def test_one_name_is_the_model_that_apply_writes(llama, name):
     """Logits, greedy text and gradients, bit for bit."""
     model, alone = llama.composed(), llama.alone(name)
-    if name == "law":
-        alone = load(apply(llama.extracts[name], tmp_path / "applied", llama.base).path)
     assert model.active_expansion == "chess", "the last that was loaded"
     with model.use_expansion(name):
         for prompt in PROMPTS:
@@ -72,39 +48,6 @@ def test_one_name_is_the_model_that_apply_writes(llama, tmp_path, name):
     assert gradients.keys() == expected.keys() and any(gradient is not None for gradient in gradients.values())
     for key, gradient in expected.items():
         assert gradient is None if gradients[key] is None else torch.equal(gradient, gradients[key]), key
-
-
-@pytest.mark.parametrize(
-    ("family", "names", "dtype"),
-    [
-        ("llama", LLAMA, "float32"),
-        ("gemma3_text", ("music", "late"), "bfloat16"),
-        # its logits are capped, and a mixture is of capped ones
-        pytest.param("gemma2", ("late",), "float32", marks=pytest.mark.slow),
-    ],
-)
-@torch.no_grad()
-def test_a_mixture_and_its_scores_follow_their_formula(made_of, family, names, dtype):
-    """That each path is its model bit for bit is `tests/modeling/test_promises.py`."""
-    model, room = made_of(family, names, dtype).composed(), 2e-5 if dtype == "float32" else 0.07
-    model.set_expansion(list(names), switch_rate=0.05)
-    for prompt, starts in zip(PROMPTS, ([0, 0], [5, 2, 0]), strict=True):
-        paths, ids = model.path_logits(**prompt), prompt["input_ids"]
-        routed, scores = model(**prompt).logits.log_softmax(-1), model.score_tokens(**prompt)
-        reference, weights = weighed(list(paths), ids, starts, 0.05)
-        assert (reference - torch.stack(list(paths)).log_softmax(-1)).abs().amax((1, 2, 3)).min() > 0.1, "the control"
-        following = ids[:, 1:, None]
-        for row, start in enumerate(starts):
-            wanted = [each.log_softmax(-1)[row, start:-1].gather(-1, following[row, start:]) for each in paths]
-            mixed = reference[row, start:-1].gather(-1, following[row, start:])[..., 0]
-            for given, right in (
-                (routed[row, start:], reference[row, start:]),
-                (scores.sides[row, start:], torch.cat(wanted, -1)),
-                (scores.routed[row, start:], mixed),
-                (scores.weights[row, start:], weights[row, start:-1]),
-            ):
-                assert (given.double() - right).abs().max() < room
-            assert weights[row, -1].max() - weights[row, -1].min() > 0.01, "the control: they are not all alike"
 
 
 @torch.no_grad()
@@ -160,12 +103,6 @@ def test_choices(llama):
     assert torch.equal(load_expansion(model, llama.extracts["law"], name="law")(ids).logits, law)
 
 
-def message(call: Callable[..., Any], error: type[Exception], *args: Any, **options: Any) -> str:
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
 def test_choices_that_make_no_sense_are_refused(llama):
     model = llama.composed("medicine", "law")
     for choice, options, expected in (
@@ -190,37 +127,41 @@ def test_choices_that_make_no_sense_are_refused(llama):
         ),
         ("law", {"switch_rate": 0.1}, "switch_rate: is for a list of expansions, but 'law' is none. Leave it out."),
     ):
-        assert message(model.set_expansion, ValueError, choice, **options) == expected
+        assert refusal(model.set_expansion, choice, **options, error=ValueError) == expected
     for wrong in ({"router": "best"}, {"lag": 2}):
-        text = message(model.set_expansion, ValueError, ["law"], **wrong)
+        text = refusal(model.set_expansion, ["law"], **wrong, error=ValueError)
         assert text.startswith("router: is {") and "expected one of posterior, cosine with its numbers" in text
     ids = random_ids(3, 4)
     for names, expected in (
         (["law", None], "expansion_names: 2 names for 3 rows, expected one for each, None for the base."),
         ("law", "expected a list, a name or None for each"),
     ):
-        assert expected in message(model, ValueError, ids, expansion_names=names)
-    assert "One path runs now" in message(model.score_tokens, ValueError, ids)
+        assert expected in refusal(model, ids, expansion_names=names, error=ValueError)
+    assert "One path runs now" in refusal(model.score_tokens, ids, error=ValueError)
     cache = model(ids, use_cache=True).past_key_values
     with model.use_expansion("medicine"):
-        assert message(model, ValueError, ids, past_key_values=cache).startswith(
+        assert refusal(model, ids, past_key_values=cache, error=ValueError).startswith(
             "past_key_values: holds 4 tokens that were not read under this choice of expansions (medicine), expected a"
         )
     for name in ("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "disable_adapters"):
-        assert message(getattr(model, name), NotImplementedError, "law").startswith(f"{name}: is of transformers' adap")
+        assert refusal(getattr(model, name), "law", error=NotImplementedError).startswith(
+            f"{name}: is of transformers' adap"
+        )
     assert model.expansions == ["medicine", "law"] and model.choice.names == ("law",)
 
 
 def test_what_cannot_be_loaded_beside_it_is_refused(llama, made_of):
     model, law = llama.composed("medicine", "law"), llama.extracts["law"]
-    assert message(load_expansion, PlanError, model, law, name="law") == (
+    assert refusal(load_expansion, model, law, name="law", error=PlanError) == (
         "name: law is an expansion of this model already, expected a new name. Choose another, or take that one off "
         "first: compose --remove, or model.delete_expansion."
     )
     for name in ("a b", "3d", "a.b", "", "base", "keys"):
-        assert message(load_expansion, PlanError, model, law, name=name).startswith(f"name: is {name!r}, expected")
+        assert refusal(load_expansion, model, law, name=name, error=PlanError).startswith(
+            f"name: is {name!r}, expected"
+        )
     foreign_extract = made_of("gemma3_text", ("music", "late"), "bfloat16").extracts["music"]
-    assert "expected Gemma3" in message(load_expansion, CheckpointError, model, foreign_extract, name="music")
+    assert "expected Gemma3" in refusal(load_expansion, model, foreign_extract, name="music", error=CheckpointError)
     assert model.expansions == ["medicine", "law"]
 
 
@@ -229,7 +170,7 @@ def test_a_model_without_a_head_is_switched_and_not_mixed(llama):
     expected = transformers.AutoModel.from_pretrained(llama.folders["law"])
     assert type(model) is type(expected)
     assert torch.equal(model(random_ids(2, 5)).last_hidden_state, expected(random_ids(2, 5)).last_hidden_state)
-    assert "has no head" in message(model.set_expansion, ValueError, ["law"])
+    assert "has no head" in refusal(model.set_expansion, ["law"], error=ValueError)
 
 
 @pytest.mark.slow
@@ -238,7 +179,7 @@ def test_several_that_a_block_has_no_room_for_are_refused(made_of):
     made = made_of("gptj", ("late",))
     model, alone = made.composed(), made.alone("late")
     assert torch.equal(model(random_ids(2, 5)).logits, alone(random_ids(2, 5)).logits)
-    assert message(model.set_expansion, ValueError, ["late"]).startswith(
+    assert refusal(model.set_expansion, ["late"], error=ValueError).startswith(
         "late: the block attn (GPTJAttention) stays as"
     )
-    assert "late: the block attn" in message(model, ValueError, random_ids(2, 5), expansion_names=["late", None])
+    assert "late: the block attn" in refusal(model, random_ids(2, 5), expansion_names=["late", None], error=ValueError)

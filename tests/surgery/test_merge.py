@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_surgery import (
     CheckpointError,
@@ -37,12 +36,12 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.cli.program import main
 from scale_surgery.running.drift import measure_drift
 from scale_surgery.surgery.fused import check_fusible
 from scale_surgery.surgery.joining import join_pieces, joined_tensors, take_piece
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import REQUESTS, digests, load, shake
+from tests.command import run
+from tests.conftest import REQUESTS, digests, edited, load, refusal, shake
 from tests.each import each_shape, mostly
 from tests.routed import between
 from tests.tiny import FAMILIES
@@ -50,9 +49,8 @@ from tests.tiny import FAMILIES
 
 def change(file: Path, name: str, index: tuple[int, ...]) -> None:
     """Change one element of one tensor of a shard."""
-    tensors = load_file(file)
-    tensors[name][index] += 1
-    save_file(tensors, file, metadata={"format": "pt"})
+    with edited(file) as tensors:
+        tensors[name][index] += 1
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +179,7 @@ def halfway(expanded: Path, folder: Path, *, strict: bool) -> Path:
 
 def test_a_router_with_a_state_cannot_be_fused(expanded_of: Callable[..., Path], tmp_path: Path) -> None:
     routed = route_export(expanded_of("llama"), tmp_path / "routed", PosteriorRouter()).path
-    assert refusal(lambda: merge(routed, tmp_path / "fused"), PlanError) == (
+    assert refusal(merge, routed, tmp_path / "fused", error=PlanError) == (
         "--to fused: the model is routed (posterior), whose state no server keeps, expected no router or a cosine one. "
         "Take the router away first: scale-surgery route-export --router none; or serve the routed folder as it is."
     )
@@ -244,16 +242,6 @@ def test_a_fused_model_is_saved_and_loaded_by_transformers(fused: Path, tmp_path
         assert torch.equal(model(ids).logits, copy(ids).logits)
 
 
-@pytest.mark.slow
-def test_generation_with_cache_beams_and_padding(fused: Path, expanded: Path) -> None:
-    ids = torch.tensor([[0, 0, 5, 9, 11], [7, 8, 9, 10, 12]])
-    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    for options in ({}, {"use_cache": False}, {"num_beams": 3}):
-        config = GenerationConfig(max_new_tokens=6, pad_token_id=0, do_sample=False, **options)
-        tokens = [load(path).generate(**inputs, generation_config=config) for path in (fused, expanded)]
-        assert torch.equal(*tokens)
-
-
 # what notices a fault
 
 
@@ -264,9 +252,7 @@ def test_a_changed_element_is_noticed(fused: Path, expanded: Path, tmp_path: Pat
     change(broken / shard, name, (0, 0))
     drift = measure_drift(expanded, broken)
     assert not drift.holds and drift.drift > 1e-3
-    with pytest.raises(CheckpointError) as error:
-        merge(broken, tmp_path / "blocks", "blocks")
-    assert str(error.value).startswith(f"{name}: sha256 ")
+    assert refusal(merge, broken, tmp_path / "blocks", "blocks", error=CheckpointError).startswith(f"{name}: sha256 ")
     assert not (tmp_path / "blocks").exists()
     with pytest.raises(CheckpointError, match="the base cannot be given back"):
         strip(broken, tmp_path / "base")
@@ -293,10 +279,9 @@ def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Pat
     text = code.read_text()
     assert "            y_up = product(base, w21, y)\n" in text
     code.write_text(text.replace("y_up = product(base, w21, y)\n", "y_up = 2 * product(base, w21, y)\n"))
-    with pytest.raises(CheckpointError) as error:
-        merge(copy, tmp_path / "fused", run=RunOptions(trust_remote_code=True))
-    assert f"{tmp_path / 'fused'}: not written, its logits drift by " in str(error.value)
-    assert "expected at most 0.0001 of the largest logit, which is what rounding in float32 does." in str(error.value)
+    message = refusal(merge, copy, tmp_path / "fused", run=RunOptions(trust_remote_code=True), error=CheckpointError)
+    assert f"{tmp_path / 'fused'}: not written, its logits drift by " in message
+    assert "expected at most 0.0001 of the largest logit, which is what rounding in float32 does." in message
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["other"]
 
 
@@ -344,64 +329,65 @@ def test_an_interrupted_merge_leaves_nothing_and_continues(expanded: Path, fused
     assert stamps and {(tmp_path / "fused" / file.name).stat().st_mtime_ns for file in stamps} == set(stamps.values())
 
 
-def refusal(call: Callable[[], Any], error: type[Exception] = CheckpointError) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
 def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[..., Path], tmp_path: Path) -> None:
     base, out = base_of("qwen3", "float32", True), tmp_path / "out"
-    assert refusal(lambda: merge(base, out)).startswith(f"{base}: is a base model, expected one made by")
-    assert refusal(lambda: merge(expanded, out, "blocks")) == (
+    assert refusal(merge, expanded, out, "blocks", error=CheckpointError) == (
         f"{expanded}: is an expanded model, expected a fused one. Fuse it: scale-surgery merge {expanded} --to fused "
         "-o FUSED."
     )
-    assert refusal(lambda: merge(expanded, fused)) == (
+    assert refusal(merge, expanded, fused, error=CheckpointError) == (
         f"{fused}: exists already. Choose another output folder, or give --overwrite."
     )
-    assert "Choose another output folder." in refusal(lambda: merge(expanded, expanded / "inside"))
+    assert "Choose another output folder." in refusal(merge, expanded, expanded / "inside", error=CheckpointError)
     apart = (
         f"{fused}: is fused, its blocks are joined with the base's tensors, expected blocks of their own. Take them "
         f"apart first: scale-surgery merge {fused} --to blocks -o EXPANDED."
     )
-    assert refusal(lambda: merge(fused, out)) == apart
-    assert refusal(lambda: train(fused, [base / "config.json"], out, TrainingSettings(steps=1))) == apart
-    assert refusal(lambda: route_export(fused, out)) == apart
+    assert refusal(merge, fused, out, error=CheckpointError) == apart
+    assert refusal(train, fused, [base / "config.json"], out, TrainingSettings(steps=1), error=CheckpointError) == apart
+    assert refusal(route_export, fused, out, error=CheckpointError) == apart
     assert not out.exists()
 
 
 def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_path: Path) -> None:
     base = base_of("llama", "bfloat16")
     path = expand(base, Request("1", dtype="float32", up_width=0, variant="adapt"), tmp_path / "expanded").path
-    text = refusal(lambda: check_fusible(open_checkpoint(path), read_manifest(path)), PlanError)
+    text = refusal(check_fusible, open_checkpoint(path), read_manifest(path), error=PlanError)
     assert text.splitlines()[0] == (
         "model.layers.1.self_attn.q_proj.expansions.default.w21: is F32, the base tensor beside it BF16; joining "
         "copies and never casts. Expand without --dtype for a model that can be merged."
     )
-    assert refusal(lambda: merge(path, tmp_path / "fused"), PlanError) == text
+    assert refusal(merge, path, tmp_path / "fused", error=PlanError) == text
 
 
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [("shards", {"../out.safetensors": {"header": "{}", "sha256": ""}}), ("texts", {"/x.json": "{}"})],
-)
-def test_a_hostile_record_writes_nothing_outside(fused: Path, tmp_path: Path, part: str, value: Any) -> None:
+INSIDE = "is said to be a file of the model, expected a name inside the folder."
+HEADER = '{"no.such":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+HOSTILE: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (lambda made: made["shards"].update({"../out.safetensors": {"header": "{}", "sha256": ""}}), INSIDE),
+    (lambda made: made["texts"].update({"/x.json": "{}"}), INSIDE),
+    (
+        lambda made: next(iter(made["shards"].values())).update(header=HEADER),
+        "surgery.json: its header of expansion-default-00001-of-00001.safetensors does not fit the tensors",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change_record", "reason"), HOSTILE)
+def test_a_hostile_record_writes_nothing(
+    fused: Path, tmp_path: Path, change_record: Callable[[dict[str, Any]], None], reason: str
+) -> None:
     broken = Path(shutil.copytree(fused, tmp_path / "broken"))
-    content = json.loads((broken / "surgery.json").read_text())
-    content["fused"][part] |= value
-    (broken / "surgery.json").write_text(json.dumps(content))
-    text = refusal(lambda: merge(broken, tmp_path / "blocks", "blocks"))
-    assert "is said to be a file of the model, expected a name inside the folder." in text
+    with edited(broken / "surgery.json") as content:
+        change_record(content["fused"])
+    assert reason in refusal(merge, broken, tmp_path / "blocks", "blocks", error=CheckpointError)
 
 
 def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(expanded, tmp_path / "broken"))
-    content = json.loads((broken / "surgery.json").read_text())
-    name = next(iter(content["expansions"]["default"]["tensors"]))
-    content["base_tensors"][name] = content["base_tensors"]["model.norm.weight"]
-    (broken / "surgery.json").write_text(json.dumps(content))
-    assert refusal(lambda: verify(broken)) == (
+    with edited(broken / "surgery.json") as content:
+        name = next(iter(content["expansions"]["default"]["tensors"]))
+        content["base_tensors"][name] = content["base_tensors"]["model.norm.weight"]
+    assert refusal(verify, broken, error=CheckpointError) == (
         f"{broken / 'surgery.json'}: {name} is said to be a base tensor and a new one. Do not use this checkpoint "
         "before you know who made it."
     )
@@ -413,47 +399,26 @@ def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
 ) -> None:
     path = expanded_of("llama", "adapt_without_up_stream")
     (shard,) = path.glob("expansion-*.safetensors")
-    tensors, name = load_file(shard), "model.layers.1.mlp.gate_proj.expansions.default.w21"
-    save_file({**tensors, name: tensors[name][1:].contiguous()}, shard, metadata={"format": "pt"})
-    text = refusal(lambda: merge(path, tmp_path / "out", to))
-    shape = tuple(tensors[name].shape)
+    name = "model.layers.1.mlp.gate_proj.expansions.default.w21"
+    with edited(shard) as tensors:
+        shape = tuple(tensors[name].shape)
+        tensors[name] = tensors[name][1:].contiguous()
+    text = refusal(merge, path, tmp_path / "out", to, error=CheckpointError)
     assert text.splitlines()[0] == f"{name}: shape {(shape[0] - 1, shape[1])}, expected {shape}."
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    del index["weight_map"][name], tensors[name]
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file(tensors, shard, metadata={"format": "pt"})
-    assert refusal(lambda: merge(path, tmp_path / "out", to)).startswith(f"{name}: is missing, expected shape {shape}.")
+    with edited(shard) as tensors, edited(path / "model.safetensors.index.json") as index:
+        del index["weight_map"][name], tensors[name]
+    text = refusal(merge, path, tmp_path / "out", to, error=CheckpointError)
+    assert text.startswith(f"{name}: is missing, expected shape {shape}.")
     assert not list(tmp_path.glob("out*"))
 
 
-SPOILED = [
-    ("base_tensors", None),
-    ("base_files.config.json.bytes", None),
-    ("expansions.default.tensors", "x"),
-    ("expansions.default.trained", ["x"]),
-    ("code", []),
-    ("replaced.config.json", "no JSON"),
-    ("replaced.config.json", "[]"),
-    ("verification", {}),
-    ("fused.shards", {}),
-    ("fused.drift", {}),
-    ("fused.texts", None),
-    ("fused.made", None),
-    ("expansions.default.facts.sizes", None),
-]
-
-
-@pytest.mark.parametrize(("place", "value"), SPOILED, ids=[f"{place}-{value}" for place, value in SPOILED])
-def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, place: str, value: Any) -> None:
+@pytest.mark.parametrize(("part", "value"), [("shards", {}), ("drift", {}), ("texts", None), ("made", None)])
+def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, part: str, value: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
-    content = json.loads((fused / "surgery.json").read_text())
-    *outer, last = place.replace("config.json", "config").split(".")
-    table = content
-    for name in outer:
-        table = table[name.replace("config", "config.json")]
-    table[last.replace("config", "config.json")] = value
-    (tmp_path / "surgery.json").write_text(json.dumps(content))
-    text = refusal(lambda: read_manifest(tmp_path))
+    shutil.copy(fused / "surgery.json", tmp_path)
+    with edited(tmp_path / "surgery.json") as content:
+        content["fused"][part] = value
+    text = refusal(read_manifest, tmp_path, error=CheckpointError)
     assert re.fullmatch(r".*surgery.json: is incomplete \(.+\). Restore it from where you got it.", text)
 
 
@@ -462,22 +427,16 @@ def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: P
     name = "model.norm.weight"
     shard = open_checkpoint(broken).tensors[name].file
     change(broken / shard, name, (0,))
-    lines = refusal(lambda: merge(broken, tmp_path / "fused")).splitlines()
+    lines = refusal(merge, broken, tmp_path / "fused", error=CheckpointError).splitlines()
     assert lines[0].startswith(f"{name}: sha256 ")
     assert lines[1] == f"{shard}: bytes differ from the base's {shard}."
     assert lines[2].startswith(f"{broken}: is not what was written, so nothing is made of it.")
 
 
-def test_a_base_with_files_in_folders_is_verified(llama_base: Path, tmp_path: Path) -> None:
-    (llama_base / "figures").mkdir()
-    (llama_base / "figures" / "a.txt").write_text("a")
-    assert verify(expand(llama_base, Request("1"), tmp_path / "expanded").path, probes=Probes(max_new_tokens=0)).passed
-
-
 def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], tmp_path: Path) -> None:
     request = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
     stock = merge(expand(base_of("llama"), request, tmp_path / "grown").path, tmp_path / "stock", "stock").path
-    assert refusal(lambda: verify(stock)) == (
+    assert refusal(verify, stock, error=CheckpointError) == (
         f"{stock}: is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks, expected one that "
         "has. Give the expanded model that it was made from."
     )
@@ -503,24 +462,13 @@ def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path:
     (base / "weights").mkdir()
     for shard in base.glob("*.safetensors"):
         shard.rename(base / "weights" / shard.name)
-    index = json.loads((base / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: f"weights/{shard}" for name, shard in index["weight_map"].items()}
-    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with edited(base / "model.safetensors.index.json") as index:
+        index["weight_map"] = {name: f"weights/{shard}" for name, shard in index["weight_map"].items()}
     expanded = expand(base, REQUESTS["adapt"], tmp_path / "expanded").path
+    assert verify(expanded, probes=None, record=False).passed
     fused = merge(expanded, tmp_path / "fused").path
     assert digests(strip(fused, tmp_path / "again").path) == digests(base)
     assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(expanded)
-
-
-def test_a_header_that_does_not_fit_is_refused(fused: Path, tmp_path: Path) -> None:
-    broken = Path(shutil.copytree(fused, tmp_path / "broken"))
-    content = json.loads((broken / "surgery.json").read_text())
-    shard = next(iter(content["fused"]["shards"]))
-    content["fused"]["shards"][shard]["header"] = '{"no.such":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (broken / "surgery.json").write_text(json.dumps(content))
-    assert f"surgery.json: its header of {shard} does not fit the tensors" in refusal(
-        lambda: merge(broken, tmp_path / "blocks", "blocks")
-    )
 
 
 BLOCKS_SPOILED: dict[str, tuple[str, Callable[[str], str], str]] = {
@@ -542,13 +490,12 @@ BLOCKS_SPOILED: dict[str, tuple[str, Callable[[str], str], str]] = {
 def test_texts_that_make_no_whole_model_are_not_written(fused: Path, tmp_path: Path, name: str) -> None:
     """Texts that surgery.json keeps of the blocks are compared with nothing until they are written."""
     broken = Path(shutil.copytree(fused, tmp_path / "broken"))
-    content = json.loads((broken / "surgery.json").read_text())
     file, change_text, reason = BLOCKS_SPOILED[name]
-    texts = content["fused"]["texts"]
-    before, texts[file] = texts[file], change_text(texts[file])
-    assert texts[file] != before
-    (broken / "surgery.json").write_text(json.dumps(content))
-    text = refusal(lambda: merge(broken, tmp_path / "blocks", "blocks"))
+    with edited(broken / "surgery.json") as content:
+        texts = content["fused"]["texts"]
+        before, texts[file] = texts[file], change_text(texts[file])
+        assert texts[file] != before
+    text = refusal(merge, broken, tmp_path / "blocks", "blocks", error=CheckpointError)
     assert reason in text and text.splitlines()[-1] == (
         f"{broken}: not taken apart, the texts that its surgery.json keeps of the blocks make a model that is not what "
         "was written. Restore surgery.json from where you got it, or merge the expanded model again."
@@ -557,29 +504,13 @@ def test_texts_that_make_no_whole_model_are_not_written(fused: Path, tmp_path: P
 
 
 def test_the_command_prints_the_drift(expanded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "fused"), "--json"])
-    content = json.loads(run.output)
-    assert run.exit_code == 0 and content["form"] == "fused"
+    content = json.loads(run("merge", expanded, "-o", tmp_path / "fused", "--json").output)
+    assert content["form"] == "fused"
     assert content["drift"]["drift"] == read_manifest(tmp_path / "fused").fused["drift"]["drift"]  # type: ignore[index]
     monkeypatch.chdir(tmp_path)  # a long path stays whole
-    run = CliRunner().invoke(main, ["merge", str(expanded), "-o", "again"])
-    *lines, last = run.output.splitlines()
-    assert "passes for rounding" in run.output and max(map(len, lines)) <= 80
+    output = run("merge", expanded, "-o", "again").output
+    *lines, last = output.splitlines()
+    assert "passes for rounding" in output and max(map(len, lines)) <= 80
     assert " ".join(last.split()) == "next scale-surgery verify again"
-    run = CliRunner().invoke(main, ["merge", str(expanded), "-o", str(tmp_path / "again"), "--to", "blocks"])
-    assert run.exit_code == 1 and "is an expanded model, expected a fused one" in " ".join(run.output.split())
-
-
-@pytest.mark.parametrize("model_type", mostly(["olmo", "nanochat"], "olmo".__eq__))
-def test_norms_without_a_gain_are_fused(tmp_path: Path, model_type: str) -> None:
-    """The base's norm has no weight, the up stream's has one."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = AutoConfig.for_model(model_type, **sizes, num_key_value_heads=2, vocab_size=128)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    shake(expand(tmp_path / "base", Request("1-2", variant="adapt", collaborate="both"), tmp_path / "wide").path)
-    merge(tmp_path / "wide", tmp_path / "fused", "fused")
-    ids = torch.arange(1, 12)[None]
-    with torch.no_grad():
-        wide, fused = (load(tmp_path / name)(ids).logits for name in ("wide", "fused"))
-    torch.testing.assert_close(fused, wide, rtol=1e-3, atol=1e-3)
+    refused = run("merge", expanded, "-o", tmp_path / "again", "--to", "blocks", code=1).output
+    assert "is an expanded model, expected a fused one" in " ".join(refused.split())

@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
-from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.expansions import expansion_of, tensor_name
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
-from scale_surgery.cli.program import main
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import PlanError
@@ -32,12 +28,12 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.merge_stock import check_stock, stock_config, write_stock
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
-from tests.conftest import digests, load, shake
-from tests.each import FORMS, SHAPES, each_family, each_shape, mostly
+from tests.command import run
+from tests.conftest import digests, edited, load, refusal, shake, shown
+from tests.each import FORMS, SHAPES, each_shape, mostly
 from tests.families import FAMILIES, read_sizes
 from tests.routed import prompts, random_ids
 from tests.tiny import tiny_config
-from tests.written import written_sizes
 
 INNER = Request("0,2", variant="adapt", up_width=0, up_kv_heads=0, up_inner_width=12)
 BOTH = Request("1", variant="adapt", up_width=0, up_kv_heads=1, up_inner_width=8)
@@ -200,16 +196,13 @@ def test_the_command_measures_the_drift_of_what_it_wrote(tmp_path):
     request = Request("2-3", variant="adapt", up_width=0, up_kv_heads=1, up_inner_width=32)
     expanded = shake(expand(SHIPPED_MODEL, request, tmp_path / "expanded").path)
     path = tmp_path / "stock"
-    result = CliRunner().invoke(main, ["merge", str(expanded), "--to", "stock", "-o", str(path), "--json"])
-    assert result.exit_code == 0, result.output
-    done = json.loads(result.stdout)
+    done = json.loads(run("merge", expanded, "--to", "stock", "-o", path, "--json").stdout)
     assert (done["form"], done["parameters"]) == ("stock", read_manifest(expanded).plan.costs.stock.parameters)
     assert done["drift"]["drift"] <= TOLERANCES["float32"] * done["drift"]["largest_logit"]
     assert (done["drift"]["top1_agreement"], done["drift"]["generation_agreement"]) == (1, 1)
     assert set(digests(path)) - set(digests(SHIPPED_MODEL)) == {"merge.json"}
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.3.mlp.down_proj.weight"][0, -1] += 10
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with edited(path / "model.safetensors") as tensors:
+        tensors["model.layers.3.mlp.down_proj.weight"][0, -1] += 10
     assert not measure_drift(expanded, path).holds
 
 
@@ -218,9 +211,7 @@ def test_the_command_measures_the_drift_of_what_it_wrote(tmp_path):
 
 def problems_of(path: Path, **changes: Any) -> list[str]:
     manifest = replace(read_manifest(path), **changes)
-    with pytest.raises(PlanError) as error:
-        check_stock(open_checkpoint(path), manifest)
-    return str(error.value).splitlines()
+    return refusal(check_stock, open_checkpoint(path), manifest, error=PlanError).splitlines()
 
 
 FIXED = "its head size is the hidden size over the query heads, so more heads are smaller heads"
@@ -254,7 +245,7 @@ def test_what_has_more_than_one_path_or_stream_is_refused(pair_of, stock_of, tmp
 
 def test_heads_are_refused_where_rope_factors_fix_their_number(base_of):
     config = open_checkpoint(base_of("phi3")).config
-    sizes = written_sizes(config)
+    sizes = read_sizes(FAMILIES["phi3"], config)
     longrope = {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [1.0] * 5}}
     longrope["rope_parameters"] |= {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
     older = {"rope_parameters": None, "rope_scaling": longrope["rope_parameters"]}
@@ -292,14 +283,6 @@ def test_another_dtype_is_refused_and_every_reason_is_given_at_once(base_of, tmp
     }
 
 
-@each_family
-def test_heads_are_free_where_the_stock_class_leaves_them(family):
-    """What is derived against facts that were written by hand."""
-    written, facts = FAMILIES[family], derive_config(tiny_config(family).to_dict(), family, 100).architecture
-    assert bool(facts.fixed_heads) == bool(written.fixed_heads)
-    assert facts.heads_divide_hidden == written.heads_divide_hidden
-
-
 # the cost
 
 
@@ -314,9 +297,7 @@ def test_the_plan_says_what_padding_costs(base_of, stock_of):
     assert (cost.before, cost.after) == (StockWidths(4, 2, 52), StockWidths(8, 4, 60))
     everywhere = plan(base, replace(INNER, layers="all")).costs.stock
     assert everywhere.padding == 0
-    console = Console(width=80, record=True)
-    console.print(render_plan(plan(base, BOTH), tensors=False))
-    text = " ".join(console.export_text().split())
+    text = " ".join(shown(render_plan(plan(base, BOTH), tensors=False)).split())
     assert (
         "stock form +17,568 (41.9%), of them 14,152 zeros; heads from 4 query and 2 key/value to 8 query and 4 "
         "key/value; inner from 52 to 60"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -10,8 +11,7 @@ from shutil import copytree
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, Gemma4TextConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma4TextConfig
 
 from scale_surgery import (
     CosineRouter,
@@ -38,9 +38,10 @@ from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery.merge_stock import stock_config
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import shake
+from tests.conftest import digests, edited, load, shake
 from tests.each import mostly
 from tests.sweep.take import twin_config, write_base
+from tests.tiny import FAMILIES as TINY
 from tests.tiny import TOKENS as TOKEN_IDS
 from tests.tiny import save_tiny
 
@@ -54,26 +55,27 @@ WIDE = Request("0,2", variant="adapt", collaborate="both", init_w22="random", ne
 PRESERVE = Request("1-2", init_w22="random", new_tokens=TOKENS)
 GROWN = Request("1", variant="adapt", up_width=0, new_tokens=TOKENS)
 COPIED = Request("1", method="grow", new_tokens=TOKENS)
-# tied and untied heads, a scaled embedding, a capped head, Conv1D, a fused projection, a head with a bias
-FAMILIES = ("llama", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi3")
+# tied and untied heads, a scaled embedding, logits capped or scaled, Conv1D, a fused projection, a head with a bias
+FAMILIES = ("llama", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi3", "cohere")
 
 
 @pytest.fixture(scope="module")
 def base_of(tmp_path_factory):
     """A tiny model with the shipped tokenizer, made once for each family."""
-    made = {}
 
+    @functools.cache
     def make(family):
-        if family not in made:
-            made[family] = save_tiny(tmp_path_factory.mktemp(family) / "base", family, vocab_size=ROWS)
-            AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(made[family])
-        return made[family]
+        path = tmp_path_factory.mktemp(family) / "base"
+        if family in TINY:
+            save_tiny(path, family, vocab_size=ROWS)
+        else:
+            config = twin_config(family)
+            config.vocab_size = ROWS
+            write_base(config, torch.float32, path)
+        AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(path)
+        return path
 
     return make
-
-
-def load(path):
-    return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
 def new_ids(path):
@@ -83,12 +85,11 @@ def new_ids(path):
 def change(path, names):
     """Shake the tensors of an expansion whose names end so."""
     for file in path.glob("expansion-*.safetensors"):
-        tensors = load_file(file)
         generator = torch.Generator().manual_seed(0)
-        for name, tensor in tensors.items():
-            if name.endswith(names):
-                tensor += torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 2
-        save_file(tensors, file, metadata={"format": "pt"})
+        with edited(file) as tensors:
+            for name, tensor in tensors.items():
+                if name.endswith(names):
+                    tensor += torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 2
     return path
 
 
@@ -109,6 +110,7 @@ def test_old_vocabulary(base_of, tmp_path, family, request_):
         alone = logits(model)
     assert torch.equal(alone[..., :ROWS], wanted)
     assert (alone.softmax(-1)[..., ROWS:] == 0).all()
+    assert (logits(model).softmax(-1)[..., ROWS:] > 0).all()
     ids = new_ids(tmp_path / "wide")
     assert set(ids[0].tolist()) >= {ROWS, ROWS + 1, ROWS + 2}
     model(ids, labels=ids).loss.backward()
@@ -121,10 +123,6 @@ def test_old_vocabulary(base_of, tmp_path, family, request_):
     assert torch.equal(logits(load(changed))[..., :ROWS], wanted)
 
 
-def files_of(path):
-    return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
-
-
 def held(verification):
     return {promise.name for promise in verification.promises if promise.claimed and promise.holds}
 
@@ -134,9 +132,9 @@ def test_everything_that_follows(base_of, tmp_path, request_):
     base = base_of("llama")
     wide = expand(base, request_, tmp_path / "wide").path
     assert {"recoverable", "output_at_init", "old_vocabulary"} <= held(verify(wide, base))
-    assert files_of(strip(wide, tmp_path / "base").path) == files_of(base)
+    assert digests(strip(wide, tmp_path / "base").path) == digests(base)
     apply(extract(wide, tmp_path / "extract").path, tmp_path / "applied", base=base)
-    assert files_of(tmp_path / "applied") == files_of(wide)
+    assert digests(tmp_path / "applied") == digests(wide)
     shake(wide)
     ids, model = new_ids(wide), load(wide)
     model.save_pretrained(tmp_path / "saved")
@@ -144,7 +142,7 @@ def test_everything_that_follows(base_of, tmp_path, request_):
     if request_.method == "scale":
         fused = merge(wide, tmp_path / "fused").path
         torch.testing.assert_close(logits(load(fused), ids), logits(model, ids))
-        assert files_of(merge(fused, tmp_path / "blocks", "blocks").path) == files_of(wide)
+        assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(wide)
     if model.config.scale_surgery["expansions"][0]["widths"]["up_width"] == 0:
         stock = merge(wide, tmp_path / "stock", "stock").path
         torch.testing.assert_close(logits(load(stock), ids), logits(model, ids))
@@ -156,9 +154,8 @@ def test_a_changed_row_of_the_base_breaks_it(base_of, tmp_path):
     wide = expand(base, ALONE, tmp_path / "wide", base_weights="copy").path
     assert "old_vocabulary" in held(verify(wide, base))
     (shard,) = wide.glob("model-*.safetensors")
-    tensors = load_file(shard)
-    tensors["lm_head.weight"][40] *= 2
-    save_file(tensors, shard, metadata={"format": "pt"})
+    with edited(shard) as tensors:
+        tensors["lm_head.weight"][40] *= 2
     verification = verify(wide, base, required=("old_vocabulary",))
     (promise,) = [promise for promise in verification.promises if promise.name == "old_vocabulary"]
     assert promise.holds is False and not verification.passed
@@ -205,15 +202,12 @@ def test_cosine_is_fused(base_of, tmp_path):
 
 # a config that takes what transformers sets on any, a tensor that files call otherwise, layers of unlike heads
 @pytest.mark.parametrize("model_type", mostly(("mellum", "laguna", "axk1", "dots3_note_text"), "mellum".__eq__))
-def test_fused_where_layers_cannot_be(tmp_path, model_type):
-    config = twin_config(model_type)
-    config.vocab_size = ROWS
-    base = write_base(config, torch.float32, tmp_path / "base")
-    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
+def test_fused_where_layers_cannot_be(base_of, tmp_path, model_type):
+    base = base_of(model_type)
     wide = shake(expand(base, ALONE, tmp_path / "wide").path)
     fused, ids = merge(wide, tmp_path / "fused").path, new_ids(wide)
     torch.testing.assert_close(logits(load(fused), ids), logits(load(wide), ids))
-    assert files_of(merge(fused, tmp_path / "blocks", "blocks").path) == files_of(wide)
+    assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(wide)
     # a control: one with new blocks in a layer is refused
     wider = expand(base, Request("last:1", new_tokens=TOKENS), tmp_path / "wider").path
     with pytest.raises(PlanError, match=r"--to fused: the block mlp runs as it is"):
@@ -224,9 +218,8 @@ def test_stock_forms(base_of, tmp_path):
     """Of a head with another name in files, of one that is tied with a copy in the files, and of a nested config."""
     tied = save_tiny(tmp_path / "tied", "llama", vocab_size=ROWS, tie_word_embeddings=True)
     AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(tied)
-    tensors = load_file(tied / "model.safetensors")
-    copy = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors | {"lm_head.weight": copy}, tied / "model.safetensors", metadata={"format": "pt"})
+    with edited(tied / "model.safetensors") as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     for name, base in (("named", base_of("gpt_neox")), ("tied", tied)):
         wide = shake(expand(base, ALONE, tmp_path / f"{name}-wide").path)
         stock, ids = merge(wide, tmp_path / f"{name}-stock", "stock").path, new_ids(wide)
@@ -244,20 +237,6 @@ def test_stock_forms(base_of, tmp_path):
 def stored_facts(path):
     plan = read_manifest(path).plan
     return plan.architecture, plan.sizes
-
-
-def test_logits_scaled_after_the_head(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 52}
-    config = CohereConfig(vocab_size=ROWS, logit_scale=1 / 128, **sizes, **TOKEN_IDS)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(tmp_path / "base")
-    model, wanted = load(expand(tmp_path / "base", ALONE, tmp_path / "wide").path), logits(load(tmp_path / "base"))
-    with model.expansion_disabled():
-        alone = logits(model)
-    assert torch.equal(alone[..., :ROWS], wanted)
-    assert (alone.softmax(-1)[..., ROWS:] == 0).all()
-    assert (logits(model).softmax(-1)[..., ROWS:] > 0).all()
 
 
 def test_two_embeddings_are_refused(tmp_path):
@@ -340,13 +319,13 @@ def test_beside_others(base_of, tmp_path):
         assert torch.equal(logits(model, ids), logits(load(wide), ids))
     rows = model(OLD.repeat(2, 1), expansion_names=["law", None]).logits
     assert (rows.softmax(-1)[..., ROWS:] == 0).all()
-    assert files_of(strip(both, tmp_path / "base").path) == files_of(base)
+    assert digests(strip(both, tmp_path / "base").path) == digests(base)
     with pytest.raises(PlanError, match="default and words: each adds tokens to the tokenizer, expected one that does"):
         compose(base, {"default": parts[0], "words": parts[2]}, tmp_path / "two")
     # one more in a folder that has one, with new tokens and without
     extended = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
     assert torch.equal(new_ids(extended), ids)
-    assert files_of(strip(extended, tmp_path / "base2").path) == files_of(base)
+    assert digests(strip(extended, tmp_path / "base2").path) == digests(base)
 
 
 def test_another_tokenizer_of_the_base(base_of, tmp_path):
@@ -354,18 +333,17 @@ def test_another_tokenizer_of_the_base(base_of, tmp_path):
     base = base_of("llama")
     taken = extract(expand(base, ALONE, tmp_path / "wide").path, tmp_path / "taken").path
     sibling = copytree(base, tmp_path / "other")
-    content = json.loads((sibling / "tokenizer.json").read_text("utf-8"))
-    content["normalizer"] = {"type": "Lowercase"}
-    (sibling / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with edited(sibling / "tokenizer.json") as content:
+        content["normalizer"] = {"type": "Lowercase"}
     applied = apply(taken, tmp_path / "applied", base=sibling).path
     assert verify(applied, sibling, probes=None).problems == ()
-    assert files_of(strip(applied, tmp_path / "stripped").path) == files_of(sibling)
+    assert digests(strip(applied, tmp_path / "stripped").path) == digests(sibling)
     written = json.loads((applied / "tokenizer.json").read_text("utf-8"))
     assert written["normalizer"] and written["added_tokens"][-1]["content"] == " Zürich"
-    content["added_tokens"].append(
-        {**content["added_tokens"][-1], "content": "Xylophone", "id": len(content["model"]["vocab"])}
-    )
-    (sibling / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with edited(sibling / "tokenizer.json") as content:
+        content["added_tokens"].append(
+            {**content["added_tokens"][-1], "content": "Xylophone", "id": len(content["model"]["vocab"])}
+        )
     with pytest.raises(DataError, match="the base has 'Xylophone' already, with the id"):
         apply(taken, tmp_path / "again", base=sibling)
     assert not (tmp_path / "again").exists()
@@ -395,9 +373,8 @@ def test_in_memory(base_of, tmp_path):
 
 def test_verify_reads_the_tokenizer(base_of, tmp_path):
     wide = expand(base_of("llama"), ALONE, tmp_path / "wide").path
-    content = json.loads((wide / "tokenizer.json").read_text("utf-8"))
-    content["added_tokens"][-1]["content"] = "Xylophones"
-    (wide / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with edited(wide / "tokenizer.json") as content:
+        content["added_tokens"][-1]["content"] = "Xylophones"
     assert verify(wide, probes=None).problems == ("tokenizer.json: added_tokens is not what the base's says.",)
 
 

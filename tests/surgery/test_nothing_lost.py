@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from scale_surgery import CheckpointError, PlanError, Request, expand
-from scale_surgery.cli.program import main
 from scale_surgery.deriving.planned import plan
+from tests.command import run
 from tests.conftest import digests, edited
 from tests.tiny import save_tiny
 
@@ -111,10 +110,8 @@ def test_a_file_to_be_written_is_no_input(arguments: list[str], expanded_as: Any
     files = [folder / "config.json", text] if "{text}" in arguments else [folder / "config.json"]
     for file in files:
         before = digests(tmp_path)
-        given = [part.format(**places, file=file) for part in arguments]
-        result = CliRunner().invoke(main, given)
+        refused = run(*(part.format(**places, file=file) for part in arguments), code=1)
         source = text if file == text else folder
-        assert result.exit_code == 1
-        message = " ".join(result.stderr.split())
+        message = " ".join(refused.stderr.split())
         assert f"{file}: would be written into {source}, which is read. Choose another file." in message
         assert digests(tmp_path) == before

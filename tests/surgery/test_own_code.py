@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scale_surgery import (
@@ -40,7 +38,7 @@ from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, Unsup
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
-from tests.conftest import digests
+from tests.conftest import digests, edited, refusal
 from tests.each import mostly
 from tests.interrupted_steps import run_apart
 from tests.own_code import save_pine
@@ -154,12 +152,12 @@ def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> Non
     assert digests(repeated.path) | {"surgery.json": ""} == digests(done.path) | {"surgery.json": ""}
     with pytest.raises(UnsupportedFamilyError, match="read it, then give --trust-remote-code"):
         adopt(tmp_path / "saved", None, tmp_path / "other", base, run=RunOptions(device="cpu"))
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    (tmp_path / "saved" / "config.json").write_text(json.dumps({**config, "intermediate_size": 7, "unheard": 3.0}))
+    with edited(tmp_path / "saved" / "config.json") as config:
+        config |= {"intermediate_size": 7, "unheard": 3.0}
     lines = adopt(tmp_path / "saved", wide, tmp_path / "third").other_computation
     assert [line.partition(":")[0] for line in lines] == ["intermediate_size is 7 in what was saved, 48 stays"]
-    tensors = load_file(tmp_path / "saved" / "model.safetensors")
-    save_file(tensors | {"other": torch.ones(1)}, tmp_path / "saved" / "model.safetensors")
+    with edited(tmp_path / "saved" / "model.safetensors") as tensors:
+        tensors["other"] = torch.ones(1)
     with pytest.raises(CheckpointError, match="Save the trained model by save_pretrained"):
         adopt(tmp_path / "saved", wide, tmp_path / "other")
 
@@ -251,18 +249,14 @@ def test_its_code_file_is_checked(made: Any, tmp_path: Path) -> None:
 )
 def test_names_that_are_none_of_a_model(tmp_path: Path, name: str, wanted: str) -> None:
     base = save_pine(tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    config["auto_map"]["AutoModelForCausalLM"] = name
-    (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SurgeryError) as caught:
-        expand(base, ADAPT, tmp_path / "wide", run=TRUSTED)
-    assert wanted in str(caught.value) and not (tmp_path / "wide").exists()
+    with edited(base / "config.json") as config:
+        config["auto_map"]["AutoModelForCausalLM"] = name
+    assert wanted in refusal(expand, base, ADAPT, tmp_path / "wide", run=TRUSTED) and not (tmp_path / "wide").exists()
 
 
 def test_a_model_type_that_transformers_has_is_taken_from_there(tmp_path: Path, llama_base: Path) -> None:
     (llama_base / "modeling_pine.py").write_text("raise RuntimeError('ran')\n")
-    config = json.loads((llama_base / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_pine.PineForCausalLM"}
-    (llama_base / "config.json").write_text(json.dumps(config))
+    with edited(llama_base / "config.json") as config:
+        config["auto_map"] = {"AutoModelForCausalLM": "modeling_pine.PineForCausalLM"}
     made = expand(llama_base, ADAPT, tmp_path / "wide", run=TRUSTED)
     assert made.plan.architecture.own_code == {} and OWN_CODE_FILE not in made.plan.code_files

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
-from scale_surgery.cli.program import main
 from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
@@ -26,7 +24,8 @@ from scale_surgery.surgery.route import Routed, route_export, set_routing, unrou
 from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.surgery.strip import strip
 from tests import routed
-from tests.conftest import digests, edited, load
+from tests.command import run
+from tests.conftest import digests, edited, flip, load
 from tests.routed import REQUESTS, Trio, random_ids, train
 
 trio_of = routed.trio_of
@@ -179,9 +178,7 @@ def test_what_was_learned_since_stays(expanded: Path, tmp_path: Path) -> None:
     """Weights and the record of training are the routed model's."""
     path = route_export(expanded, tmp_path / "routed", base_weights="copy").path
     shard = next(file for name, file in weights(path).items() if name.startswith("expansion"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    flip(shard)
     add_run(path, {"steps": 5, "begun": "2026-01-02"})
     (path / "note.txt").write_text("new")
     unroute(path, tmp_path / "back")
@@ -297,9 +294,9 @@ def test_what_has_no_router_or_no_expansion_is_refused(trio_of: Callable[..., Tr
     trio = trio_of("llama")
     with pytest.raises(CheckpointError, match="has no router, expected a model made by scale-surgery route-export"):
         unroute(trio.expanded_path, tmp_path / "again")
+    with pytest.raises(CheckpointError, match=r"is a base model, expected one made by"):
+        unroute(trio.base_path, tmp_path / "again")
     for operation in (route_export, unroute):
-        with pytest.raises(CheckpointError, match=r"is a base model, expected one made by"):
-            operation(trio.base_path, tmp_path / "again")
         with pytest.raises(CheckpointError, match="nowhere"):
             operation(tmp_path / "nowhere", tmp_path / "again")
     assert not list(tmp_path.iterdir())
@@ -338,25 +335,20 @@ def test_a_missing_code_file_is_named(expanded: Path, tmp_path: Path) -> None:
 # ---- the command
 
 
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ["route-export", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result
-
-
 def test_the_command_and_back(trio_of: Callable[..., Trio], tmp_path: Path) -> None:
     folder, there, back = trio_of("llama", "deep").expanded_path, tmp_path / "there", tmp_path / "back"
-    text = run(folder, "-o", there, "--prior", "0.25", "--switch-rate", "0", "--base-weights", "link").output
+    words = ("route-export", folder, "-o", there)
+    text = run(*words, "--prior", "0.25", "--switch-rate", "0", "--base-weights", "link").output
     assert "posterior, prior 0.25, switch rate 0" in text
     assert "from layer 1 of 3 on" in text and "1.67 x" in text
     assert read_manifest(there).routing == PosteriorRouter((0.25, 0.75), switch_rate=0.0)
-    content = json.loads(run(there, "-o", back, "--router", "none", "--json").output)
+    content = json.loads(run("route-export", there, "-o", back, "--router", "none", "--json").output)
     assert content["routing"] is None
     assert digests(back) == digests(folder)
-    text = run(folder, "-o", there, "--router", "cosine", "--threshold", "0", "--strict", "--overwrite").output
+    text = run(*words, "--router", "cosine", "--threshold", "0", "--strict", "--overwrite").output
     assert "cosine, threshold 0, strict" in text
     assert read_manifest(there).routing == CosineRouter(threshold=0.0, strict=True)
-    run(folder, "-o", there, "--overwrite", "--quiet")
+    run(*words, "--overwrite", "--quiet")
     assert read_manifest(there).routing == PosteriorRouter((0.5, 0.5), switch_rate=0.01), "the default"
 
 
@@ -382,6 +374,6 @@ def test_options_that_are_wrong_or_of_another_router_are_refused(
 ) -> None:
     trio = trio_of("llama", "deep")
     source = trio.path if "none" in options else trio.expanded_path
-    output = run(source, "-o", tmp_path / "there", *options.split(), code=code).output
+    output = run("route-export", source, "-o", tmp_path / "there", *options.split(), code=code).output
     assert text in " ".join(output.split()) and "Traceback" not in output
     assert not list(tmp_path.iterdir())

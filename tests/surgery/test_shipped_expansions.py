@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from scale_surgery import (
     Request,
@@ -19,8 +18,8 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
-from scale_surgery.cli.program import main
 from scale_surgery.surgery.route import set_routing
+from tests.command import run
 from tests.composed import mixed
 from tests.conftest import shake
 
@@ -44,11 +43,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     extracts = {name: folder / f"{name}.extract" for name in REQUESTS}
     compose(SHIPPED_MODEL, extracts, folder / "composed", routing=mixed(switch_rate=0))
     return folder
-
-
-def command(*words: object) -> Result:
-    """Run a command in a terminal of 80 columns."""
-    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(main, list(map(str, words)))
 
 
 def test_evaluate_has_a_row_for_each_path(place: Path) -> None:
@@ -90,7 +84,7 @@ def test_inspect_says_what_lies_in_it_and_report_shows_one(place: Path, tmp_path
     assert "w12" not in held.expansions["medicine"].parameters_by_block
     parameters = sum(expansion.parameters for expansion in held.expansions.values())
     assert inspection.parameters_stored == base.parameters_stored + parameters
-    shown = command("inspect", folder)
+    shown = run("inspect", folder)
     assert "law        adapt     3" in shown.output and "last verified  never" in shown.output
     assert "paths          3: the base, medicine, law" in shown.output
     assert shown.output.splitlines()[-1].strip() == f"next           scale-surgery verify {folder}"
@@ -98,11 +92,11 @@ def test_inspect_says_what_lies_in_it_and_report_shows_one(place: Path, tmp_path
     verified = inspect(folder).expanded
     assert verified is not None and verified.is_current and verified.verified is not None
     page = tmp_path / "page.html"
-    shown = command("report", folder, "--name", "law", "-o", page)
-    assert shown.exit_code == 0 and "adapt" in shown.output and "Every tensor" in page.read_text()
+    shown = run("report", folder, "--name", "law", "-o", page)
+    assert "adapt" in shown.output and "Every tensor" in page.read_text()
     assert report(folder, name="law", files_only=True).parameters == held.expansions["law"].parameters
     set_routing(folder, mixed(switch_rate=0.01))
     changed = inspect(folder).expanded
     assert changed is not None and changed.changed_since == "the router's numbers changed since"
-    refused = command("report", folder)
-    assert refused.exit_code == 1 and "medicine" in refused.output and "--name" in refused.output
+    refused = run("report", folder, code=1)
+    assert "medicine" in refused.output and "--name" in refused.output

@@ -38,7 +38,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts, train_in_float32
 from scale_surgery.surgery.record import read_manifest
 from tests.by_hand import save_base
-from tests.conftest import Pair, digests, edited, load, shake
+from tests.conftest import Pair, digests, edited, load
 from tests.each import mostly
 from tests.families import FAMILIES
 from tests.modeling.test_promises import base_bytes, prompts, unequal
@@ -175,20 +175,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(deep_of: Deep, dtype: s
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and any(grad.any() for grad in gradients[0].values())
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
-
-
-@pytest.mark.parametrize(("family", "tied"), (("llama", True), ("gpt2", False)))
-def test_extract_and_apply_give_the_folder_byte_for_byte(
-    deep_of: Deep, tmp_path: Path, family: str, tied: bool
-) -> None:
-    pair = deep_of(family, "float32", tied)
-    trained = shake(Path(shutil.copytree(pair.path, tmp_path / "trained")))
-    taken = extract(trained, tmp_path / "extract")
-    assert not any(name.startswith("model-") for name in taken.files)
-    assert taken.tensors == len(pair.expansion.plan.tensors)
-    done = apply(tmp_path / "extract", tmp_path / "again", pair.base_path)
-    assert digests(done.path) == digests(trained)
-    assert done.other_files == done.differing == ()
 
 
 def test_apply_on_another_base_is_refused_or_forced(deep_of: Deep, tmp_path: Path) -> None:

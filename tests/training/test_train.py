@@ -431,15 +431,6 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_or_a_stripped_model_is_refused(place: Path, tmp_path: Path) -> None:
-    strip(place / "preserve", tmp_path / "base")
-    for path in (SHIPPED_MODEL, tmp_path / "base"):
-        text = refusal(train, path, [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
-        assert (
-            "is a base model, expected one made by scale-surgery expand. Expand it first: scale-surgery expand" in text
-        )
-
-
 def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Path) -> None:
     shutil.copytree(SHIPPED_MODEL, tmp_path / "base")
     expand(tmp_path / "base", Request("3"), tmp_path / "wide", base_weights="link")

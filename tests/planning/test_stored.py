@@ -1,33 +1,27 @@
-"""Facts about architectures, checked both ways against a tiny model of each, and the plan against the loaded model."""
+"""Tensors that a base must have, against those of a tiny model of each family, and the plan against what is written."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
-from torch import nn
 
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.planning.specs import attention_values
+from scale_surgery.deriving.base import read_base
 from scale_surgery.planning.stored import expected_shapes, find_prefix
 from tests.conftest import REQUESTS
 from tests.each import WAYS, mostly, woven
-from tests.families import FAMILIES, Family, Sizes, read_sizes
-from tests.tiny import tiny_config
-from tests.written import written_architecture, written_sizes
-
-each_family = pytest.mark.parametrize("name", mostly(FAMILIES, WAYS.__contains__))
+from tests.families import FAMILIES, read_sizes
 
 
-@each_family
+@pytest.mark.parametrize("name", mostly(FAMILIES, WAYS.__contains__))
 def test_facts_and_tensors_on_disk_cover_each_other(base_of, name):
     family, checkpoint = FAMILIES[name], open_checkpoint(base_of(name))
-    architecture = written_architecture(checkpoint.config)
-    prefix = find_prefix(architecture, checkpoint.tensors)
+    base = read_base(checkpoint)
+    prefix = find_prefix(base.architecture, checkpoint.tensors)
     assert prefix == f"{family.base_model}."
-    expected = expected_shapes(architecture, written_sizes(checkpoint.config), prefix)
+    expected = expected_shapes(base.architecture, base.sizes, prefix)
     weights = {tensor: info.shape for tensor, info in checkpoint.tensors.items() if not tensor.endswith(".bias")}
     head = weights.pop(f"{family.head}.weight")
     assert head == (97, 40)
@@ -39,47 +33,6 @@ def test_facts_and_tensors_on_disk_cover_each_other(base_of, name):
     # a tied head has no tensor of its own
     tied = open_checkpoint(base_of(name, tied=True))
     assert read_sizes(family, tied.config).is_tied and f"{family.head}.weight" not in tied.tensors
-
-
-@each_family
-def test_facts_name_all_modules_of_the_model(pair_of, name):
-    """And no linear, norm or activation that reads the streams is left out of the facts."""
-    family, model = FAMILIES[name], pair_of(name).base
-    base = model.get_submodule(family.base_model)
-    assert base is model.base_model
-    sizes = read_sizes(family, tiny_config(name).to_dict())
-    layers = base.get_submodule(family.layers)
-    assert isinstance(layers, nn.ModuleList)
-    assert len(layers) == sizes.layers
-    assert base.get_submodule(family.embedding) is model.get_input_embeddings()
-    check_norm(family, sizes, base.get_submodule(family.final_norm))
-    for layer in layers:
-        for norm in family.pre_norms + family.post_norms:
-            check_norm(family, sizes, layer.get_submodule(norm))
-        assert not list(layer.get_submodule(family.activation).parameters())
-        assert callable(layer.get_submodule(family.activation))
-        known = {linear.name for linear in family.linears} | {norm.name for norm in family.inner_norms}
-        known |= {*family.pre_norms, *family.post_norms, family.activation}
-        leaves = {path: module for path, module in layer.named_modules() if not list(module.children())}
-        assert {path for path, module in leaves.items() if not isinstance(module, nn.Dropout)} == known
-        attention = layer.get_submodule(family.attention)
-        assert all(
-            linear.name.startswith(f"{family.attention}.") == (linear.group == "attn") for linear in family.linears
-        )
-        facts = attention_values(
-            written_architecture(tiny_config(name).to_dict()).kinds[0].blocks[0], sizes.query_heads
-        )
-        assert {key: getattr(attention, key) for key in facts["attributes"]} == facts["attributes"]
-        assert {key: getattr(attention.config, key) for key in facts["config"]} == facts["config"]
-        assert attention.head_dim if hasattr(attention, "head_dim") else attention.head_size == sizes.head_size
-
-
-def check_norm(family: Family, sizes: Sizes, norm: Any) -> None:
-    epsilon = next(getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name))
-    assert epsilon == sizes.epsilon
-    assert isinstance(norm, nn.LayerNorm) == (family.norm_style == "layer")
-    is_plus_one = "Gemma" in type(norm).__name__
-    assert is_plus_one == (family.norm_style == "rms_plus_one")
 
 
 @pytest.mark.parametrize(("name", "request_name", "tied"), woven(tuple(FAMILIES), tuple(REQUESTS), (False, True)))
