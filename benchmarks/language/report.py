@@ -179,10 +179,12 @@ def beside_paper(groups: Sequence[list[Run]]) -> Iterator[str]:
 @click.option("--records", type=click.Path(path_type=Path, exists=True, dir_okay=False), default=RECORDS)
 @click.option("--size", default="6m", show_default=True, help="Size of the base.")
 @click.option("--second", default="de", show_default=True, help="Language that was learned.")
+@click.option("--without", "hidden", multiple=True, metavar="NAME", help="Method to leave out; can be repeated.")
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Folder to draw into.")
-def main(records: Path, size: str, second: str, images: Path | None) -> None:
+def main(records: Path, size: str, second: str, hidden: tuple[str, ...], images: Path | None) -> None:
     """Print the tables, and draw."""
-    runs = [run for run in read_runs(records) if run.key.subject == Subject(size, second)]
+    subject = Subject(size, second)
+    runs = [run for run in read_runs(records) if run.key.subject == subject and run.key.method not in hidden]
     groups = ended(runs)
     for table in (perplexities, routed, downstream, beside_paper):
         click.echo("\n".join(table(groups)) + "\n")
