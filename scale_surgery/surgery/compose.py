@@ -109,12 +109,7 @@ def compose(
     # torch, which takes some names for itself, takes seconds to import
     _check_names(opened, kept)
     base_name, revision = (source.name, source.revision) if before is None else (before.base_name, before.base_revision)
-    added = dict[str, ExpansionRecord]()
-    for name, extract in opened.items():
-        made = extract.manifest.plan
-        request = replace(made.request, name=name)
-        plan = plan_expansion(Base(alone, made.facts), request, name=base_name, revision=revision)
-        added[name] = _rename(extract.manifest.expansions[extract.manifest.name], plan)
+    added = _plan_beside(opened, alone, base_name, revision)
     expansions = kept | added
     plans = [record.plan for record in expansions.values()]
     check_beside(plans)
@@ -123,14 +118,7 @@ def compose(
     bytes_added = sum(plan.costs.bytes_added for plan in plans)
     check_space(target, bytes_added + least_base_bytes(given, before, plans[0], base_weights))
     # reading the base takes longest, so all other checks come before
-    if before is None:
-        check_clashes(given)
-        hashes: Mapping[str, str] = hash_base(given, track)
-    else:
-        # without its router, which weighs what is removed too
-        view, record = only(given, before, *before.expansions)
-        refuse_damaged(replace(given, config=view.config), record, track)
-        hashes = before.base_hashes
+    hashes = _check_base(given, before, track)
     for name, extract in opened.items():
         differing = find_differing(extract, alone, hashes)
         refuse_differing(extract, f"{name}: {source.name}", differing, len(alone.tensors), ADVICE)
@@ -164,6 +152,30 @@ def compose(
         left_out=given.left_out,
         removed=remove,
     )
+
+
+def _plan_beside(
+    opened: Mapping[str, Extract], base: Checkpoint, base_name: str, revision: str | None
+) -> dict[str, ExpansionRecord]:
+    """Plan each extract once more, under the name that it gets and beside this base."""
+    added = {}
+    for name, extract in opened.items():
+        made = extract.manifest.plan
+        request = replace(made.request, name=name)
+        plan = plan_expansion(Base(base, made.facts), request, name=base_name, revision=revision)
+        added[name] = _rename(extract.manifest.expansions[extract.manifest.name], plan)
+    return added
+
+
+def _check_base(given: Checkpoint, before: Manifest | None, track: Track) -> Mapping[str, str]:
+    """Check a base, or an expanded folder that is to have other expansions; hashes of the base's tensors."""
+    if before is None:
+        check_clashes(given)
+        return hash_base(given, track)
+    # without its router, which weighs what is removed too
+    view, record = only(given, before, *before.expansions)
+    refuse_damaged(replace(given, config=view.config), record, track)
+    return before.base_hashes
 
 
 def check_beside(plans: Iterable[Plan]) -> None:

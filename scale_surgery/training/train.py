@@ -68,6 +68,8 @@ from scale_surgery.training.settings import (
 )
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from scale_surgery.running.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
@@ -118,17 +120,9 @@ def train(
     path, settings = Path(expanded), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
-    checkpoint, manifest = open_expansion(path, settings.name)
-    refuse_fused(path, manifest)
-    refuse_linked(path, manifest)
-    check_numbering(checkpoint, manifest)
-    files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
-    files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
-    for text in (name for names in files.values() for name in names):
-        parse_source(text)
+    checkpoint, manifest = _open(path, settings)
+    files = _sources(data, eval_data, settings)
     # these imports take seconds, so the checks above come first
-    from accelerate import DistributedType, PartialState
-
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.training.base_samples import as_learned, read_samples, sample_rehearsal, write_samples
     from scale_surgery.training.training_texts import read_texts
@@ -138,27 +132,9 @@ def train(
         from scale_surgery.training.trainer import RunReport
     check_device(run)
     reports = find_reports(start.report_to)
-    check_quantisation(checkpoint, manifest, settings.base_quantization, run)
-    if settings.routed and manifest.routing is None:
-        raise TrainingError(
-            f"{path}: has no router between the base and {manifest.name} alone, expected one for --routed. Write it "
-            "first, for a folder of that expansion alone: scale-surgery route-export."
-        )
-    check_gates(path, manifest.plan, settings)
-    if start.resume:
-        check_resumable(target, asdict(settings))
-    else:
-        if not start.overwrite:
-            refuse_unfinished(target)
-        check_target(target, [path], overwrite=start.overwrite)
-        copied = checkpoint.tensors.values() if start.base_weights == "copy" else ()
-        check_space(target, sum(info.bytes for info in copied))
-    if target.resolve() == path.resolve():
-        raise TrainingError(f"{target}: is the model to train, expected another output folder. Choose one with -o.")
-    # the others wait while the first process hashes the base and copies it
-    processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
-    if processes.distributed_type == DistributedType.DEEPSPEED:
-        raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
+    _check_ways(checkpoint, manifest, settings, run)
+    _check_target(target, checkpoint, settings, start)
+    processes = _join(run)
     if is_cpu(run):
         keep_freed_memory()
     with locked(target) if processes.is_main_process else nullcontext():
@@ -180,14 +156,8 @@ def train(
             check_resumable(target, decisive)
         stored = InMemory(model, [info.stored_as or name for name, info in checkpoint.tensors.items()])
         check_reach(stored, checkpoint, manifest)
-        training = TrainingRun(
-            target,
-            checkpoint,
-            manifest.name,
-            decisive,
-            _record(model, settings, decisive),
-            stored,
-        )
+        record = _record(model, settings, decisive)
+        training = TrainingRun(target, checkpoint, manifest.name, decisive, record, stored)
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, track, overwrite=start.overwrite)
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
@@ -195,9 +165,8 @@ def train(
         processes.wait_for_everyone()
         start.announce(schedule)
         started = time.monotonic()
-        trainer = _make_trainer(
-            model, training, texts, schedule, settings, run, is_half=checkpoint.running_dtype == "BF16"
-        )
+        is_half = checkpoint.running_dtype == "BF16"
+        trainer = _make_trainer(model, training, texts, schedule, settings, run, is_half=is_half)
         with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
             trainer.add_callback(RunReport(advance, training))
             with reporting(trainer, reports, training, is_main=processes.is_main_process, resume=start.resume):
@@ -206,6 +175,62 @@ def train(
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
     return describe_run(trainer, training, schedule, time.monotonic() - started)
+
+
+def _open(path: Path, settings: TrainingSettings) -> tuple[Checkpoint, Manifest]:
+    """The expansion to train, in a folder of its own files."""
+    checkpoint, manifest = open_expansion(path, settings.name)
+    refuse_fused(path, manifest)
+    refuse_linked(path, manifest)
+    check_numbering(checkpoint, manifest)
+    return checkpoint, manifest
+
+
+def _sources(
+    data: Sequence[str | Path], eval_data: EvalData, settings: TrainingSettings
+) -> dict[str, Sequence[str | Path]]:
+    """Where texts come from, by what they are for; what is no source is refused."""
+    files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
+    files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
+    for text in (name for names in files.values() for name in names):
+        parse_source(text)
+    return files
+
+
+def _check_ways(checkpoint: Checkpoint, manifest: Manifest, settings: TrainingSettings, run: RunOptions) -> None:
+    """Check that this expansion can be trained in the ways that are asked for."""
+    check_quantisation(checkpoint, manifest, settings.base_quantization, run)
+    if settings.routed and manifest.routing is None:
+        raise TrainingError(
+            f"{checkpoint.path}: has no router between the base and {manifest.name} alone, expected one for --routed. "
+            "Write it first, for a folder of that expansion alone: scale-surgery route-export."
+        )
+    check_gates(checkpoint.path, manifest.plan, settings)
+
+
+def _check_target(target: Path, checkpoint: Checkpoint, settings: TrainingSettings, start: TrainingStart) -> None:
+    """Check that the output can be written, or that its run can go on."""
+    if start.resume:
+        check_resumable(target, asdict(settings))
+    else:
+        if not start.overwrite:
+            refuse_unfinished(target)
+        check_target(target, [checkpoint.path], overwrite=start.overwrite)
+        copied = checkpoint.tensors.values() if start.base_weights == "copy" else ()
+        check_space(target, sum(info.bytes for info in copied))
+    if target.resolve() == checkpoint.path.resolve():
+        raise TrainingError(f"{target}: is the model to train, expected another output folder. Choose one with -o.")
+
+
+def _join(run: RunOptions) -> PartialState:
+    """The processes that train together, one where none was launched."""
+    from accelerate import DistributedType, PartialState
+
+    # the others wait while the first process hashes the base and copies it
+    processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
+    if processes.distributed_type == DistributedType.DEEPSPEED:
+        raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
+    return processes
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
