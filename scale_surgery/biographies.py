@@ -191,9 +191,9 @@ def first_token_accuracy(
     """Score a causal model on the first token of each answer, the hard accuracy: a share from 0 to 1."""
     if not questions:
         raise ValueError("there are no questions to score")
-    from scale_surgery.running.documents import Document
     from scale_surgery.running.loss import measure
-    from scale_surgery.running.texts import tokenize
+    from scale_surgery.text.documents import Document
+    from scale_surgery.text.tokenizing import tokenize
 
     # an answer counts when its first token, with the leading space, has the largest logit after the prompt
     documents = [Document(question.prompt, f" {question.answer}", question.attribute) for question in questions]

@@ -261,9 +261,9 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
     """Train every parameter of the base on the same sequences, for comparison."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer
 
-    from scale_surgery.running.documents import read_documents
     from scale_surgery.running.loading import quiet_transformers
-    from scale_surgery.running.texts import collate, pack, tokenize
+    from scale_surgery.text.documents import read_documents
+    from scale_surgery.text.tokenizing import collate, pack, tokenize
     from scale_surgery.training.arguments import make_arguments
     from scale_surgery.training.trainer import Advance
 

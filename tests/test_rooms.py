@@ -22,6 +22,7 @@ ROOMS = [
     "checkpoint",
     "modeling",
     "planning",
+    "text",
     "running",
     "deriving",
     "biographies",

@@ -43,7 +43,7 @@ from benchmarks.language.text import read_text, write_texts
 from benchmarks.records import append_line, read_lines
 from scale_surgery import PosteriorRouter, Request, expand, merge
 from scale_surgery.planning.new_tokens import NewTokens
-from scale_surgery.running.new_tokens import choose_new_tokens
+from scale_surgery.running.learned_tokens import choose_new_tokens
 
 RECORDS = Path(__file__).with_name("new_tokens.jsonl")
 # characters of held-out text in each language

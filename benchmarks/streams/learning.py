@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.biography.runs import stepping
 from benchmarks.biography.train_model import CONTEXT, batches
 from scale_surgery.progress import no_track
-from scale_surgery.running.texts import pack
+from scale_surgery.text.tokenizing import pack
 from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
 from scale_surgery.training.rehearsal import divergence
 

@@ -10,7 +10,7 @@ import click
 from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import OLD_HELP, TEXTS, output_options, reading_options, take_fields
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
-from scale_surgery.running.sources import NO_OLD_TEXT
+from scale_surgery.text.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output

@@ -96,11 +96,11 @@ def generate_command(
         _write_samples(model, outputs[0], samples, out, options)
         return
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.running.documents import read_questions
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.answers import AnswerPrinter
     from scale_surgery.talking.generate import generate, write_answers
     from scale_surgery.talking.records import Look
+    from scale_surgery.text.documents import read_questions
 
     check_output_files(outputs, [model, *files])
     asked = [*prompts, *read_questions(files)] or [_from_stdin()]

@@ -21,7 +21,7 @@ from scale_surgery.errors import SurgeryError
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import WINDOWS, Probes, RunOptions
-from scale_surgery.running.sources import NO_OLD_TEXT
+from scale_surgery.text.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output

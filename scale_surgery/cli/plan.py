@@ -46,7 +46,8 @@ def make_request(
     options: dict[str, Any], model: str, revision: str | None, run: RunOptions, out: Output
 ) -> Request | None:
     """A request from command line options; None where neither layers nor new tokens were given."""
-    from scale_surgery.running.new_tokens import ChosenTokens, find_new_tokens
+    from scale_surgery.running.learned_tokens import ChosenTokens
+    from scale_surgery.running.new_tokens import find_new_tokens
     from scale_surgery.show.tables import render_chosen_tokens
 
     tokens = find_new_tokens(model, take_fields(TokenSource, options), revision=revision, run=run, track=out.track)

@@ -8,7 +8,7 @@ import click
 
 from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import code_of, model_options, output_options, run_options, take_fields, usual_options
-from scale_surgery.running.serve import Address
+from scale_surgery.talking.serve import Address
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -33,8 +33,8 @@ def serve_command(model: str, out: Output, **options: Any) -> None:
     Example: scale-surgery serve ROUTED --port 8000
     """
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.running.serve import serve
     from scale_surgery.show.tables_push import render_served
+    from scale_surgery.talking.serve import serve
 
     address, run = take_fields(Address, options), take_fields(RunOptions, options)
     serve(model, address, run=run, ready=lambda served: out.show(served, render_served(served)), **options)

@@ -23,13 +23,13 @@ from scale_surgery.surgery.parts import base_tokenizer
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
-    from scale_surgery.running.documents import Document
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.documents import Document
+    from scale_surgery.text.sequences import Sequences
 
 
 def read_sides(files: Mapping[str, Sequence[str | Path]]) -> dict[str, list[Document]]:
     """The documents of old and of new texts."""
-    from scale_surgery.running.documents import read_documents
+    from scale_surgery.text.documents import read_documents
 
     documents = {side: list(read_documents(texts)) for side, texts in files.items()}
     empty = [
@@ -189,7 +189,7 @@ def sequences_of(
     subject: Subject, tokenizer: Any, documents: Mapping[str, Sequence[Document]], length: int, step: int
 ) -> dict[str, Sequences]:
     """Turn documents into windows of the tokens that a model reads by its tokenizer, or by its base's."""
-    from scale_surgery.running.texts import stride, tokenize
+    from scale_surgery.text.tokenizing import stride, tokenize
 
     texts = {}
     for side, some in documents.items():

@@ -24,12 +24,12 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.processes import join_processes
-from scale_surgery.running.sources import NO_OLD_TEXT
+from scale_surgery.text.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-    from scale_surgery.running.documents import Document
+    from scale_surgery.text.documents import Document
 
 
 @dataclass(frozen=True)

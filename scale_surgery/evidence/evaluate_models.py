@@ -26,7 +26,7 @@ from scale_surgery.surgery.parts import link_base
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.sequences import Sequences
 
 MeterKind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
 

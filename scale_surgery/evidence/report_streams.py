@@ -62,9 +62,9 @@ def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
 
 def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, run: RunOptions) -> list[Batch]:
     """Texts cut into windows, one after the other, prompts of questions included."""
-    from scale_surgery.running.documents import read_files
     from scale_surgery.running.prompts import Batch
-    from scale_surgery.running.texts import collate
+    from scale_surgery.text.documents import read_files
+    from scale_surgery.text.tokenizing import collate
 
     documents = [document for file_documents in read_files(texts).values() for document in file_documents]
     (subject,) = open_subjects([path], run)

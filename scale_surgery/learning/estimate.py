@@ -16,10 +16,10 @@ from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
-from scale_surgery.running.chat_template import tokenize_chat
-from scale_surgery.running.documents import read_documents
-from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.text.chat_template import tokenize_chat
+from scale_surgery.text.documents import read_documents
+from scale_surgery.text.sources import parse_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,8 +25,8 @@ from scale_surgery.checkpoint.staging import check_target, staged
 from scale_surgery.errors import DataError, PlanError
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, problems_of
 from scale_surgery.progress import Progress, Track, no_track
-from scale_surgery.running.documents import Document, read_documents
-from scale_surgery.running.sources import parse_source
+from scale_surgery.text.documents import Document, read_documents
+from scale_surgery.text.sources import parse_source
 
 TextSide = Literal["calibrate", "measure"]
 ASIDE: tuple[TextSide, ...] = get_args(TextSide)

@@ -45,9 +45,9 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
 from scale_surgery.running.processes import count_launched
-from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
+from scale_surgery.text.sources import parse_source
 from scale_surgery.training.settings import check_gates
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.running.sources import NO_OLD_TEXT
+from scale_surgery.text.sources import NO_OLD_TEXT
 
 # names of the rows of an evaluation by kind, with a router and without
 NAMES = {

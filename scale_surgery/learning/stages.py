@@ -39,7 +39,8 @@ from scale_surgery.planning.saved import save_plan
 from scale_surgery.progress import Track
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
-from scale_surgery.running.new_tokens import ChosenTokens, find_new_tokens
+from scale_surgery.running.learned_tokens import ChosenTokens
+from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.commands import changed_options, command
 from scale_surgery.surgery.expand import expand

@@ -34,14 +34,14 @@ from scale_surgery.routing.choice import (
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.sweep import SweepTexts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
-from scale_surgery.running.sources import NO_OLD_TEXT
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
 from scale_surgery.surgery.routers import is_even, routing_of, weights_of
+from scale_surgery.text.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
-    from scale_surgery.running.documents import Document
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.documents import Document
+    from scale_surgery.text.sequences import Sequences
 
 # measurement by text
 SIDES = {"old": "forgetting", "new": "learning"}
@@ -244,7 +244,7 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
 def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> SweepTexts:
     """Windows of both sides, and the beginnings of old texts."""
     from scale_surgery.routing.short_prompts import beginnings
-    from scale_surgery.running.texts import number_windows, stride
+    from scale_surgery.text.tokenizing import number_windows, stride
 
     # no document is as long as this, so each is one sequence
     whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)

@@ -19,8 +19,8 @@ from scale_surgery.modeling.expanded_routing import TokenScores, weigh
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing.watched import Observer, observed_by
 from scale_surgery.running.loss import Measurement, reading_order
-from scale_surgery.running.sequences import PROMPT, Sequences
-from scale_surgery.running.texts import collate, pad
+from scale_surgery.text.sequences import PROMPT, Sequences
+from scale_surgery.text.tokenizing import collate, pad
 
 # most numbers of a batch; each batch costs a walk through its longest window
 BATCH_NUMBERS = 2**22

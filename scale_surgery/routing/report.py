@@ -26,8 +26,8 @@ from scale_surgery.surgery.routers import routing_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.running.documents import Document
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.documents import Document
+    from scale_surgery.text.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def route_report(
             tokenizer that loads.
         CheckpointError: If the model cannot be found or loaded, is not expanded, or has no router.
     """
-    from scale_surgery.running.documents import read_files
+    from scale_surgery.text.documents import read_files
 
     documents = read_files(listed(texts))
     routing, paths = routing_of(model, open_model(model, revision)[1])
@@ -92,8 +92,8 @@ def write_tokens(report: RouteReport, file: Path) -> None:
 
 
 def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[FileTokens]:
-    from scale_surgery.running.sequences import Sequences
-    from scale_surgery.running.texts import stride
+    from scale_surgery.text.sequences import Sequences
+    from scale_surgery.text.tokenizing import stride
 
     # no document is as long as this, so each is one sequence
     whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)

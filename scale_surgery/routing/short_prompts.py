@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scale_surgery.routing.outcome import ShortPrompt, ShortPrompts, mean_with_error
 from scale_surgery.routing.path_scores import PathBatch, Weigh, weight_of
-from scale_surgery.running.sequences import Sequences
+from scale_surgery.text.sequences import Sequences
 
 # tokens of the longest short prompt
 LONGEST = 8

@@ -25,7 +25,7 @@ from scale_surgery.surgery.routers import describe_router, is_even
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch, PathLosses, Weigh
     from scale_surgery.routing.short_prompts import Beginnings
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.sequences import Sequences
 
 # of equal settings the first wins, so defaults and round numbers come first
 PRIORS = (0.5, 0.2, 0.8, 0.05, 0.95, 0.01, 0.99)

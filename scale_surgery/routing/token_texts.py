@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scale_surgery.running.documents import Document
+    from scale_surgery.text.documents import Document
 
 REPLACEMENT = "\ufffd"
 # most bytes of a character in UTF-8, and so most tokens to wait for its end

@@ -1,1 +1,1 @@
-"""A model in memory: load it, read its texts, probe it, measure its loss, freeze it."""
+"""A model in memory: load it, tokenize for it, add to its tokens, probe it, measure its loss, freeze it."""

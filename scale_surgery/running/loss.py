@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accelerate import PartialState
     from torch import Tensor
 
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.sequences import Sequences
 
 # logits that are taken to float32 at a time: 64 MiB, whatever the size of the batch and of the vocabulary
 LOGITS_AT_ONCE = 2**24
@@ -123,7 +123,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def _measure_batch(model: Any, rows: Sequence[dict[str, Tensor]]) -> Measurement:
-    from scale_surgery.running.texts import collate, pad
+    from scale_surgery.text.tokenizing import collate, pad
 
     batch = collate(rows)
     device = next(model.parameters()).device
@@ -142,7 +142,7 @@ def _measure_tokens(logits: Tensor, labels: Tensor, row: Tensor, column: Tensor)
     """Score the tokens that stand after `column` in `row`; both (tokens,)."""
     from torch.nn import functional
 
-    from scale_surgery.running.sequences import PROMPT
+    from scale_surgery.text.sequences import PROMPT
 
     chosen = logits[row.to(logits.device), column.to(logits.device)].float()  # (tokens, v)
     targets = labels[row, column + 1].to(logits.device)

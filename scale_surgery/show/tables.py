@@ -22,8 +22,8 @@ from scale_surgery.surgery.routers import describe_router
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection
+    from scale_surgery.running.learned_tokens import ChosenTokens, SavingToken
     from scale_surgery.running.loss import Measurement
-    from scale_surgery.running.new_tokens import ChosenTokens, SavingToken
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped

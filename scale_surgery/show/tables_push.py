@@ -12,7 +12,7 @@ from scale_surgery.show.tables import format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.hub.push import Pushed
-    from scale_surgery.running.serve import Served
+    from scale_surgery.talking.serve import Served
 
 ORIGINS = {"base": "the base's, as it is", "model": "", "written": "written for the repository"}
 FORMS = {

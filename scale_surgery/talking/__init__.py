@@ -1,1 +1,1 @@
-"""A model that answers: generate for scripts, chat in a terminal, and which path each token came from."""
+"""A model that answers: generate for scripts, chat in a terminal, transformers' own server."""

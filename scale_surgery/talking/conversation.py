@@ -63,7 +63,7 @@ class Conversation:
         self.turns = self.before = []
 
     def _encode(self, turns: Sequence[Answer], message: str, settings: GenerationSettings) -> Sequence[int]:
-        from scale_surgery.running.texts import tokenize_prompts
+        from scale_surgery.text.tokenizing import tokenize_prompts
 
         if self.has_template:
             return self._fill_template(turns, message, settings)

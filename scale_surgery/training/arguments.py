@@ -15,7 +15,7 @@ from scale_surgery.training.settings import TrainingSettings
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.sequences import Sequences
 
 PARTS_OF_A_RUN = 10
 MOST_STEPS_BETWEEN_LOGS = 10

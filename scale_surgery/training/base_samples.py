@@ -21,14 +21,14 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import DataError, TrainingError
 from scale_surgery.progress import Track
 from scale_surgery.running.context import choose_length, context_of
-from scale_surgery.running.documents import read_questions
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.loss import evaluating
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.sequences import Sequences, concatenate
-from scale_surgery.running.texts import pack, tokenize_prompts
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.text.documents import read_questions
+from scale_surgery.text.sequences import Sequences, concatenate
+from scale_surgery.text.tokenizing import pack, tokenize_prompts
 from scale_surgery.training.settings import TrainingSettings
 from scale_surgery.training.training_texts import made_by_one
 

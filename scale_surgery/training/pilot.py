@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.progress import Track
-from scale_surgery.running.sequences import Sequences
-from scale_surgery.running.texts import collate
+from scale_surgery.text.sequences import Sequences
+from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.ranking import RankingSettings
 
 WARM_UP = 0.06  # share of the steps, as in `train`

@@ -31,7 +31,7 @@ from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
 from scale_surgery.training.ranking import LayerChange, Ranking, RankingSettings
 
 if TYPE_CHECKING:
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.sequences import Sequences
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 # by default no text is read more often, as a text learned by heart says little of layers
@@ -147,8 +147,8 @@ def _read_text(
     vocabulary: int,
 ) -> Sequences:
     """The text as token sequences, all of one length but the last."""
-    from scale_surgery.running.documents import read_documents
-    from scale_surgery.running.texts import pack, tokenize, without_unscored
+    from scale_surgery.text.documents import read_documents
+    from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
 
     if not (files := list(map(Path, listed(data)))):
         raise DataError("There is no text for the pilot. Give files with --data.")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import evaluating
-from scale_surgery.running.sequences import Sequences
-from scale_surgery.running.texts import collate
+from scale_surgery.text.sequences import Sequences
+from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.settings import TrainingSettings
 
 # most float32 numbers held at once beside the logits

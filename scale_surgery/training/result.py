@@ -13,7 +13,7 @@ from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_mea
 from scale_surgery.training.settings import SAMPLE
 
 if TYPE_CHECKING:
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
 # the least fall of the loss, as a share, for which a run gives no warning

@@ -29,7 +29,6 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import LONGEST_WAIT
-from scale_surgery.running.sources import parse_source
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
     Manifest,
@@ -39,6 +38,7 @@ from scale_surgery.surgery.record import (
     refuse_linked,
     tool_versions,
 )
+from scale_surgery.text.sources import parse_source
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
     TrainingSchedule,
@@ -70,7 +70,7 @@ from scale_surgery.training.settings import (
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-    from scale_surgery.running.sequences import Sequences
+    from scale_surgery.text.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
 
@@ -301,7 +301,7 @@ def _make_trainer(
     *,
     is_half: bool,
 ) -> ExpansionTrainer:
-    from scale_surgery.running.texts import collate
+    from scale_surgery.text.tokenizing import collate
     from scale_surgery.training.rehearsal import make_rehearsal
     from scale_surgery.training.trainer import ExpansionTrainer
 

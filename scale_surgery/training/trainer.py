@@ -26,7 +26,7 @@ from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.gates import gated_blocks
 from scale_surgery.running.loss import Measurement, measure
-from scale_surgery.running.sequences import Sequences
+from scale_surgery.text.sequences import Sequences
 from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
 from scale_surgery.training.resume_state import reading_state

@@ -21,10 +21,13 @@ from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import CheckpointError, DataError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
-from scale_surgery.running.documents import Document, read_documents
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.saved_datasets import digest_of
-from scale_surgery.running.sequences import (
+from scale_surgery.running.tokenizer import digest_tokenizer, need_tokenizer
+from scale_surgery.surgery.parts import base_tokenizer
+from scale_surgery.surgery.record import Manifest
+from scale_surgery.text.documents import Document, read_documents
+from scale_surgery.text.saved_datasets import digest_of
+from scale_surgery.text.sequences import (
     NO_TEXT,
     NOTHING_SCORED,
     Sequences,
@@ -32,12 +35,9 @@ from scale_surgery.running.sequences import (
     concatenate,
     from_arrays,
 )
-from scale_surgery.running.sources import TextSource, parse_source
-from scale_surgery.running.text_files import readable
-from scale_surgery.running.texts import pack, read_tokens, scored_ones, stride, tokenize
-from scale_surgery.running.tokenizer import digest_tokenizer, need_tokenizer
-from scale_surgery.surgery.parts import base_tokenizer
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.text.sources import TextSource, parse_source
+from scale_surgery.text.text_files import readable
+from scale_surgery.text.tokenizing import pack, read_tokens, scored_ones, stride, tokenize
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
 # texts of this many bytes and more are cached; smaller ones are tokenized in seconds
@@ -160,7 +160,7 @@ def read_texts(
 
 def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes: Any, track: Track) -> StoredSequences:
     """Sequences in the cache, which one process fills."""
-    from scale_surgery.running.token_cache import open_stored, store
+    from scale_surgery.text.token_cache import open_stored, store
 
     folder = None if cache is None else str(cache)
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import corpus
-from scale_surgery.running.documents import read_documents
+from scale_surgery.text.documents import read_documents
 
 
 def test_a_corpus_has_the_size_that_it_should(tmp_path: Path) -> None:

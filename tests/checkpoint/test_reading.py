@@ -38,8 +38,8 @@ from scale_surgery import (
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, differing_keys, parse_json, read_bytes
 from scale_surgery.errors import CheckpointError, DataError
-from scale_surgery.running.documents import read_documents
 from scale_surgery.running.prompts import read_prompts
+from scale_surgery.text.documents import read_documents
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,14 @@ from scale_surgery import (
 )
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.running import loss as measure
-from scale_surgery.running.documents import Document
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.loss import Measurement
-from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
-from scale_surgery.running.texts import stride, tokenize
+from scale_surgery.text.documents import Document
+from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
+from scale_surgery.text.tokenizing import stride, tokenize
 from tests.command import run
 from tests.conftest import Bars, edited, flip, load, refusal, shake
-from tests.running.test_texts import letters, lines
+from tests.text.test_tokenizing import letters, lines
 from tests.tiny import save_tiny
 
 QUESTIONS = [Document("ab?", " cd", ""), Document("where is it?", " there", ""), Document("q?", " z", "")]

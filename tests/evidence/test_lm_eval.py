@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from scale_surgery import Request, expand
-from scale_surgery.running.documents import Document
 from scale_surgery.running.loss import measure
-from scale_surgery.running.sequences import IGNORED, Sequences
-from scale_surgery.running.texts import tokenize
+from scale_surgery.text.documents import Document
+from scale_surgery.text.sequences import IGNORED, Sequences
+from scale_surgery.text.tokenizing import tokenize
 from tests.conftest import load, shake
 from tests.evidence.test_evaluate import with_tokenizer
-from tests.running.test_texts import letters
+from tests.text.test_tokenizing import letters
 from tests.tiny import save_tiny
 
 pytestmark = [

@@ -19,7 +19,7 @@ import scale_surgery as s
 from scale_surgery.cli.program import main
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
-from scale_surgery.running.documents import read_documents
+from scale_surgery.text.documents import read_documents
 from tests.fuzz.requests import draw_request, draw_routing
 from tests.fuzz.seeds import BASES, EXPANDED, WHOLE
 from tests.hub_server import running

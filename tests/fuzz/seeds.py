@@ -20,7 +20,7 @@ from scale_surgery import (
 from scale_surgery.planning.saved import save_plan
 from tests.conftest import load
 from tests.interrupted_steps import run_apart, train_and_die_at_the_end
-from tests.running.test_texts import letters
+from tests.text.test_tokenizing import letters
 from tests.tiny import save_tiny
 
 BASES = ("base", "sharded")

@@ -11,7 +11,7 @@ import pytest
 from scale_surgery import DataError, HeldOut, HoldOutSettings, PlanError, hold_out
 from scale_surgery.errors import CheckpointError
 from scale_surgery.learning.hold_out import ASIDE, LEARN, part_file
-from scale_surgery.running.documents import Document, read_documents
+from scale_surgery.text.documents import Document, read_documents
 from tests.command import run
 from tests.conftest import digests
 

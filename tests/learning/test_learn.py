@@ -35,7 +35,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.running.new_tokens import choose_new_tokens
+from scale_surgery.running.learned_tokens import choose_new_tokens
 from scale_surgery.show.pages.learned import _sections
 from tests import command
 from tests.conftest import digests, edited, refusal

@@ -50,18 +50,18 @@ from scale_surgery.routing.path_scores import (
 )
 from scale_surgery.routing.short_prompts import Beginnings, beginnings
 from scale_surgery.routing.sweep import Measured, Reference, round_threshold, settings_of
-from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import Measurement
-from scale_surgery.running.texts import collate, pad, stride, tokenize
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
 from scale_surgery.surgery.routers import router_of, weights_of
+from scale_surgery.text.documents import read_documents
+from scale_surgery.text.tokenizing import collate, pad, stride, tokenize
 from tests.command import run
 from tests.conftest import Bars, digests, edited, load, refusal, shake
 from tests.each import mostly
 from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
-from tests.running.test_texts import ALPHABET, letters, lines
+from tests.text.test_tokenizing import ALPHABET, letters, lines
 from tests.tiny import save_tiny
 
 STORY = "the quick brown fox jumps over the lazy dog and sleeps until the sun is up again over the hills of home"

@@ -25,7 +25,7 @@ from tests.composed import Made, mixed
 from tests.conftest import load, shown
 from tests.routing.test_calibrate import free
 from tests.routing.test_report import START
-from tests.running.test_texts import lines
+from tests.text.test_tokenizing import lines
 
 NAMES = ("medicine", "law", "music")
 OLD = ("the quick brown fox jumps over the lazy dog", "and sleeps until the sun is up")

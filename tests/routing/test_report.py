@@ -33,15 +33,15 @@ from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report, write_tokens
 from scale_surgery.routing.token_texts import token_texts
-from scale_surgery.running.documents import Document
-from scale_surgery.running.texts import tokenize
 from scale_surgery.show.pages.routing import render_page, write_page
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
 from scale_surgery.show.visible import visible, visible_line, visible_text
+from scale_surgery.text.documents import Document
+from scale_surgery.text.tokenizing import tokenize
 from tests.command import run
 from tests.conftest import edited, refusal, shake, shown
 from tests.each import mostly
-from tests.running.test_texts import letters, lines
+from tests.text.test_tokenizing import letters, lines
 from tests.tiny import save_tiny
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

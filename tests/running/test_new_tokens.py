@@ -17,8 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.planning.new_tokens import NewTokens, extended_tokenizer, extended_tokenizer_config, token_ids
-from scale_surgery.running import new_tokens as module
-from scale_surgery.running.new_tokens import ChosenTokens, choose_new_tokens, read_new_tokens
+from scale_surgery.running import learned_tokens
+from scale_surgery.running.learned_tokens import ChosenTokens, choose_new_tokens
+from scale_surgery.running.new_tokens import read_new_tokens
 from tests.conftest import refusal
 
 ENGLISH = ["hello world the year is and lines and spaces and two worlds of the dogs"] * 5
@@ -373,7 +374,7 @@ def test_what_no_two_tokens_share_is_learned_no_further(bases, tmp_path) -> None
 
 
 def test_memory_is_bounded_by_forgetting_the_rarest_words(bases, german, chosen, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_WORDS", 3)
+    monkeypatch.setattr(learned_tokens, "MOST_WORDS", 3)
 
     choice = choose_new_tokens(bases["qwen"].path, [german], 40, 320)
 

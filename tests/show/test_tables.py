@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scale_surgery.planning.new_tokens import NewTokens
-from scale_surgery.running.new_tokens import ChosenTokens, SavingToken
+from scale_surgery.running.learned_tokens import ChosenTokens, SavingToken
 from scale_surgery.show.tables import render_chosen_tokens
 from tests.conftest import shown
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from scale_surgery.errors import PlanError
 from scale_surgery.progress import no_track
-from scale_surgery.running.documents import read_documents
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.text.documents import read_documents
 from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
 from tests.command import run
 from tests.composed import make_speaking

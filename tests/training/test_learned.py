@@ -30,13 +30,13 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.learning.estimate import count_tokens
 from scale_surgery.progress import no_track
-from scale_surgery.running import documents
-from scale_surgery.running.documents import read_documents
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.sequences import Sequences, StoredSequences
-from scale_surgery.running.texts import pack, tokenize, without_unscored
-from scale_surgery.running.token_cache import open_stored
 from scale_surgery.surgery.record import read_manifest
+from scale_surgery.text import documents
+from scale_surgery.text.documents import read_documents
+from scale_surgery.text.sequences import Sequences, StoredSequences
+from scale_surgery.text.token_cache import open_stored
+from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
 from scale_surgery.training import training_texts
 from scale_surgery.training.training_texts import read_texts
 from tests.conftest import Bars, digests, edited, refusal

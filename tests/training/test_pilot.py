@@ -13,8 +13,8 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.deriving.base import read_base
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import no_track
-from scale_surgery.running.sequences import Sequences
-from scale_surgery.running.texts import collate
+from scale_surgery.text.sequences import Sequences
+from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.pilot import run_pilot, share_of_rate
 from scale_surgery.training.ranking import RankingSettings
 from tests.conftest import load

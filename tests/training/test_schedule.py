@@ -17,11 +17,11 @@ from scale_surgery import EvalData, Request, RunOptions, TrainingSettings, Train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import TrainingError
 from scale_surgery.progress import Progress
-from scale_surgery.running.documents import read_documents
 from scale_surgery.running.loss import measure
-from scale_surgery.running.sequences import Sequences
-from scale_surgery.running.texts import pack, tokenize
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.text.documents import read_documents
+from scale_surgery.text.sequences import Sequences
+from scale_surgery.text.tokenizing import pack, tokenize
 from scale_surgery.training.arguments import TrainingSchedule, training_schedule
 from scale_surgery.training.result import LossChange, loss_warnings
 from scale_surgery.training.train import MOST_SAMPLED, sample_of

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import DataError
-from scale_surgery.running import documents
-from scale_surgery.running.documents import Document, in_pieces, read_documents
-from scale_surgery.running.sequences import IGNORED, PROMPT, Sequences
-from scale_surgery.running.texts import collate, pack, stride, tokenize, without_unscored
+from scale_surgery.text import documents
+from scale_surgery.text.documents import Document, in_pieces, read_documents
+from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
+from scale_surgery.text.tokenizing import collate, pack, stride, tokenize, without_unscored
 from tests.conftest import refusal
 
 PAD, START, END, UNKNOWN = range(4)

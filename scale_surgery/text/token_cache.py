@@ -15,8 +15,8 @@ import datasets
 import pyarrow as pa
 
 from scale_surgery.errors import DataError
-from scale_surgery.running.saved_datasets import library_error, quiet_datasets
-from scale_surgery.running.sequences import Digest, Sequences, StoredSequences
+from scale_surgery.text.saved_datasets import library_error, quiet_datasets
+from scale_surgery.text.sequences import Digest, Sequences, StoredSequences
 
 FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "labels")})
 

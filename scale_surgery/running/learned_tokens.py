@@ -1,7 +1,8 @@
-"""Go on with the merges of a byte pair encoding where its training ended.
+"""Learn new tokens from a text: those that save most on it.
 
-The base's merges come first wherever a text is read, and no new merge makes a token that the base has. So the text is
-read by the base, each of its tokens is written as one character, and the tokenizers library learns from that.
+The merges of the base's byte pair encoding are gone on with where its training ended. They come first wherever a text
+is read, and no new merge makes a token that the base has. So the text is read by the base, each of its tokens is
+written as one character, and the tokenizers library learns from that.
 
     "für Straße"  --base-->  f ü r ▁ S t r a <0xC3> <0x9F> e  --one character a token-->  words  --BpeTrainer-->  merges
 """
@@ -11,13 +12,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
-from scale_surgery.planning.new_tokens import ADDED_TOKENS, token_ids
+from scale_surgery.errors import DataError, PlanError
+from scale_surgery.planning.new_tokens import ADDED_TOKENS, NewTokens, token_ids
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.base_tokenizer import check_as_before, extend, ids_of, open_base
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import load_tokenizer
+from scale_surgery.text.documents import in_pieces, read_documents
+from scale_surgery.text.sources import parse_source
+from scale_surgery.text.tokenizing import in_groups
 
+GIVE_A_FILE = "Name the tokens yourself: --new-tokens FILE, one a line."
+# distinct words of a text that are kept; the rarest are forgotten
+MOST_WORDS = 1_000_000
+MOST_SHOWN = 10
 # the character of the base's token with the id 0
 FIRST_CHARACTER = 0x10000
 # what a word of SentencePiece begins with
@@ -29,6 +43,152 @@ LONGEST_WORD = 64
 LEAST_OFTEN = 2
 # words, or repetitions of one, that the library is given at once
 AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class SavingToken:
+    """A new token and what it saves.
+
+    Attributes:
+        token: As tokenizer.json writes it.
+        text: How it reads behind another token.
+        count: How often it stands in the text, where it is no part of a longer one.
+        pieces: Tokens of the base that stood in its place.
+    """
+
+    token: str
+    text: str
+    count: int
+    pieces: int
+
+    @property
+    def saved(self) -> int:
+        """Tokens that the text has fewer."""
+        return self.count * (self.pieces - 1)
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """Tokens that save most on a text, and what they save.
+
+    Attributes:
+        new_tokens: The tokens; the first of them are those that fewer would be.
+        wanted: How many were asked for; there are fewer where no pair stands in the text twice any more.
+        characters: Characters of the text.
+        bytes: Its bytes in UTF-8.
+        tokens_before: Its tokens with the base's tokenizer.
+        tokens_after: Its tokens with a quarter of the new tokens, half of them and all, by their number.
+        most_saving: The tokens that save most.
+    """
+
+    new_tokens: NewTokens
+    wanted: int
+    characters: int
+    bytes: int
+    tokens_before: int
+    tokens_after: Mapping[int, int]
+    most_saving: tuple[SavingToken, ...]
+
+
+def choose_new_tokens(
+    model: Path,
+    texts: Sequence[str | Path],
+    count: int,
+    rows: int,
+    run: RunOptions = RunOptions(),
+    track: Track = no_track,
+) -> ChosenTokens:
+    """Choose the tokens that save most on a text, by going on with the merges of the base's byte pair encoding."""
+    if count < 1:
+        raise PlanError(f"--count is {count}, expected at least 1.")
+    base = open_base(model, load_tokenizer(model, run), rows)
+    backend = json.loads(base.loaded.backend_tokenizer.to_str())
+    if (kind := backend["model"]["type"]) != "BPE":
+        raise DataError(
+            f"{model}: its tokenizer is of the kind {kind}, expected BPE, whose merges can be gone on with. "
+            + GIVE_A_FILE
+        )
+    alphabet = Alphabet(backend)
+    # memory is bounded: of a text with more than a million different words the rarest are left out
+    words, sizes = _count_words(backend, texts, alphabet, track)
+    # every next token joins the two neighbours that stand side by side most often (Sennrich et al., 2016)
+    merges = learn_merges(words, count, alphabet)
+    if not merges:
+        raise DataError(
+            f"{', '.join(map(str, texts))}: no two tokens that could become a new one stand in it side by side twice. "
+            "Give more text."
+        )
+    names = {merge.joined: merge.token for merge in merges}
+    tokens = tuple(dict.fromkeys(names.values()))
+    new = NewTokens(tokens, tuple(merge.written for merge in merges if merge.written))
+    joined = {
+        number: count_joined(words, merges_of(merges, tokens[:number]))
+        for number in [max(1, len(tokens) // part) for part in (4, 2, 1)]
+    }
+    extended = extend(base, new, run)
+    # the base's merges come first wherever a text is read, so a text in which no new pair stands keeps its tokens
+    check_as_before(base, extended, new)
+    saved = {
+        number: {spelling: often * (alphabet.count_pieces(spelling) - 1) for spelling, often in counts.items()}
+        for number, counts in joined.items()
+    }
+    most = sorted(saved[len(tokens)].items(), key=lambda pair: (-pair[1], names[pair[0]]))[:MOST_SHOWN]
+    return ChosenTokens(
+        new,
+        count,
+        sizes["characters"],
+        sizes["bytes"],
+        sizes["tokens"],
+        {number: sizes["tokens"] - sum(each.values()) for number, each in saved.items()},
+        tuple(
+            SavingToken(
+                names[spelling],
+                _reads_as(extended, names[spelling]),
+                joined[len(tokens)][spelling],
+                alphabet.count_pieces(spelling),
+            )
+            for spelling, _ in most
+        ),
+    )
+
+
+def _reads_as(tokenizer: Any, token: str) -> str:
+    """The text of a token behind another, where it keeps the space that it may begin with."""
+    before, backend = ids_of(tokenizer, "a"), tokenizer.backend_tokenizer
+    text: str = backend.decode([*before, backend.token_to_id(token)])
+    return text.removeprefix(backend.decode(before))
+
+
+def _count_words(
+    backend: Mapping[str, Any], texts: Sequence[str | Path], alphabet: Alphabet, track: Track
+) -> tuple[Counter[str], Counter[str]]:
+    """The words of texts and how often they stand, and sizes of the texts."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(json.dumps(backend))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    words: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    with track("texts", sum(parse_source(text).bytes for text in texts)) as advance:
+        documents = chain.from_iterable(map(in_pieces, read_documents(texts, advance, whole=False)))
+        for some in in_groups(documents):
+            read = [text for document in some for text in (document.prompt, document.text) if text]
+            sizes["characters"] += sum(map(len, read))
+            sizes["bytes"] += sum(len(text.encode()) for text in read)
+            for encoding in tokenizer.encode_batch(read, add_special_tokens=False):
+                sizes["tokens"] += len(encoding.ids)
+                words.update(alphabet.words(encoding))
+            _forget_rarest(words)
+    del words[""]
+    return words, sizes
+
+
+def _forget_rarest(words: Counter[str]) -> None:
+    while len(words) > MOST_WORDS:
+        least = min(words.values())
+        for word in [word for word, count in words.items() if count == least]:
+            del words[word]
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ from scale_surgery import (
 from scale_surgery.biographies import people, questions
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.running import serve as serving
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.tables_push import render_served
+from scale_surgery.talking import serve as serving
 from tests.command import run
 from tests.composed import Made
 from tests.conftest import edited, shake
@@ -111,7 +111,7 @@ def test_paths_of_a_composed_folder_compute_on_one_thread_each_as_it_is_alone(
     known, (made, folder) = importlib.import_module("transformers"), speaking
     from transformers.cli.serving.model_manager import ModelManager
 
-    from scale_surgery.running.server import InferenceThread, OnePath
+    from scale_surgery.talking.server import InferenceThread, OnePath
 
     (name,) = open_checkpoint(folder).config["architectures"]
     monkeypatch.setattr(known, name, None, raising=False)  # taken away afterwards
@@ -161,7 +161,7 @@ def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.Mon
 
 
 def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
-    from scale_surgery.running.server import CHAT, COMPLETIONS, Refusal, check_fields
+    from scale_surgery.talking.server import CHAT, COMPLETIONS, Refusal, check_fields
 
     usual = {"n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0.0, "tool_choice": "auto"}
     check_fields(CHAT, usual | {"messages": [], "max_tokens": 5, "response_format": {"type": "text"}})

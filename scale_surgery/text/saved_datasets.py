@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from scale_surgery.errors import DataError
-from scale_surgery.running.sources import TextSource
+from scale_surgery.text.sources import TextSource
 
 # formats of data files that hold rows of text and plain values
 FORMATS = ("json", "parquet", "csv", "text", "arrow")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from scale_surgery.errors import DataError
-from scale_surgery.running.chat_template import tokenize_chat
-from scale_surgery.running.documents import LONG_TEXT, Document, in_pieces
-from scale_surgery.running.sequences import IGNORED, NO_TEXT, NOTHING_SCORED, PROMPT, Sequences, from_arrays
+from scale_surgery.text.chat_template import tokenize_chat
+from scale_surgery.text.documents import LONG_TEXT, Document, in_pieces
+from scale_surgery.text.sequences import IGNORED, NO_TEXT, NOTHING_SCORED, PROMPT, Sequences, from_arrays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -101,7 +101,7 @@ def serve(
     tokenizer = need_tokenizer(source.path, source.name, run)
     # last: importing a tokenizer may replace the module transformers
     _make_known(checkpoint, run)
-    from scale_surgery.running.server import Server
+    from scale_surgery.talking.server import Server
 
     served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)), paths)
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}

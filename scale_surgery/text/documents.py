@@ -24,9 +24,9 @@ from typing import Any, TextIO
 from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
 from scale_surgery.errors import MOST_LINES, DataError, counted, shorten
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.running.saved_datasets import DATA_FILES, read_rows
-from scale_surgery.running.sources import TextSource, parse_source
-from scale_surgery.running.text_files import BLANK, open_text, read_array, read_lines
+from scale_surgery.text.saved_datasets import DATA_FILES, read_rows
+from scale_surgery.text.sources import TextSource, parse_source
+from scale_surgery.text.text_files import BLANK, open_text, read_array, read_lines
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")

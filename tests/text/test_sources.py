@@ -10,11 +10,11 @@ import datasets
 import pytest
 
 from scale_surgery.errors import DataError
-from scale_surgery.running.documents import read_documents, read_questions
-from scale_surgery.running.saved_datasets import digest_of
-from scale_surgery.running.sources import TextSource, parse_source
+from scale_surgery.text.documents import read_documents, read_questions
+from scale_surgery.text.saved_datasets import digest_of
+from scale_surgery.text.sources import TextSource, parse_source
 from tests.conftest import refusal
-from tests.running.test_texts import lines
+from tests.text.test_tokenizing import lines
 
 ROWS = [
     {"body": "one", "text": "un", "n": 1},
