@@ -14,15 +14,20 @@ import pytest
 from scale_surgery import (
     CalibrationSettings,
     GenerationSettings,
+    PlanError,
+    Probes,
     Push,
     RankingSettings,
     Request,
+    RunOptions,
     TrainingSettings,
 )
 from scale_surgery.cli.program import main
 from scale_surgery.fields import Range, fields_of, problems_of
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.surgery.routers import RouterOptions
+from scale_surgery.talking.serve import Address
+from tests.conftest import refusal
 
 TABLE = {"red": 1, "blue": 2}
 # where a command takes the fields of a dataclass; fields that it does not take are set by it
@@ -36,6 +41,9 @@ TAKEN = {
     "push": (Push, {"check"}),
     "generate": (GenerationSettings, set()),
     "chat": (GenerationSettings, set()),
+    "verify": (Probes, set()),
+    "serve": (Address, set()),
+    "evaluate": (RunOptions, {"memory_bytes"}),
 }
 
 
@@ -142,6 +150,14 @@ def test_a_command_takes_every_field_as_the_dataclass_has_it(command: str):
 )
 def test_every_field_is_described(owner: type):
     assert [name for name, each in fields_of(owner).items() if not each.help.endswith(".")] == []
+
+
+def test_how_models_run_is_checked_before_one_is_opened():
+    RunOptions(batch_size=1), Probes(max_new_tokens=0)
+    assert refusal(RunOptions, dtype="int8", batch_size=0, error=PlanError) == (
+        "--dtype is 'int8', expected one of: float32, float16, bfloat16.\n--batch-size is 0, expected at least 1."
+    )
+    assert refusal(Probes, max_new_tokens=-1, error=PlanError) == "--max-new-tokens is -1, expected at least 0."
 
 
 def test_commands_run_where_python_drops_docstrings():

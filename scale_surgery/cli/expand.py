@@ -68,7 +68,7 @@ def expand_command(
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import default_output, expand
 
-    run = take_fields(RunOptions, {name: options.pop(name) for name in ("device", "trust_remote_code")})
+    run = take_fields(RunOptions, options)
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
     request = make_request(options, model, revision, run, out)
     if (request is None) == (plan_file is None):

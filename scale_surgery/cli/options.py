@@ -263,32 +263,12 @@ def take_fields(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
     return kind(**{name: value for name, value in taken.items() if value is not None})
 
 
-def usual_options(usual: Any, *names: str, helps: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
-    """Make options whose defaults are those of a filled dataclass; a number outside its range is wrong usage."""
-    fields = fields_of(type(usual))
-
-    def add(command: Command) -> Command:
-        return add_options(command, [_usual_option(fields[name], usual, helps or {}) for name in names])
-
-    return add
-
-
-def _usual_option(field: Field, usual: Any, helps: Mapping[str, str]) -> Callable[[Command], Command]:
-    default, text = getattr(usual, field.name), helps.get(field.name, field.help)
-    if field.kind is bool:
-        return click.option(f"--{field.option}", is_flag=True, default=default, help=text)
-    types = {bool(field.choices): click.Choice(field.choices), field.kind is Path: FILE}
-    kind = types.get(True, field.kind if field.range is None else click.IntRange(min=int(field.range.least)))
-    shown = default is not None
-    return click.option(f"--{field.option}", field.name, type=kind, default=default, show_default=shown, help=text)
-
-
-def run_options(
-    *names: str, usual: RunOptions = RunOptions(), code: str, helps: Mapping[str, str] | None = None
-) -> Callable[[Command], Command]:
+def run_options(*names: str, code: str, helps: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
     """Add options that say how models run; `code` says whose code --trust-remote-code runs."""
     help_texts = {**(helps or {}), "trust_remote_code": code}
-    return usual_options(usual, *names, "trust_remote_code", helps=help_texts)
+    # what each operation takes where none is given
+    usual = {"batch_size": str(WINDOWS)}
+    return options_from(RunOptions, *names, "trust_remote_code", helps=help_texts, usual=usual)
 
 
 def code_of(models: str) -> str:
@@ -307,7 +287,7 @@ def running_options(command: Command) -> Command:
         help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",
     )
     command = memory(run_options("device", code=code_of("EXPANDED"))(command))
-    return usual_options(Probes(), "prompts_file", "max_new_tokens")(command)
+    return options_from(Probes, "prompts_file", "max_new_tokens")(command)
 
 
 def reading_options(models: str) -> Callable[[Command], Command]:
@@ -322,9 +302,8 @@ def reading_options(models: str) -> Callable[[Command], Command]:
     ]
 
     def add(command: Command) -> Command:
-        usual = RunOptions(batch_size=WINDOWS)
         helps = {"batch_size": "Windows in one forward pass."}
-        running = run_options("batch_size", "dtype", "device", usual=usual, code=code_of(models), helps=helps)
+        running = run_options("batch_size", "dtype", "device", code=code_of(models), helps=helps)
         return add_options(running(command), windows)
 
     return add

@@ -91,7 +91,7 @@ def plan_command(
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
-    run = RunOptions(trust_remote_code=options.pop("trust_remote_code"))
+    run = take_fields(RunOptions, options)
     request = make_request(options, model, revision, run, out)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import code_of, model_options, output_options, run_options, take_fields, usual_options
+from scale_surgery.cli.options import code_of, model_options, options_from, output_options, run_options, take_fields
 from scale_surgery.talking.serve import Address
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command(name="serve", cls=Headed)
 @model_options
-@usual_options(Address(), "host", "port")
+@options_from(Address)
 @click.option(
     "--expansion",
     help="Expansion of a composed folder, or base, that answers where a request names MODEL. Default: all, weighed by "

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from scale_surgery.fields import Count, Range
+from scale_surgery.errors import PlanError
+from scale_surgery.fields import Count, Range, problems_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 # default windows in one forward pass
@@ -35,6 +36,9 @@ class RunOptions:
     memory_bytes: int = 4 * 1024**3
     batch_size: Count | None = None
 
+    def __post_init__(self) -> None:
+        _refuse_out_of_range(self)
+
     def windows(self, usual: int = WINDOWS) -> int:
         """Windows in one forward pass of an operation whose own number is `usual`."""
         return usual if self.batch_size is None else self.batch_size
@@ -57,3 +61,11 @@ class Probes:
 
     prompts_file: Path | None = field(default=None, metadata={"option": "prompts"})
     max_new_tokens: Annotated[int, Range(least=0)] = 8
+
+    def __post_init__(self) -> None:
+        _refuse_out_of_range(self)
+
+
+def _refuse_out_of_range(options: RunOptions | Probes) -> None:
+    if problems := problems_of(options):
+        raise PlanError.from_problems(problems)

@@ -145,10 +145,10 @@ def test_one_path_has_gates_and_rehearsal_in_place_of_a_router(data):
 
 def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
     file = tmp_path / "recipe.yaml"
-    words = ["learn", SHIPPED_MODEL, "--data", data, "--set", "training.warmup=1e-1", "--steps", "7"]
+    words = ["learn", SHIPPED_MODEL, "--data", data, "--set", "training.warmup=1e-1", "--steps", "7", "--device", "cpu"]
     assert f"written to {file}" in run(*words, "--write-recipe", file).output.replace("\n", "")
     values = values_of(make_recipe(read_recipe(file)))
-    assert (values["training.warmup"], values["training.steps"]) == (0.1, 7)
+    assert (values["training.warmup"], values["training.steps"], values["running.device"]) == (0.1, 7, "cpu")
     run("learn", "--recipe", file, "--write-recipe", tmp_path / "again.yaml")
     assert (tmp_path / "again.yaml").read_text() == file.read_text()
 

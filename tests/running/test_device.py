@@ -65,14 +65,16 @@ def test_the_default_of_every_function_is_the_default_of_the_options():
 
 
 def test_the_default_of_every_command_is_auto():
-    devices = {
-        name: option.default
-        for name, command in main.commands.items()
+    devices = [
+        option
+        for command in main.commands.values()
         for option in command.params
         if isinstance(option, click.Option) and option.name == "device"
-    }
+    ]
     assert len(devices) >= 9
-    assert set(devices.values()) == {"auto"}
+    # the function's default is taken where none is given, and a recipe's
+    assert {option.default for option in devices} == {None} and RunOptions().device == "auto"
+    assert all("auto" in (option.help or "") for option in devices)
 
 
 @pytest.fixture(scope="module")
