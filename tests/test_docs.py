@@ -7,6 +7,7 @@ prints something else now, or has other options; `python -m tests.test_docs opti
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shlex
@@ -14,12 +15,13 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
+import scale_surgery
 from benchmarks import make_checkpoint, pipeline, svd
 from scale_surgery.cli.program import main
 from scale_surgery.errors import SurgeryError
@@ -64,6 +66,20 @@ GROUP = {"--help", "-h", "--version"}
 # of every command, with a table of their own
 EVERYWHERE = ("as_json", "quiet", "debug", "help")
 
+SCRIPTS = ROOT / "docs" / "commands-scripts.md"
+WRITING = (
+    "adopt",
+    "apply",
+    "compose",
+    "expand",
+    "extract",
+    "hold-out",
+    "merge",
+    "push",
+    "route-export",
+    "strip",
+    "train",
+)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 each_command = pytest.mark.parametrize("name", sorted(main.commands))
 
@@ -325,6 +341,14 @@ def test_every_promise_is_listed(name):
     for page in (README, ROOT / "docs" / "concepts.md", ROOT / "docs" / "commands-expand.md"):
         assert f"| `{name}` |" in page.read_text(encoding="utf-8"), page
     assert name in (verify.__doc__ or "") and name in (main.commands["verify"].help or "")
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_every_key_of_json_is_explained(command):
+    """What `--json` prints is a result's fields."""
+    (row,) = [line for line in SCRIPTS.read_text().splitlines() if re.match(rf"\| `{command}`( |,.*)\|", line)]
+    result = get_type_hints(getattr(scale_surgery, command.replace("-", "_")))["return"]
+    assert {field.name for field in dataclasses.fields(result)} <= set(re.findall(r"`(\w+)`", row))
 
 
 def test_every_family_and_error_is_documented():

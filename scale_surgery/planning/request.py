@@ -29,7 +29,8 @@ class Request:
             (the same, through gates that learn which text they leave to the base). grow: grow-freeze (the copies, the
             default) or grow-train (the original gate and up projections too). depth: depth.
         collaborative_layers: Layers with W12 (adapt, gated). Default: all expanded layers.
-        collaborate: Where these layers have W12: in attention, in the MLP or in both (adapt, gated). Default: attn.
+        collaborate: Where these layers have W12: in attention, in the MLP or in both (adapt, gated). Default: attn;
+            with an up width of 0 wherever something is added.
         ratio: Added width as a share of the base's, for widths that are not given.
         up_width: Features added to the hidden size, a multiple of the head size. Default: from the ratio.
         up_kv_heads: Key/value heads added in each layer, each with its query heads. Default: from the ratio.

@@ -49,12 +49,6 @@ def translated(name: str, problem: str, advice: str) -> Iterator[None]:
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
     """Read a folder's config as a user would, by AutoConfig."""
-    modeling.register()
-    return load_base_config(path, name, run)
-
-
-def load_base_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """As `load_config`, for a model that is not expanded; no model class is imported."""
     from transformers import AutoConfig
 
     advice = (
@@ -62,6 +56,7 @@ def load_base_config(path: Path, name: str, run: RunOptions = RunOptions()) -> A
         "own code."
     )
     is_trusted = trusts_code(path, run)
+    modeling.register()
     with translated(name, f"transformers does not read its {CONFIG_FILE}", advice):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
         return config.get_text_config()

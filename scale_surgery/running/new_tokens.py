@@ -32,7 +32,7 @@ from scale_surgery.running.base_tokenizer import (
     text_of,
 )
 from scale_surgery.running.learned_tokens import ChosenTokens, choose_new_tokens
-from scale_surgery.running.loading import load_base_config
+from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import CHANGED_BY_CALLS, load_tokenizer
 from scale_surgery.text.text_files import open_text
@@ -68,7 +68,7 @@ def find_new_tokens(
     if not wanted.is_wanted:
         return None
     folder = find_beside_weights(model, revision)
-    rows = load_base_config(folder, str(model), run).get_text_config(decoder=True).vocab_size
+    rows = load_config(folder, str(model), run).get_text_config(decoder=True).vocab_size
     if wanted.token_file is not None:
         return read_new_tokens(folder, Path(wanted.token_file), rows, run)
     return choose_new_tokens(folder, wanted.token_texts, wanted.token_count, rows, run, track)

@@ -30,7 +30,7 @@ from scale_surgery.errors import CheckpointError, PlanError, shorten
 from scale_surgery.planning.plan import Origin
 from scale_surgery.planning.saved import saved_origins
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.loading import load_base_config
+from scale_surgery.running.loading import load_config
 from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.config import expanded_config
@@ -244,7 +244,7 @@ def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: T
         )
         for origin in origins
     }
-    load_base_config(source.path, source.name, run)
+    load_config(source.path, source.name, run)
     routing = router_of(saved.config[CONFIG_KEY])
     config = expanded_config(checkpoint.config, list(plans.values()), running_dtype(checkpoint), routing)
     return Trained(str(base or source.name), checkpoint, plans, plain_json(config))

@@ -21,7 +21,7 @@ from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.loading import load_base_config
+from scale_surgery.running.loading import load_config
 from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import load_tokenizer
@@ -102,7 +102,7 @@ def expand(
     made, run = _plan_for(source, given, plan_or_request, run, before), run.placed()
     target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
-    load_base_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
+    load_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
     expansions = {**(before.expansions if before else {}), made.request.name: ExpansionRecord(made, {})}
     if before is not None:
         check_beside(record.plan for record in expansions.values())
