@@ -7,11 +7,12 @@ place without having read a weight. All problems that headers and index can show
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
@@ -73,18 +74,33 @@ class Checkpoint:
     @property
     def dtype(self) -> str:
         """Dtype of most of the parameters, in safetensors' name."""
-        counts: dict[str, int] = {}
-        for info in self.tensors.values():
-            counts[info.dtype] = counts.get(info.dtype, 0) + info.elements
-        return max(counts, key=lambda dtype: counts[dtype])
+        return most_common_dtype(self.tensors.values())
 
     @property
     def running_dtype(self) -> str:
         """Dtype of most of the parameters that a model computes with as they are stored; experts may be quantised."""
         kept = [info for info in self.tensors.values() if info.dtype in FLOAT_DTYPES.values()]
-        dtypes = dict.fromkeys(info.dtype for info in kept)
-        counts = {dtype: sum(info.elements for info in kept if info.dtype == dtype) for dtype in dtypes}
-        return max(counts, key=lambda dtype: counts[dtype], default=self.dtype)
+        return most_common_dtype(kept or self.tensors.values())
+
+
+class Sized(Protocol):
+    """What is known of a tensor: its dtype, in safetensors' name, and how many numbers it has."""
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype."""
+
+    @property
+    def elements(self) -> int:
+        """Its numbers."""
+
+
+def most_common_dtype(tensors: Iterable[Sized]) -> str:
+    """Dtype of most of the parameters, in safetensors' name."""
+    counts: Counter[str] = Counter()
+    for info in tensors:
+        counts[info.dtype] += info.elements
+    return max(counts, key=counts.__getitem__)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -39,7 +39,8 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.config import make_index, written_config
-from scale_surgery.surgery.record import Manifest, only
+from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.views import only
 
 
 @dataclass(frozen=True)
@@ -353,7 +354,7 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
     write_json(folder / INDEX_FILE, make_index(places, {}, total))
     # made from the record, as the one in the folder may have been changed
     base = parse_json(manifest.replaced[CONFIG_FILE])
-    write_json(folder / CONFIG_FILE, written_config(manifest, base, checkpoint.dtype))
+    write_json(folder / CONFIG_FILE, written_config(manifest, base))
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ def _output_at_init(
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected bit-equal.")
         if numbers.generation_equal is False or numbers.uncached_equal is False:
             problems.append("greedy continuation differs, with or without KV cache.")
-    claimed = _is_one_untrained(manifest, integrity) and _is_exact(manifest)
+    claimed = _begins_as_base(manifest, integrity) and _is_exact(manifest)
     return _at_init("output_at_init", integrity, manifest, findings, (*general, *problems), claimed=claimed)
 
 
@@ -137,12 +137,14 @@ def _near_output_at_init(
         findings.append(f"logits {equality}, rounding explains {most:.3g}")
         if not numbers.drift <= most:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
-    claimed = _is_one_untrained(manifest, integrity) and not _is_exact(manifest)
+    claimed = _begins_as_base(manifest, integrity) and not _is_exact(manifest)
     return _at_init("near_output_at_init", integrity, manifest, findings, (*general, *problems), claimed=claimed)
 
 
-def _is_one_untrained(manifest: Manifest, integrity: Integrity) -> bool:
-    return len(manifest.expansions) == 1 and not integrity.trained
+def _begins_as_base(manifest: Manifest, integrity: Integrity) -> bool:
+    """Whether the output is to be the base's: one untrained expansion, whose new tokens have no share in a mixture."""
+    is_mixture = manifest.routing is not None and not manifest.routing.is_hard
+    return len(manifest.expansions) == 1 and not integrity.trained and not (is_mixture and manifest.adds_tokens)
 
 
 def _at_init(
@@ -178,7 +180,7 @@ def _old_vocabulary(
         evidence += f", logits {_equality(numbers.is_bit_equal, numbers.drift, numbers)}"
         if not numbers.is_bit_equal:
             problems.append(f"logits of the base's tokens: drift {numbers.drift:.3g} in {numbers.dtype}.")
-    claimed = is_alone or (_is_one_untrained(manifest, integrity) and _is_exact(manifest))
+    claimed = is_alone or (_begins_as_base(manifest, integrity) and _is_exact(manifest))
     return Promise(name, claimed, _holds(problems, numbers), evidence, tuple(problems))
 
 

@@ -24,7 +24,8 @@ from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_la
 from scale_surgery.evidence.report_streams import compare_streams
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest, open_expansion, refuse_fused
+from scale_surgery.surgery.record import Manifest, refuse_fused
+from scale_surgery.surgery.views import open_expansion
 
 
 def report(

@@ -33,7 +33,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.config import expanded_config
+from scale_surgery.surgery.config import expanded_config, running_dtype
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     ExpansionRecord,
@@ -57,7 +57,7 @@ from scale_surgery.surgery.saved import (
     open_saved,
     rounded_dtypes,
 )
-from scale_surgery.surgery.write_folder import least_base_bytes, running_dtype, write_folder
+from scale_surgery.surgery.write_folder import least_base_bytes, write_folder
 
 # what folders are called that stand in each other's place
 TITLES: Mapping[Form, str] = {
@@ -246,7 +246,7 @@ def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: T
     }
     load_config(source.path, source.name, run)
     routing = router_of(saved.config[CONFIG_KEY])
-    config = expanded_config(checkpoint.config, list(plans.values()), running_dtype(checkpoint), routing)
+    config = expanded_config(checkpoint.config, list(plans.values()), running_dtype(checkpoint.tensors), routing)
     return Trained(str(base or source.name), checkpoint, plans, plain_json(config))
 
 

@@ -38,7 +38,7 @@ from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_
 from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
-from scale_surgery.surgery.write_folder import EXTENDED, extend_tokenizer, running_dtype, take_over_shards
+from scale_surgery.surgery.write_folder import EXTENDED, extend_tokenizer, take_over_shards
 
 ADVICE = "Give that base; or --force, and no promise but recoverable is made."
 # written for each base, never taken over from the extract as they are
@@ -279,8 +279,8 @@ def _write_around(
         take_over_shards(checkpoint, folder, made.numbering, how, advance)
         for name, file in taken.items():
             take_over(file, folder / name, how, advance)
-    manifest = _named(extract.manifest, base)
-    write_json(folder / CONFIG_FILE, written_config(manifest, checkpoint.config, running_dtype(checkpoint)))
+    manifest = replace(_named(extract.manifest, base), base_tensors=base_tensors(checkpoint, base.tensors))
+    write_json(folder / CONFIG_FILE, written_config(manifest, checkpoint.config))
     if _has_other_tokenizer(extract, base):
         extend_tokenizer(checkpoint.path, folder, [made])
     if not {TOKENIZER_CONFIG_FILE, *(EXTENDED if made.widths.new_tokens else ())}.isdisjoint(base.other_files):
@@ -310,7 +310,6 @@ def _write_around(
     manifest = replace(
         manifest,
         base_files=files,
-        base_tensors=base_tensors(checkpoint, base.tensors),
         left_out=checkpoint.left_out,
         replaced=replaced,
         tool=tool_versions(),

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
-from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.files import UNFINISHED, BaseWeights, check_base_weights, take_over, write_json
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -29,13 +31,14 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.config import path_problems_of
+from scale_surgery.surgery.config import path_problems_of, with_router
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import ExpansionRecord, Manifest, only, read_manifest, refuse_fused, refuse_linked
+from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
 from scale_surgery.surgery.renumbered import aligned_header, write_with_header
 from scale_surgery.surgery.routers import router_for
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
+from scale_surgery.surgery.views import view_of
 from scale_surgery.surgery.write_folder import least_base_bytes, write_folder
 
 ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
@@ -154,6 +157,21 @@ def compose(
     )
 
 
+@contextmanager
+def isolated(expanded: Path, name: str, target: Path, track: Track) -> Iterator[Path]:
+    """A folder of one of several expansions alone on the base, without the router that weighed them; it goes again."""
+    others = [each for each in read_manifest(expanded).expansions if each != name]
+    parent = target.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    # beside what is made of it, where shards of the base are links or share their blocks
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
+        alone = Path(folder) / expanded.name
+        compose(expanded, (), alone, remove=others, track=track)
+        write_json(alone / CONFIG_FILE, with_router(read_json(alone / CONFIG_FILE), None))
+        write_json(alone / MANIFEST_FILE, replace(read_manifest(alone), routing=None).to_json())
+        yield alone
+
+
 def _plan_beside(
     opened: Mapping[str, Extract], base: Checkpoint, base_name: str, revision: str | None
 ) -> dict[str, ExpansionRecord]:
@@ -172,9 +190,7 @@ def _check_base(given: Checkpoint, before: Manifest | None, track: Track) -> Map
     if before is None:
         check_clashes(given)
         return hash_base(given, track)
-    # without its router, which weighs what is removed too
-    view, record = only(given, before, *before.expansions)
-    refuse_damaged(replace(given, config=view.config), record, track)
+    refuse_damaged(given, before, track)
     return before.base_hashes
 
 
@@ -234,9 +250,8 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
     ]:
         raise PlanError.from_problems(problems)
     checkpoint = open_checkpoint(source.path, without=tuple(f"{SHARD_STEM}{name}-" for name in remove))
-    kept = {name: record for name, record in manifest.expansions.items() if name not in remove}
     routing = manifest.routing.without_prior() if manifest.routing and remove else manifest.routing
-    return checkpoint, replace(manifest, expansions=kept, routing=routing)
+    return checkpoint, replace(view_of(manifest, *(name for name in known if name not in remove)), routing=routing)
 
 
 def _open_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, Extract]:

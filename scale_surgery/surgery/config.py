@@ -10,6 +10,8 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY, STOCK_KEY
 from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.checkpoint.folder import most_common_dtype
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -21,7 +23,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.stock import first_wide_layer
 from scale_surgery.surgery.joining import fork_of, gram_size
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.record import BaseTensor, Manifest
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
 
@@ -29,6 +31,12 @@ NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
 def stored_shard(shard: str) -> str:
     """Name that a base shard has in the expanded folder: a single file becomes a numbered one."""
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
+
+
+def running_dtype(tensors: Mapping[str, TensorInfo | BaseTensor]) -> str:
+    """Torch's name of the dtype in which a base with these tensors computes, for a config that names none."""
+    names = {stored: name for name, stored in FLOAT_DTYPES.items()}
+    return names[most_common_dtype(info for info in tensors.values() if info.dtype in names)]
 
 
 def expanded_config(
@@ -164,8 +172,9 @@ def _heads(plan: Plan, layer: int) -> tuple[int, int]:
     return block.query_heads + new * block.queries_per_key_value, block.key_value_heads + new
 
 
-def written_config(manifest: Manifest, base: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def written_config(manifest: Manifest, base: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of an expanded model, of that of its base: expanded, routed and fused as surgery.json has it."""
+    dtype = running_dtype(manifest.base_tensors)
     written = expanded_config(base, list(manifest.plans.values()), dtype, manifest.routing)
     return written if manifest.fused is None else fused_config(written, manifest)
 
@@ -174,5 +183,5 @@ def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
     """Keys of config.json that are not what was written, a line each; it is written anew where no expansion stays."""
     if not manifest.expansions:
         return []
-    written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]), config.get("torch_dtype", ""))
+    written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]))
     return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing_keys(written, config)]

@@ -39,6 +39,7 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
+from scale_surgery.surgery.compose import isolated
 from scale_surgery.surgery.config import make_index
 from scale_surgery.surgery.extract_folder import (
     EXTRACT_FORMAT,
@@ -48,7 +49,8 @@ from scale_surgery.surgery.extract_folder import (
     name_in_extract,
 )
 from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import Manifest, open_expansion, refuse_fused, refuse_linked, tool_versions
+from scale_surgery.surgery.record import Manifest, refuse_fused, refuse_linked, tool_versions
+from scale_surgery.surgery.views import open_expansion
 
 # expansion tensors are made from base tensors, so the terms of the base go with them
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)", re.IGNORECASE)
@@ -112,6 +114,10 @@ def extract(
     check_base_weights(base_weights)
     path, target = Path(expanded), Path(output)
     checkpoint, manifest = open_expansion(path, name)
+    if manifest.of_folder.adds_tokens and not manifest.adds_tokens:
+        # the folder's tokenizer is that of another expansion
+        with isolated(path, manifest.name, target, track) as alone:
+            return extract(alone, target, base_weights=base_weights, overwrite=overwrite, track=track)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_target(target, [path], overwrite=overwrite)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
 from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tensors
-from scale_surgery.checkpoint.names import MANIFEST_FILE, TOKENIZER_CONFIG_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.tensors import TensorPlan
@@ -56,7 +56,9 @@ class IntegrityReport:
 
 def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> IntegrityReport:
     """Check an expanded checkpoint against its surgery.json; each problem names its tensor or file."""
-    planned = manifest.planned
+    # what the folder says of all its expansions is checked for all, whichever are looked at
+    planned, whole = manifest.planned, manifest.of_folder
+    config = checkpoint.config if whole is manifest else read_config(checkpoint.path / CONFIG_FILE)
     files, hashes = _hash_base(checkpoint, manifest, advance)
     expansion = hash_parts(checkpoint, manifest, planned, advance)
     missing = _damaged(checkpoint, manifest, planned)
@@ -69,7 +71,7 @@ def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progres
             *_spoiled_matrices(checkpoint, manifest),
         ),
         missing=tuple(missing),
-        config=(*config_problems(manifest, checkpoint.config), *tokenizer_problems(checkpoint, manifest)),
+        config=(*config_problems(whole, config), *tokenizer_problems(checkpoint, whole)),
         code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
         hashes={name: hashes[name] for name in manifest.base_tensors if name in hashes},
         expansion=expansion,

@@ -110,7 +110,7 @@ def load_expansion(
         raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
     check_class(model, architecture)
     _check_model(extracted, model, track, check=check)
-    config = written_config(extracted.manifest, model.config.to_dict(), str(model.dtype).removeprefix("torch."))
+    config = written_config(extracted.manifest, model.config.to_dict())
     return put_expansion(model, StoredExpansion(extracted.name, extracted.path, extracted.tensors, config), name)
 
 

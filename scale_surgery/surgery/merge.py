@@ -9,13 +9,12 @@ A merged model's logits are compared with those of the model it was made from be
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.files import UNFINISHED, take_over, write_json
+from scale_surgery.checkpoint.files import take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
@@ -29,7 +28,7 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
-from scale_surgery.surgery.compose import compose
+from scale_surgery.surgery.compose import isolated
 from scale_surgery.surgery.config import code_texts, hash_texts
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
@@ -108,12 +107,8 @@ def merge(
     source, target = Path(expanded), Path(output)
     manifest = read_manifest(source)
     check_name(name, manifest, source)
-    others = [expansion for expansion in manifest.expansions if expansion != (name or manifest.name)]
-    if others:
-        # beside what is written, where shards of the base are links or share their blocks
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.absolute().parent) as folder:
-            alone = Path(folder) / source.name
-            compose(source, (), alone, remove=others, track=track)
+    if len(manifest.expansions) > 1:
+        with isolated(source, name or manifest.name, target, track) as alone:
             return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
     checkpoint = open_checkpoint(source)
     refuse_linked(source, manifest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.code_names import kernel_problems
-from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, expansion_of
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.forms import form_of, refuse_form
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, TensorInfo
 from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
@@ -66,6 +65,11 @@ class BaseTensor:
     def form(self) -> str:
         """Dtype and shape, to be read."""
         return f"{self.dtype} {list(self.shape)}"
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,11 @@ class Manifest:
         return replace(self, expansions={self.name: replace(self.expansions[self.name], **changes)})
 
     @property
+    def of_folder(self) -> Manifest:
+        """The record of all that the folder holds; of a view another one."""
+        return self
+
+    @property
     def base_hashes(self) -> dict[str, str]:
         """sha256 of each tensor of the base."""
         return {name: tensor.sha256 for name, tensor in self.base_tensors.items()}
@@ -194,6 +203,11 @@ class Manifest:
         if self.fused is not None:
             return self.plan.architecture.fused_code_files
         return self.first_plan.code_files if self.expansions else tuple(self.code)
+
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether one of the expansions adds tokens to the tokenizer."""
+        return any(plan.widths.new_tokens for plan in self.plans.values())
 
     @property
     def planned(self) -> dict[str, TensorPlan]:
@@ -231,7 +245,21 @@ class Manifest:
             for name, record in self.expansions.items()
         }
         routing = None if self.routing is None else self.routing.settings
-        return {**asdict(replace(self, expansions={}, routing=None)), "expansions": expansions, "routing": routing}
+        others = {each.name: getattr(self, each.name) for each in fields(Manifest)}
+        plain = asdict(Manifest(**{**others, "expansions": {}, "routing": None}))
+        return {**plain, "expansions": expansions, "routing": routing}
+
+
+@dataclass(frozen=True)
+class ManifestView(Manifest):
+    """surgery.json as if the folder held some of its expansions alone; `whole` is what it says of all."""
+
+    whole: Manifest | None = None
+
+    @property
+    def of_folder(self) -> Manifest:
+        """The record of all that the folder holds."""
+        return self.whole or self
 
 
 @dataclass(frozen=True)
@@ -400,32 +428,7 @@ def _check_names(file: Path, manifest: Manifest) -> None:
         raise CheckpointError.from_problems(problems)
 
 
-def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Manifest]:
-    """Read an expanded folder and its surgery.json as if it held one expansion; see `only`."""
-    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
-    check_name(name, manifest, path)
-    if len(manifest.expansions) == 1:
-        return checkpoint, manifest
-    return only(checkpoint, manifest, name or manifest.name)
-
-
 def check_name(name: str | None, manifest: Manifest, path: Path) -> None:
     """Check that a folder has an expansion of this name, if one is given."""
     if name is not None and name not in manifest.expansions:
         raise PlanError(f"--name: is {name}, expected an expansion of {path}: {' or '.join(manifest.expansions)}.")
-
-
-def only(checkpoint: Checkpoint, manifest: Manifest, *names: str) -> tuple[Checkpoint, Manifest]:
-    """A folder as if it held some of its expansions alone: the others, and a router over all, are left out."""
-    tensors = {name: info for name, info in checkpoint.tensors.items() if expansion_of(name) in (None, *names)}
-    files = {info.file for info in tensors.values()}
-    specs = checkpoint.config[CONFIG_KEY]
-    expansions = [expansion for expansion in specs[EXPANSIONS_KEY] if expansion.get("name") in names]
-    view = replace(
-        checkpoint,
-        config={**checkpoint.config, CONFIG_KEY: {BASE_KEY: specs[BASE_KEY], EXPANSIONS_KEY: expansions}},
-        tensors=tensors,
-        shards=tuple(shard for shard in checkpoint.shards if shard in files),
-    )
-    records = {name: manifest.expansions[name] for name in names}
-    return view, replace(manifest, expansions=records, routing=None, verification=None)

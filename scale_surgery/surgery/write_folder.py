@@ -38,6 +38,7 @@ from scale_surgery.surgery.config import (
     expanded_config,
     hash_texts,
     make_index,
+    running_dtype,
     stored_shard,
     written_config,
 )
@@ -68,13 +69,6 @@ class WrittenFolder:
 def tool_on(run: RunOptions) -> dict[str, str]:
     """What makes the new tensors: the same on the same device gives the same bytes."""
     return tool_versions() | {"device": run.device}
-
-
-def running_dtype(checkpoint: Checkpoint) -> str:
-    """Torch's name of the dtype in which a base computes, for a config that names none."""
-    from scale_surgery.surgery.initialise import TORCH_DTYPES
-
-    return str(TORCH_DTYPES[checkpoint.running_dtype]).removeprefix("torch.")
 
 
 def least_base_bytes(given: Checkpoint, before: Manifest | None, plan: Plan, how: BaseWeights) -> int:
@@ -108,7 +102,7 @@ def write_folder(
         return _write_around_base(given, expansions, partial, base_weights, run, track, routing)
     # expansions come in the order of the paths; without hashes of its tensors, they are hashed as they lie in the new
     # folder, and where its shards are missing there, they are taken over from `given`
-    manifest = replace(before, expansions=dict(expansions), routing=routing, verification=None)
+    manifest = replace(before.of_folder, expansions=dict(expansions), routing=routing, verification=None)
     return _write_around_expansions(given, before, manifest, partial, base_weights, track)
 
 
@@ -134,7 +128,7 @@ def _write_around_base(
     for file, text in code.items():
         write_text(partial / file, text)
     extend_tokenizer(base.path, partial, plans)
-    write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, running_dtype(base), routing))
+    write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, running_dtype(base.tensors), routing))
     pinned = pin_tokenizer_class(base.path, partial, run)
     places = {name: stored_shard(info.file) for name, info in base.tensors.items()}
     places |= {tensor.name: tensor.shard for plan in plans for tensor in plan.tensors}
@@ -191,7 +185,7 @@ def _write_around_expansions(
     total = sum(given.tensors[name].bytes for name in taken) + sum(plan.costs.bytes_added for plan in new)
     base = parse_json(manifest.replaced[CONFIG_FILE])
     manifest = _with_tokenizer(given, before, manifest, partial)
-    write_json(partial / CONFIG_FILE, written_config(manifest, base, given.config.get("torch_dtype", "")))
+    write_json(partial / CONFIG_FILE, written_config(manifest, base))
     write_json(partial / INDEX_FILE, make_index(places, manifest.first_plan.specs, total))
     written = open_checkpoint(partial)
     manifest = replace(manifest, expansions=_with_hashes(manifest.expansions, written))
@@ -219,7 +213,7 @@ def extend_tokenizer(base: Path, folder: Path, plans: Sequence[Plan]) -> None:
 
 def _with_tokenizer(given: Checkpoint, before: Manifest, manifest: Manifest, partial: Path) -> Manifest:
     """Write the tokenizer of other expansions than a folder had, and record what it replaces of the base's."""
-    if not any(plan.widths.new_tokens for plan in (*before.plans.values(), *manifest.plans.values())):
+    if not (before.of_folder.adds_tokens or manifest.adds_tokens):
         return manifest
     now = {file: read_text(given, file) for file in EXTENDED if file in manifest.base_files}
     base = {file: before.replaced.get(file, text) for file, text in now.items()}

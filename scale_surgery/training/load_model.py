@@ -20,7 +20,8 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.wrap_model import StoredExpansion, put_expansion
 from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.parts import link_base
-from scale_surgery.surgery.record import Manifest, open_expansion
+from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.views import open_expansion
 from scale_surgery.training.arguments import is_cpu
 from scale_surgery.training.settings import Quantisation, TrainingSettings
 
@@ -110,7 +111,7 @@ def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions)
                 quantization_config=_quantisation(kind, checkpoint.running_dtype),
                 device_map={"": PartialState(cpu=is_cpu(run)).device},
             )
-    config = written_config(manifest, base.config.to_dict(), str(base.dtype).removeprefix("torch."))
+    config = written_config(manifest, base.config.to_dict())
     tensors = {tensor.name: checkpoint.tensors[tensor.name] for tensor in manifest.plan.tensors}
     stored = StoredExpansion(checkpoint.path.name, checkpoint.path, tensors, config)
     return put_expansion(base, stored, manifest.plan.request.name)

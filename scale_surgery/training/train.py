@@ -33,11 +33,11 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.record import (
     Manifest,
     check_numbering,
-    open_expansion,
     refuse_fused,
     refuse_linked,
     tool_versions,
 )
+from scale_surgery.surgery.views import open_expansion
 from scale_surgery.text.sources import parse_source
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
