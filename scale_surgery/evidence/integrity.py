@@ -17,7 +17,7 @@ from scale_surgery.errors import counted
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.running.tokenizer import ASKING_FILES
+from scale_surgery.running.tokenizer import ASKING_FILES, MORE_TEMPLATES
 from scale_surgery.surgery.intact import added_files, bytes_of_model, check_integrity
 from scale_surgery.surgery.parts import described_parts, part_readers
 from scale_surgery.surgery.record import Manifest
@@ -135,9 +135,10 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
 
 def asking_warnings(checkpoint: Checkpoint, record: Manifest) -> list[str]:
     """Files of prompting and generation that the base does not have, a line each."""
+    templates = [name for name in checkpoint.side_files if name.startswith(MORE_TEMPLATES)]
     return [
         f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
-        for name in added_files(checkpoint, record, ASKING_FILES)
+        for name in added_files(checkpoint, record, [*ASKING_FILES, *templates])
     ]
 
 

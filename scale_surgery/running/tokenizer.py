@@ -38,10 +38,13 @@ VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
 )
 # files of prompting and generation
 ASKING_FILES = ("chat_template.jinja", "chat_template.json", GENERATION_FILE)
+# a folder of more of them; that called default takes the place of the model's own
+MORE_TEMPLATES = "additional_chat_templates/"
 # keys of a tokenizer that its calls change
 CHANGED_BY_CALLS = ("truncation", "padding")
 # files that a tokenizer written in Python may read, and those among them that belong to the model

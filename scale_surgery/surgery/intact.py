@@ -219,8 +219,9 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
 def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """What a tokenizer would read that is not the base's: files, and names in its config, which can be of code."""
     problems = []
-    # to a base that has no tokenizer a user may add one
-    if manifest.base_files.keys() & set(TOKENIZER_FILES):
+    # to a base that has no tokenizer a user may add one, though none that names code
+    is_theirs = not manifest.base_files.keys() & set(TOKENIZER_FILES)
+    if not is_theirs:
         # the config is compared by its keys
         names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
         added = added_files(checkpoint, manifest, names)
@@ -232,7 +233,8 @@ def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     for name, text in tokenizer_texts(manifest.plans.values(), replaced).items():
         if (checkpoint.path / name).is_file():
             differing = differing_keys(read_config(checkpoint.path / name), parse_json(text))
-            problems += [f"{name}: {key} is not what the base's says." for key in differing if key != "tokenizer_class"]
+            differing = [key for key in differing if (key == "auto_map" if is_theirs else key != "tokenizer_class")]
+            problems += [f"{name}: {key} is not what the base's says." for key in differing]
         elif name in manifest.replaced:
             problems.append(f"{name}: is missing.")
     return problems

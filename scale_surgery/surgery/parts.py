@@ -110,11 +110,17 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
 
 def base_tokenizer(expanded: Path, manifest: Manifest, tokenizer: Any, run: RunOptions) -> Any:
     """The tokenizer of the base of a folder whose own is given: another one where an expansion adds tokens."""
-    if not any(plan.widths.new_tokens for plan in manifest.plans.values()):
+    if not manifest.of_folder.adds_tokens:
         return tokenizer
     with tempfile.TemporaryDirectory() as folder:
         link_base(expanded, Path(folder), manifest)
         return need_tokenizer(Path(folder), manifest.base_name, run)
+
+
+def tokenizer_alone(expanded: Path, manifest: Manifest, run: RunOptions) -> Any:
+    """The tokenizer that an expansion has alone: where another one of the folder adds tokens, that of the base."""
+    tokenizer = need_tokenizer(expanded, expanded.name, run)
+    return tokenizer if manifest.adds_tokens else base_tokenizer(expanded, manifest, tokenizer, run)
 
 
 def rebuild_shard(

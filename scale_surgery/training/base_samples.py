@@ -24,8 +24,6 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.loss import evaluating
-from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.documents import read_questions
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack, tokenize_prompts
@@ -48,20 +46,19 @@ class Sampling:
 
 
 def sample_rehearsal(
-    model: Any, checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions, processes: Any, track: Track
+    model: Any, checkpoint: Checkpoint, tokenizer: Any, settings: TrainingSettings, processes: Any, track: Track
 ) -> Sequences:
     """Let the base write its rehearsal text, in one process for all."""
     samples: Sequences = made_by_one(
-        processes, lambda: _write_samples(model.to(processes.device), checkpoint, settings, run, track)
+        processes, lambda: _write_samples(model.to(processes.device), checkpoint, tokenizer, settings, track)
     )
     return samples
 
 
 def _write_samples(
-    model: Any, checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions, track: Track
+    model: Any, checkpoint: Checkpoint, tokenizer: Any, settings: TrainingSettings, track: Track
 ) -> Sequences:
     name, prompts = checkpoint.path.name, settings.rehearsal_prompts
-    tokenizer = need_tokenizer(checkpoint.path, name, run)
     context = {name: context_of(checkpoint.config)}
     length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
     begins = begin_tokens(tokenizer, read_questions([Path(prompts)]) if prompts else [], name)

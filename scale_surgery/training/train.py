@@ -29,7 +29,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import LONGEST_WAIT
-from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.surgery.parts import tokenizer_alone
 from scale_surgery.surgery.record import (
     Manifest,
     check_numbering,
@@ -146,10 +146,11 @@ def train(
         model = load_to_train(checkpoint, settings, run)
         samples = target / TRAINING_FOLDER / SAMPLES_FILE
         if settings.rehearses_itself:
+            tokenizer = tokenizer_alone(path, manifest, run)
             if start.resume and samples.is_file():
                 written = read_samples(samples)
             else:
-                written = sample_rehearsal(model, checkpoint, settings, run, processes, track)
+                written = sample_rehearsal(model, checkpoint, tokenizer, settings, processes, track)
             texts[REHEARSAL] = as_learned(written, settings, checkpoint)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
@@ -161,7 +162,7 @@ def train(
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, track, overwrite=start.overwrite)
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
-            write_samples(samples, written, need_tokenizer(path, path.name, run))
+            write_samples(samples, written, tokenizer)
         processes.wait_for_everyone()
         start.announce(schedule)
         started = time.monotonic()

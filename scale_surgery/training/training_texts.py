@@ -22,8 +22,8 @@ from scale_surgery.errors import CheckpointError, DataError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import digest_tokenizer, need_tokenizer
-from scale_surgery.surgery.parts import base_tokenizer
+from scale_surgery.running.tokenizer import digest_tokenizer
+from scale_surgery.surgery.parts import base_tokenizer, tokenizer_alone
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.text.documents import Document, read_documents
 from scale_surgery.text.saved_datasets import digest_of
@@ -137,7 +137,7 @@ def read_texts(
     """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
     name = checkpoint.path.name
     length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
-    tokenizer = need_tokenizer(checkpoint.path, name, run)
+    tokenizer = tokenizer_alone(checkpoint.path, manifest, run)
     of_base = base_tokenizer(checkpoint.path, manifest, tokenizer, run)
     digest = digest_tokenizer(tokenizer, checkpoint.path)
     reader = Reader(tokenizer, digest, length, settings.packing, settings.learn_prompts)

@@ -33,7 +33,7 @@ expand trained --name law --layers 2-3 --new-tokens tokens.txt -o two-with-token
 plan trained --name law --layers 2-3
 train two --name law --data text.txt --steps 1 --set warmup=0 -o both
 inspect both
-report both --text text.txt
+report both --name law --text text.txt
 evaluate both --old text.txt --new text.txt --sequence-length 64
 extract both --name law -o law
 apply law --base BASE -o alone

@@ -239,20 +239,39 @@ def test_a_tokenizer_file_that_the_base_has_not_is_named(tmp_path: Path, name: s
     base = save_tiny(tmp_path / "base", "llama")
     bare = expand(base, Request("1"), tmp_path / "bare").path
     (bare / name).write_text("{}")
+    (bare / "tokenizer_config.json").write_text('{"backend": "tokenizers", "model_max_length": 64}')
     assert verify(bare, probes=None).passed, "the control"
+    (bare / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.X", null]}}')
+    assert verify(bare, probes=None).problems == ("tokenizer_config.json: auto_map is not what the base's says.",)
     (base / "tokenizer.json").write_text("{}")
     path = expand(base, Request("1"), tmp_path / "wide").path
     (path / "README.md").write_text("Notes.")
     (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "default.jinja").write_text("{{ messages }}")
     result = verify(path, probes=None)
     assert result.passed
-    assert result.warnings == (
-        "chat_template.jinja: the base has none. It changes how the model is asked, and no promise is about it.",
+    assert result.warnings == tuple(
+        f"{file}: the base has none. It changes how the model is asked, and no promise is about it."
+        for file in ("chat_template.jinja", "additional_chat_templates/default.jinja")
     )
     (path / name).write_text("{}")
     result = verify(path, probes=None)
     assert not result.passed
     assert result.problems == (f"{name}: the base's tokenizer has no such file, expected the base's alone.",)
+
+
+def test_a_dtype_that_the_base_names_nowhere_is_that_of_its_tensors(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    with edited(base / "config.json") as config:
+        for key in ("dtype", "torch_dtype"):
+            config.pop(key, None)
+    path = expand(base, Request("1"), tmp_path / "wide").path
+    assert verify(path, probes=None).passed, "the control"
+    with edited(path / "config.json") as config:
+        assert config["torch_dtype"] == "float32"
+        config["torch_dtype"] = "bfloat16"
+    assert verify(path, probes=None).problems == ("config.json: torch_dtype is not what the expansion wrote.",)
 
 
 def test_a_number_in_place_of_false_is_named_and_another_way_to_write_a_number_is_not(copy) -> None:
