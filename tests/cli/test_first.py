@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 
 COMMANDS = """
-import json, os, sys, traceback
+import json, os, sys
 import datasets, torch, transformers.models.llama.modeling_llama, transformers.trainer
 from scale_surgery.cli.program import main
 
@@ -24,35 +26,39 @@ for line in sys.stdin:
     if status := os.waitpid(child, 0)[1]:
         sys.exit(f"{' '.join(words)}: ended with {os.waitstatus_to_exitcode(status)}")
 """
-JOB = """
+SHORT = """
+expand BASE --layers 2-3 -o one
+expand one --name law --layers 2-3 -o both
+extract both --name law -o law
+route-export one -o routed
+"""
+LONG = """
 expand BASE --layers 2-3 -o one
 verify one
+plan one --name law --layers 2-3
 train one --data text.txt --steps 1 --set warmup=0 -o trained
-expand trained --name law --layers 2-3 -o two
-expand trained --name law --layers 2-3 --new-tokens tokens.txt -o two-with-tokens
-plan trained --name law --layers 2-3
-train two --name law --data text.txt --steps 1 --set warmup=0 -o both
-inspect both
+expand trained --name law --layers 2-3 --new-tokens tokens.txt -o both
+train both --name law --data text.txt --steps 1 --set warmup=0 -o further
 report both --name law --text text.txt
 evaluate both --old text.txt --new text.txt --sequence-length 64
-extract both --name law -o law
-apply law --base BASE -o alone
-compose BASE law -o composed
-merge trained -o fused
-adopt trained --expanded one -o adopted
+merge both --name law -o fused
 route-export trained -o routed
 route-report routed --text text.txt --sequence-length 64
 route-calibrate routed --old text.txt --new text.txt --sequence-length 64
 generate both --expansion law --prompt Once --max-new-tokens 2
-push both someone/both --dry-run
+inspect both
+extract both --name law -o law
+apply law --base BASE -o alone
+compose BASE law -o composed
 strip both -o stripped
 """
 
 
-def test_every_command_runs_as_the_first_of_its_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_every_command_runs_as_the_first_of_its_process(tmp_path: Path, job: str) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(biography(person, 0) for person in people(12)), encoding="utf-8")
     (tmp_path / "tokens.txt").write_text("surgery\n", encoding="utf-8")
-    lines = [[str(SHIPPED_MODEL) if word == "BASE" else word for word in line.split()] for line in JOB.split("\n")]
+    lines = [[str(SHIPPED_MODEL) if word == "BASE" else word for word in line.split()] for line in job.split("\n")]
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS],
         input="\n".join(json.dumps([*words, "-q"]) for words in lines if words),
