@@ -30,6 +30,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
+from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
@@ -311,8 +312,9 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
-    inputs = {str(recipe.model): Path(recipe.model)} | {name: parse_source(name).path for name in texts}
+    others = (recipe.model, recipe.tokens.token_file, recipe.training.rehearsal_prompts, recipe.accelerate_config)
+    inputs = {str(name): Path(name) for name in others if name is not None}
+    inputs |= {name: parse_source(name).path for name in _texts(recipe)}
     for given, path in inputs.items():
         read = path.resolve()
         if read.exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
@@ -324,9 +326,15 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         raise CheckpointError.from_problems(problems)
 
 
+def _texts(recipe: Recipe) -> tuple[str, ...]:
+    """All texts that a job reads, as they are named."""
+    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
+    return (*given, *(name for name in recipe.training.rehearse if name != ITSELF))
+
+
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     """Sizes and times of all texts, which must not change until the job ends."""
-    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
+    given = _texts(recipe)
     sources = {name: parse_source(name) for name in given}
     missing = [
         f"{name}: there is no such file. Give UTF-8 text, JSONL, a saved dataset, or the id of one on the Hub."

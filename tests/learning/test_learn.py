@@ -360,6 +360,28 @@ def test_places_that_are_not_ours_are_refused(recipe, texts, tmp_path):
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tokens.token_file": "FILE"},
+        {"training.rehearse": ["FILE"]},
+        {"training.rehearse": ["self"], "training.rehearsal_prompts": "FILE"},
+        {"processes": 2, "accelerate_config": "FILE"},
+    ],
+)
+def test_a_job_that_begins_anew_removes_no_file_that_it_reads(values, settings, tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / JOB_FILE).write_text("{}")
+    file = folder / "mine.txt"
+    file.write_text("mine\n")
+    said = json.loads(json.dumps(values).replace("FILE", str(file)))
+    recipe = resolve_recipe(settings | {"expansion.layers": "last:1"} | said)
+    text = refusal(learn, recipe, folder, events=JobEvents(begins=enough), overwrite=True, error=CheckpointError)
+    assert text == f"{folder}: lies inside, around or at the input {file}. Choose another folder with -o."
+    assert file.read_text() == "mine\n"
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: namedtuple("Usage", "total used free")(10, 9, 1))
     with pytest.raises(CheckpointError, match=r"about [\d,]+ bytes are needed, 1 are free"):
