@@ -45,11 +45,12 @@ from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
+from scale_surgery.running.new_tokens import check_source
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
 from scale_surgery.text.sources import parse_source
-from scale_surgery.training.settings import check_gates
+from scale_surgery.training.settings import check_gates, check_settings
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # files before learn.json: the lock, and learn.json half written
@@ -129,6 +130,7 @@ def prepare(
     # the time that a job takes counts from `started`, a time of `time.monotonic`; by default from this call
     started, folder = time.monotonic() if started is None else started, Path(output)
     _check_processes(recipe)
+    _check_settings(recipe)
     _check_folder(folder, recipe, overwrite=overwrite)
     read = _stamp_texts(recipe)
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
@@ -167,7 +169,7 @@ def learn(
         Scores of the base, the learned and the routed model, and the stages that ran.
 
     Raises:
-        PlanError: If the recipe does not fit the model.
+        PlanError: If the recipe does not fit the model, or one of its stages would refuse a setting.
         DataError: If texts cannot be read, or there is too little.
         CheckpointError: If the model cannot be read, the folder belongs to something else or to another recipe, what an
             earlier run made is gone, or the disk has no room.
@@ -300,6 +302,28 @@ def _check_processes(recipe: Recipe) -> None:
         raise PlanError(f"{config}: there is no such file, expected what accelerate config writes. Correct its name.")
 
 
+def _check_settings(recipe: Recipe) -> None:
+    """Check the settings that later stages would refuse: a job that has begun takes no other recipe."""
+    checks: list[Callable[[], object]] = [
+        *([recipe.routing.make] if recipe.route else []),
+        lambda: check_settings(recipe.training),
+        lambda: check_source(recipe.tokens),
+    ]
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except SurgeryError as error:
+            problems += error.lines
+    if recipe.training.routed:
+        problems.append(
+            "training.routed is True, and learn writes the router after the training, expected False. Leave it out, "
+            "and train on with the router: scale-surgery train OUT/routed --data FILE --routed"
+        )
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
 def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     """Check that a folder is new, empty or of a job, and is no input."""
     problems = []
@@ -312,7 +336,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    others = (recipe.model, recipe.tokens.token_file, recipe.training.rehearsal_prompts, recipe.accelerate_config)
+    others = (recipe.model, recipe.tokens.token_file, recipe.accelerate_config)
     inputs = {str(name): Path(name) for name in others if name is not None}
     inputs |= {name: parse_source(name).path for name in _texts(recipe)}
     for given, path in inputs.items():
@@ -329,7 +353,9 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
 def _texts(recipe: Recipe) -> tuple[str, ...]:
     """All texts that a job reads, as they are named."""
     given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
-    return (*given, *(name for name in recipe.training.rehearse if name != ITSELF))
+    beginnings = recipe.training.rehearsal_prompts
+    rehearsed = (name for name in recipe.training.rehearse if name != ITSELF)
+    return (*given, *rehearsed, *([] if beginnings is None else [beginnings]))
 
 
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:

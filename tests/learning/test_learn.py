@@ -467,6 +467,41 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         prepare(resolve_recipe(settings | {"training.sequence_length": 10**6}), tmp_path / "job")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--set", "routing.router=cosine", "--set", "routing.switch_rate=0.1"),
+            "--switch-rate does not go with --router cosine.",
+        ),
+        (("--set", "training.groups=w99"), "train-only: w99 is no group of expansion tensors"),
+        (("--set", "training.routed=true"), "training.routed is True, and learn writes the router after the training"),
+        (("--rehearse", "nosuch.txt"), "nosuch.txt: there is no such file."),
+        (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: there is no such file"),
+        (("--rehearse", "self", "--rehearse", "OLD"), "expected self alone, or texts."),
+        (("--new-tokens", "nosuch.txt"), "nosuch.txt: there is no such file, expected a text with one token a line"),
+        (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: expected one"),
+    ],
+)
+def test_what_a_later_stage_would_refuse_is_said_first(words, message, settings, tmp_path):
+    job = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
+    given = (settings["old"][0] if word == "OLD" else word for word in words)
+    said = " ".join(command.run(*learn_words(settings, *given, *job), code=1).output.split())
+    assert said.startswith("error: ") and message in said
+    assert not (tmp_path / "job").exists()
+
+
+def test_all_that_later_stages_would_refuse_is_said_at_once(settings, tmp_path):
+    wrong = {"routing.router": "cosine", "routing.switch_rate": 0.1, "training.groups": ("w99",)}
+    recipe = resolve_recipe(settings | wrong | {"training.routed": True, "tokens.token_file": "nosuch.txt"})
+    lines = refusal(learn, recipe, tmp_path / "job", error=PlanError).split("\n")
+    starts = ("--switch-rate does", "train-only: w99 is", "nosuch.txt: there", "training.routed is True")
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 4
+    # without a router nothing is asked of its numbers
+    unrouted = resolve_recipe(settings | {"routing.router": "cosine", "routing.switch_rate": 0.1, "route": False})
+    assert not prepare(unrouted, tmp_path / "job").work.routes
+
+
 def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     learned = done.learned
     estimate = prepare(recipe, tmp_path / "job").estimate
