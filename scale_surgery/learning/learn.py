@@ -114,7 +114,8 @@ def _facts(recipe: Recipe) -> JobFacts:
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
-    tokens = count_tokens(recipe.data, tokenizer)
+    count = count_tokens(recipe.data, tokenizer)
+    tokens = None if count.is_least else count.tokens
     return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, tokens, recipe.processes)
 
 

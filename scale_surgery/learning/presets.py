@@ -29,11 +29,11 @@ STEPS, MOST_PASSES = 100, 12
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Layers and context of the base, about how many tokens there are to learn, processes, the batch size if given."""
+    """Layers and context of the base, about how many tokens to learn if known, processes, the batch size if given."""
 
     layers: int
     context: int
-    tokens: int
+    tokens: int | None
     processes: int = 1
     batch_size: int | None = None
 
@@ -41,13 +41,15 @@ class JobFacts:
 def _default(facts: JobFacts) -> PresetValues:
     length = min(DEFAULT_LENGTH, facts.context)
     usual, row_tokens = TrainingSettings.batch_size, length * facts.processes
-    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / facts.tokens)))
+    # a text whose end nobody knows is taken for a long one
+    tokens = STEPS * usual * row_tokens if facts.tokens is None else facts.tokens
+    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / tokens)))
     return {
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
         "training.learning_rate": 2e-3,
         "training.epochs": float(passes),
-        "training.batch_size": min(usual, max(1, passes * facts.tokens // (STEPS * row_tokens))),
+        "training.batch_size": min(usual, max(1, passes * tokens // (STEPS * row_tokens))),
     }
 
 

@@ -32,13 +32,16 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
+from scale_surgery.learning import estimate
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.learned_tokens import choose_new_tokens
 from scale_surgery.show.pages.learned import _sections
+from scale_surgery.show.tables_learn import render_estimate
+from scale_surgery.text.documents import Document
 from tests import command
-from tests.conftest import digests, edited, refusal
+from tests.conftest import digests, edited, refusal, shown
 
 # short enough for a test, and each stage does something
 SHORT = {
@@ -510,6 +513,17 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     size = sum(files.values())
     assert size / 4 < estimate.disk_bytes < 4 * size
     assert estimate.free_bytes > estimate.disk_bytes and 10**8 < estimate.memory_bytes < 10**10
+
+
+@pytest.mark.parametrize(("documents", "epochs", "about"), [(1000, 1.0, "at least"), (999, 10.0, "about")])
+def test_a_dataset_whose_end_nobody_knows_is_read_once(documents, epochs, about, settings, tmp_path, monkeypatch):
+    """Of a dataset of the Hub only the first 1,000 documents are counted."""
+    kept = [Document("", f"A short text about {number} things.", "org/name") for number in range(documents)]
+    monkeypatch.setattr(estimate, "read_documents", lambda files: iter(kept))
+    recipe = resolve_recipe({"model": settings["model"], "data": "org/name", "expansion.layers": "last:1"})
+    assert (recipe.training.epochs, recipe.training.batch_size) == (epochs, 8)
+    made = prepare(recipe, tmp_path / "job").estimate
+    assert re.search(rf"to learn +{about} [\d.]+ k tokens", shown(render_estimate(made)))
 
 
 def test_the_command_shows_what_it_would_do(settings, tmp_path):
