@@ -215,9 +215,11 @@ def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
     _write_people(folder)
     base, rate = folder / "biographies", LEARNING_RATES["learn"]
     data, old = folder / "new_people.jsonl", folder / "other_questions.jsonl"
-    options = f"--layers {LAYERS} --steps {steps} --sequence-length {SEQUENCE_LENGTH} --learning-rate {rate:g}"
+    # a preset has small batches for a short text, and as many steps are to read as much as in the ways beside this one
+    rows = TrainingSettings.batch_size
+    options = f"--layers {LAYERS} --steps {steps} --batch-size {rows} --sequence-length {SEQUENCE_LENGTH}"
     tell(
-        f"learn {base} --data {data} --old {old} {options} -o {folder / 'job'} --quiet",
+        f"learn {base} --data {data} --old {old} {options} --learning-rate {rate:g} -o {folder / 'job'} --quiet",
         f"The whole job in one command: teach it {NEW_PEOPLE} new people",
     )
     settings = {
@@ -226,6 +228,7 @@ def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
         "old": str(old),
         "expansion.layers": LAYERS,
         "training.steps": steps,
+        "training.batch_size": rows,
         "training.sequence_length": SEQUENCE_LENGTH,
         "training.learning_rate": rate,
     }

@@ -58,7 +58,9 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
 def _from_options(options: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for section, names in SHORT.items():
-        settings |= {f"{section}.{name}": value for name in names if (value := options.pop(name)) not in (None, False)}
+        values = {f"{section}.{name}": options.pop(name) for name in names}
+        # a flag that was not given is False; 0 equals it, and was given
+        settings |= {name: value for name, value in values.items() if value is not None and value is not False}
     texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old")}
     settings |= {name: files for name, files in texts.items() if files}
     return settings | {name: value for name in (*TOP, "revision") if (value := options.pop(name)) is not None}

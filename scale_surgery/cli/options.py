@@ -103,7 +103,7 @@ def read_settings(given: Sequence[str]) -> dict[str, Any]:
             raise click.UsageError(f"--set {text} is not KEY=VALUE, for example warmup=0.1.")
         try:
             settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise click.UsageError(f"--set {text}: the value is no YAML.") from error
     return settings
 

@@ -32,6 +32,14 @@ SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
 
 
 @dataclass(frozen=True)
+class TokenCount:
+    """About how many tokens there are to learn; or the least, where texts go on and nobody knows how far."""
+
+    tokens: int
+    is_least: bool
+
+
+@dataclass(frozen=True)
 class StageLine:
     """A stage before it starts: its line, and whether an earlier run did it."""
 
@@ -47,6 +55,8 @@ class Estimate:
     Attributes:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
+        is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub that is longer than
+            a sample of it.
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
         disk_bytes: Bytes of its folder, without base shards that reflinks or links share with MODEL.
         free_bytes: Free bytes there.
@@ -55,6 +65,7 @@ class Estimate:
 
     stages: tuple[StageLine, ...]
     tokens: int
+    is_least: bool
     memory_bytes: int
     disk_bytes: int
     free_bytes: int
@@ -78,9 +89,11 @@ def estimate_cost(
         added = min(added, read_budget(work.recipe.ranking.budget, plan.costs.parameters_before))
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
     place = next(folder for folder in (work.folder.resolve(), *work.folder.resolve().parents) if folder.exists())
+    count = count_tokens(work.recipe.data, tokenizer)
     estimate = Estimate(
         stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
-        tokens=count_tokens(work.recipe.data, tokenizer),
+        tokens=count.tokens,
+        is_least=count.is_least,
         memory_bytes=_least_memory(work, plan, base_bytes, added),
         disk_bytes=_disk(work, base_bytes, added),
         free_bytes=shutil.disk_usage(place).free,
@@ -115,12 +128,13 @@ def _disk(work: Work, base_bytes: int, added: int) -> int:
     return round(base * copies + added * (4 * folders + TRAINED_BYTES) + 1.1 * text_bytes)
 
 
-def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
+def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> TokenCount:
     """Estimate the tokens of texts, by those of their beginnings."""
-    return sum(_count(file, tokenizer) for file in files)
+    counts = [_count(file, tokenizer) for file in files]
+    return TokenCount(sum(count.tokens for count in counts), any(count.is_least for count in counts))
 
 
-def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
+def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
     documents = list(islice(read_documents([file]), SAMPLED_DOCUMENTS))
     if not documents:
         raise DataError(f"{file}: holds no text, expected at least one document.")
@@ -132,8 +146,10 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> int:
     sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
     characters = sum(map(len, texts)) + len(texts) - 1
-    # documents beyond the sample count by their bytes
+    # documents beyond the sample count by their bytes, of which a dataset of the Hub has none here
     size = parse_source(file).bytes
-    is_all = len(texts) < SAMPLED_DOCUMENTS or not size
-    more = 1.0 if is_all else size / sum(len(text.encode()) for text in texts)
-    return max(1, round(tokens * characters / len(sample) * max(1.0, more)))
+    is_all = len(texts) < SAMPLED_DOCUMENTS
+    more = 1.0 if is_all or not size else size / sum(len(text.encode()) for text in texts)
+    return TokenCount(
+        max(1, round(tokens * characters / len(sample) * max(1.0, more))), is_least=not is_all and not size
+    )

@@ -30,6 +30,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
+from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
@@ -44,11 +45,12 @@ from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
+from scale_surgery.running.new_tokens import check_source
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
 from scale_surgery.text.sources import parse_source
-from scale_surgery.training.settings import check_gates
+from scale_surgery.training.settings import check_gates, check_settings
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # files before learn.json: the lock, and learn.json half written
@@ -112,7 +114,8 @@ def _facts(recipe: Recipe) -> JobFacts:
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
-    tokens = count_tokens(recipe.data, tokenizer)
+    count = count_tokens(recipe.data, tokenizer)
+    tokens = None if count.is_least else count.tokens
     return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, tokens, recipe.processes)
 
 
@@ -128,6 +131,7 @@ def prepare(
     # the time that a job takes counts from `started`, a time of `time.monotonic`; by default from this call
     started, folder = time.monotonic() if started is None else started, Path(output)
     _check_processes(recipe)
+    _check_settings(recipe)
     _check_folder(folder, recipe, overwrite=overwrite)
     read = _stamp_texts(recipe)
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
@@ -166,7 +170,7 @@ def learn(
         Scores of the base, the learned and the routed model, and the stages that ran.
 
     Raises:
-        PlanError: If the recipe does not fit the model.
+        PlanError: If the recipe does not fit the model, or one of its stages would refuse a setting.
         DataError: If texts cannot be read, or there is too little.
         CheckpointError: If the model cannot be read, the folder belongs to something else or to another recipe, what an
             earlier run made is gone, or the disk has no room.
@@ -299,6 +303,28 @@ def _check_processes(recipe: Recipe) -> None:
         raise PlanError(f"{config}: there is no such file, expected what accelerate config writes. Correct its name.")
 
 
+def _check_settings(recipe: Recipe) -> None:
+    """Check the settings that later stages would refuse: a job that has begun takes no other recipe."""
+    checks: list[Callable[[], object]] = [
+        *([recipe.routing.make] if recipe.route else []),
+        lambda: check_settings(recipe.training),
+        lambda: check_source(recipe.tokens),
+    ]
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except SurgeryError as error:
+            problems += error.lines
+    if recipe.training.routed:
+        problems.append(
+            "training.routed is True, and learn writes the router after the training, expected False. Leave it out, "
+            "and train on with the router: scale-surgery train OUT/routed --data FILE --routed"
+        )
+    if problems:
+        raise PlanError.from_problems(problems)
+
+
 def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     """Check that a folder is new, empty or of a job, and is no input."""
     problems = []
@@ -311,8 +337,9 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    texts = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
-    inputs = {str(recipe.model): Path(recipe.model)} | {name: parse_source(name).path for name in texts}
+    others = (recipe.model, recipe.tokens.token_file, recipe.accelerate_config)
+    inputs = {str(name): Path(name) for name in others if name is not None}
+    inputs |= {name: parse_source(name).path for name in _texts(recipe)}
     for given, path in inputs.items():
         read = path.resolve()
         if read.exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
@@ -324,9 +351,17 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         raise CheckpointError.from_problems(problems)
 
 
+def _texts(recipe: Recipe) -> tuple[str, ...]:
+    """All texts that a job reads, as they are named."""
+    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
+    beginnings = recipe.training.rehearsal_prompts
+    rehearsed = (name for name in recipe.training.rehearse if name != ITSELF)
+    return (*given, *rehearsed, *([] if beginnings is None else [beginnings]))
+
+
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     """Sizes and times of all texts, which must not change until the job ends."""
-    given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
+    given = _texts(recipe)
     sources = {name: parse_source(name) for name in given}
     missing = [
         f"{name}: there is no such file. Give UTF-8 text, JSONL, a saved dataset, or the id of one on the Hub."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scale_surgery.errors import PlanError
@@ -25,30 +25,31 @@ PresetValues = dict[str, Any]
 PRESERVED = 3 / 16
 PAPER_LENGTH, PAPER_BATCH, ROWS = 8192, 512, 8
 STEPS, MOST_PASSES = 100, 12
-# settings of the length of training
-LENGTHS = {"training.steps", "training.epochs", "training.batch_size"}
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Layers and context of the base model, about how many tokens there are to learn, and in how many processes."""
+    """Layers and context of the base, about how many tokens to learn if known, processes, the batch size if given."""
 
     layers: int
     context: int
-    tokens: int
+    tokens: int | None
     processes: int = 1
+    batch_size: int | None = None
 
 
 def _default(facts: JobFacts) -> PresetValues:
     length = min(DEFAULT_LENGTH, facts.context)
     usual, row_tokens = TrainingSettings.batch_size, length * facts.processes
-    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / facts.tokens)))
+    # a text whose end nobody knows is taken for a long one
+    tokens = STEPS * usual * row_tokens if facts.tokens is None else facts.tokens
+    passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / tokens)))
     return {
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
         "training.learning_rate": 2e-3,
         "training.epochs": float(passes),
-        "training.batch_size": min(usual, max(1, passes * facts.tokens // (STEPS * row_tokens))),
+        "training.batch_size": min(usual, max(1, passes * tokens // (STEPS * row_tokens))),
     }
 
 
@@ -64,14 +65,15 @@ def _one_path(facts: JobFacts) -> PresetValues:
 
 
 def _paper(facts: JobFacts) -> PresetValues:
+    rows = facts.batch_size or ROWS
     return {
         "expansion.layers": "all",
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
         "expansion.collaborative_layers": f"last:{facts.layers - round(facts.layers * PRESERVED)}",
         "training.sequence_length": min(PAPER_LENGTH, facts.context),
-        "training.batch_size": ROWS,
-        "training.gradient_accumulation": max(1, PAPER_BATCH // (ROWS * facts.processes)),
+        "training.batch_size": rows,
+        "training.gradient_accumulation": max(1, PAPER_BATCH // (rows * facts.processes)),
         "training.epochs": 1.0,
         "training.learning_rate": 1e-3,
         "training.schedule": "linear",
@@ -91,9 +93,9 @@ def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> Pre
     """A preset with overrides."""
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
-    values = PRESETS[name](facts)
-    # a setting of the length of training drops the length of the preset
-    dropped = set(LENGTHS) if overrides.keys() & LENGTHS else set()
+    values = PRESETS[name](replace(facts, batch_size=overrides.get("training.batch_size")))
+    # steps go in place of passes
+    dropped = {"training.epochs"} if overrides.get("training.steps") is not None else set()
     # a method or variant, or no layers, drops the expansion of the preset but for its layers
     is_without = overrides.get("expansion.layers") == NO_LAYERS
     if is_without or overrides.keys() & {"expansion.method", "expansion.variant"}:

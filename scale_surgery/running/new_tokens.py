@@ -63,8 +63,7 @@ def find_new_tokens(
         DataError: If the tokens, or the texts, are no use.
         PlanError: If both are given.
     """
-    if wanted.token_file is not None and wanted.token_texts:
-        raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
+    check_source(wanted)
     if not wanted.is_wanted:
         return None
     folder = find_beside_weights(model, revision)
@@ -72,6 +71,22 @@ def find_new_tokens(
     if wanted.token_file is not None:
         return read_new_tokens(folder, Path(wanted.token_file), rows, run)
     return choose_new_tokens(folder, wanted.token_texts, wanted.token_count, rows, run, track)
+
+
+def check_source(wanted: TokenSource) -> None:
+    """Check what can be said of a source before it is read."""
+    if wanted.token_file is None:
+        return
+    if wanted.token_texts:
+        raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
+    _check_there(Path(wanted.token_file))
+
+
+def _check_there(source: Path) -> None:
+    if not source.is_file() and not source.is_dir():
+        raise DataError(
+            f"{source}: there is no such file, expected a text with one token a line, or a folder of a tokenizer."
+        )
 
 
 def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunOptions()) -> NewTokens:
@@ -130,10 +145,7 @@ def _check_extended(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
 
 def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
     """Tokens that stand in a file, one a line; blanks belong to them."""
-    if not source.is_file():
-        raise DataError(
-            f"{source}: there is no such file, expected a text with one token a line, or a folder of a tokenizer."
-        )
+    _check_there(source)
     with open_text(source, no_progress) as (text, _):
         lines = text.read().removesuffix("\n").split("\n")
     known = token_ids(base.content)

@@ -51,10 +51,11 @@ ABOUT = {
 def render_estimate(estimate: Estimate) -> RenderableType:
     """What a job takes, before it starts."""
     stages = [(stage.name, ABOUT[stage.name] + " (done)" * stage.is_done) for stage in estimate.stages]
+    about = "at least" if estimate.is_least else "about"
     rows = [
         ("memory", f"at least {format_bytes(estimate.memory_bytes)}, and activations"),
         ("disk", f"about {format_bytes(estimate.disk_bytes)} at most, {format_bytes(estimate.free_bytes)} are free"),
-        ("to learn", f"about {format_count(estimate.tokens)} tokens"),
+        ("to learn", f"{about} {format_count(estimate.tokens)} tokens"),
     ]
     notes = [sentence(f"note: {note}", "yellow") for note in estimate.notes]
     return Group(Facts("to do", stages), Text(), Facts("", rows), *notes)

@@ -32,13 +32,16 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
+from scale_surgery.learning import estimate
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.learned_tokens import choose_new_tokens
 from scale_surgery.show.pages.learned import _sections
+from scale_surgery.show.tables_learn import render_estimate
+from scale_surgery.text.documents import Document
 from tests import command
-from tests.conftest import digests, edited, refusal
+from tests.conftest import digests, edited, refusal, shown
 
 # short enough for a test, and each stage does something
 SHORT = {
@@ -360,6 +363,28 @@ def test_places_that_are_not_ours_are_refused(recipe, texts, tmp_path):
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tokens.token_file": "FILE"},
+        {"training.rehearse": ["FILE"]},
+        {"training.rehearse": ["self"], "training.rehearsal_prompts": "FILE"},
+        {"processes": 2, "accelerate_config": "FILE"},
+    ],
+)
+def test_a_job_that_begins_anew_removes_no_file_that_it_reads(values, settings, tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / JOB_FILE).write_text("{}")
+    file = folder / "mine.txt"
+    file.write_text("mine\n")
+    said = json.loads(json.dumps(values).replace("FILE", str(file)))
+    recipe = resolve_recipe(settings | {"expansion.layers": "last:1"} | said)
+    text = refusal(learn, recipe, folder, events=JobEvents(begins=enough), overwrite=True, error=CheckpointError)
+    assert text == f"{folder}: lies inside, around or at the input {file}. Choose another folder with -o."
+    assert file.read_text() == "mine\n"
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: namedtuple("Usage", "total used free")(10, 9, 1))
     with pytest.raises(CheckpointError, match=r"about [\d,]+ bytes are needed, 1 are free"):
@@ -445,6 +470,41 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         prepare(resolve_recipe(settings | {"training.sequence_length": 10**6}), tmp_path / "job")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--set", "routing.router=cosine", "--set", "routing.switch_rate=0.1"),
+            "--switch-rate does not go with --router cosine.",
+        ),
+        (("--set", "training.groups=w99"), "train-only: w99 is no group of expansion tensors"),
+        (("--set", "training.routed=true"), "training.routed is True, and learn writes the router after the training"),
+        (("--rehearse", "nosuch.txt"), "nosuch.txt: there is no such file."),
+        (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: there is no such file"),
+        (("--rehearse", "self", "--rehearse", "OLD"), "expected self alone, or texts."),
+        (("--new-tokens", "nosuch.txt"), "nosuch.txt: there is no such file, expected a text with one token a line"),
+        (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: expected one"),
+    ],
+)
+def test_what_a_later_stage_would_refuse_is_said_first(words, message, settings, tmp_path):
+    job = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
+    given = (settings["old"][0] if word == "OLD" else word for word in words)
+    said = " ".join(command.run(*learn_words(settings, *given, *job), code=1).output.split())
+    assert said.startswith("error: ") and message in said
+    assert not (tmp_path / "job").exists()
+
+
+def test_all_that_later_stages_would_refuse_is_said_at_once(settings, tmp_path):
+    wrong = {"routing.router": "cosine", "routing.switch_rate": 0.1, "training.groups": ("w99",)}
+    recipe = resolve_recipe(settings | wrong | {"training.routed": True, "tokens.token_file": "nosuch.txt"})
+    lines = refusal(learn, recipe, tmp_path / "job", error=PlanError).split("\n")
+    starts = ("--switch-rate does", "train-only: w99 is", "nosuch.txt: there", "training.routed is True")
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 4
+    # without a router nothing is asked of its numbers
+    unrouted = resolve_recipe(settings | {"routing.router": "cosine", "routing.switch_rate": 0.1, "route": False})
+    assert not prepare(unrouted, tmp_path / "job").work.routes
+
+
 def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     learned = done.learned
     estimate = prepare(recipe, tmp_path / "job").estimate
@@ -453,6 +513,17 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     size = sum(files.values())
     assert size / 4 < estimate.disk_bytes < 4 * size
     assert estimate.free_bytes > estimate.disk_bytes and 10**8 < estimate.memory_bytes < 10**10
+
+
+@pytest.mark.parametrize(("documents", "epochs", "about"), [(1000, 1.0, "at least"), (999, 10.0, "about")])
+def test_a_dataset_whose_end_nobody_knows_is_read_once(documents, epochs, about, settings, tmp_path, monkeypatch):
+    """Of a dataset of the Hub only the first 1,000 documents are counted."""
+    kept = [Document("", f"A short text about {number} things.", "org/name") for number in range(documents)]
+    monkeypatch.setattr(estimate, "read_documents", lambda files: iter(kept))
+    recipe = resolve_recipe({"model": settings["model"], "data": "org/name", "expansion.layers": "last:1"})
+    assert (recipe.training.epochs, recipe.training.batch_size) == (epochs, 8)
+    made = prepare(recipe, tmp_path / "job").estimate
+    assert re.search(rf"to learn +{about} [\d.]+ k tokens", shown(render_estimate(made)))
 
 
 def test_the_command_shows_what_it_would_do(settings, tmp_path):

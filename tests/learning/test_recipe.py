@@ -114,12 +114,31 @@ def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
         2e-3,
     )
     assert resolve_recipe(values | {"training.learning_rate": 0.5}).training.learning_rate == 0.5
-    # another method brings its own variant, and said steps their own length
+    # another method brings its own variant
     grown = resolve_recipe(values | {"expansion.method": "grow", "training.steps": 3})
     assert (grown.expansion.variant, grown.expansion.collaborate) == (None, None)
-    assert (grown.training.epochs, grown.training.batch_size) == (1.0, 8)
     with pytest.raises(PlanError, match="preset is 'best', expected one of: default, one-path, paper"):
         resolve_recipe(values | {"preset": "best"})
+
+
+def test_steps_go_in_place_of_passes_and_other_lengths_replace_themselves_alone():
+    facts, said = JobFacts(32, 4096, 9_000), SAID | {"training.learning_rate": 1e-3}
+
+    def length(preset="default", **given):
+        values = said | {f"training.{name}": value for name, value in given.items()}
+        training = make_recipe(with_preset(preset, values, facts)).training
+        return training.steps, training.epochs, training.batch_size, training.gradient_accumulation
+
+    assert length() == length(steps=None) == (None, 12.0, 1, 1)
+    assert length(batch_size=2) == (None, 12.0, 2, 1)
+    assert length(epochs=3.0) == (None, 3.0, 1, 1)
+    assert length(steps=7) == (7, 1.0, 1, 1)
+    # 512 sequences a step, whatever batch fits
+    assert length("paper") == (None, 1.0, 8, 64)
+    assert length("paper", batch_size=2) == (None, 1.0, 2, 256)
+    assert length("paper", batch_size=1024) == (None, 1.0, 1024, 1)
+    assert length("paper", steps=7) == (7, 1.0, 8, 64)
+    assert length("paper", batch_size=2, gradient_accumulation=3) == (None, 1.0, 2, 3), "what is said counts"
 
 
 def test_the_paper_is_as_published_and_the_default_fits_any_text(data):
@@ -160,6 +179,14 @@ def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
         (["--set", "steps=3"], "steps is no setting of a recipe. Did you mean ranking.steps or training.steps?"),
         (["--set", "training.steps"], "--set training.steps is not KEY=VALUE"),
         (["--set", "training.steps=["], "the value is no YAML"),
+        (["--set", "training.warmup=2024-99-99"], "--set training.warmup=2024-99-99: the value is no YAML."),
+        (["--set", f"training.warmup={'[' * 2000}"], "the value is no YAML."),
+        (["--steps", "0"], "training.steps is 0, expected at least 1."),
+        (["--epochs", "0"], "training.epochs is 0.0, expected more than 0."),
+        (["--batch-size", "0"], "training.batch_size is 0, expected at least 1."),
+        (["--learning-rate", "0"], "training.learning_rate is 0.0, expected more than 0."),
+        (["--sequence-length", "0"], "training.sequence_length is 0, expected at least 2."),
+        (["--count", "0"], "tokens.token_count is 0, expected at least 1."),
         (["--set", "training.warmup=2"], "training.warmup is 2, expected a share of the steps"),
         (["--data", "none.txt"], "none.txt: there is no such file."),
     ],
