@@ -26,7 +26,6 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.text.documents import in_pieces, read_documents
 from scale_surgery.text.sources import parse_source
-from scale_surgery.text.tokenizing import in_groups
 
 GIVE_A_FILE = "Name the tokens yourself: --new-tokens FILE, one a line."
 # distinct words of a text that are kept; the rarest are forgotten
@@ -164,6 +163,9 @@ def _count_words(
 ) -> tuple[Counter[str], Counter[str]]:
     """The words of texts and how often they stand, and sizes of the texts."""
     from tokenizers import Tokenizer
+
+    # imports torch
+    from scale_surgery.text.tokenizing import in_groups
 
     tokenizer = Tokenizer.from_str(json.dumps(backend))
     tokenizer.no_padding()
