@@ -13,6 +13,7 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request, complete
 
 if TYPE_CHECKING:
@@ -71,11 +72,14 @@ def verify_command(path: Path) -> str:
     return running_command("verify", path)
 
 
-def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
-    """The expand command of a plan."""
+def expand_command(
+    model: str, made: Plan, tokens: TokenSource, revision: str | None = None, plan: Path | None = None
+) -> str:
+    """The expand command of a plan, which finds its new tokens where they were found."""
     trust = trusting(made.architecture)
     if plan is None:
-        return command("expand", model, *expand_options(made.request, revision), *trust)
+        options = (*expand_options(made.request, revision), *changed_options(tokens, TokenSource()))
+        return command("expand", model, *options, *trust)
     return command("expand", model, *(["--revision", revision] if revision else []), "--plan", plan, *trust)
 
 
