@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,20 +100,26 @@ def after_verification(result: Verification) -> str:
     return running_command("train", result.path, "--data", "FILE")
 
 
-def after_evaluation(result: Evaluation, model: str) -> str:
-    """The next command after evaluate: inspect, train, report or route-report."""
-    kinds = {score.kind for score in result.scores}
-    if kinds & {"adapt", "path"}:
+def after_evaluation(result: Evaluation, models: Sequence[str]) -> str:
+    """The next command after evaluate: inspect, or of the last expanded model train, report or route-report."""
+    last = max((place for place, score in enumerate(result.scores) if score.kind == "expanded"), default=None)
+    if last is None:
+        return command("inspect", models[-1])
+    score, *parts = result.scores[last:]
+    # of models whose folders have one name, rows are called what was typed
+    path = Path(score.name if score.name in models else _of_name(score.name, models))
+    if any(part.kind in ("adapt", "path") for part in parts):
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
-        return running_command("route-report", Path(model), *texts)
-    if "expanded" not in kinds:
-        return command("inspect", model)
-    path = Path(model)
+        return running_command("route-report", path, *texts)
     if (path / CONFIG_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
         return adopt_line(path, read_json(path / CONFIG_FILE))
-    is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
+    is_trained = score.forgetting or score.learning
     name, *options = ("report", "-o", "report.html") if is_trained else ("train", "--data", "FILE")
     return running_command(name, path, *options)
+
+
+def _of_name(name: str, models: Sequence[str]) -> str:
+    return next(model for model in models if Path(model).resolve().name == name)
 
 
 def after_report(report: Report, path: Path) -> str:
