@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.new_tokens import TokenSource
@@ -122,11 +124,14 @@ def _of_name(name: str, models: Sequence[str]) -> str:
     return next(model for model in models if Path(model).resolve().name == name)
 
 
-def after_report(report: Report, path: Path) -> str:
-    """The next command after report."""
+def after_report(report: Report, path: Path, name: str | None) -> str:
+    """The next command after report, which was given a name where there are several expansions."""
+    # a report is of one expansion, as if the folder held it alone: the others and the router stand in the config
+    specs = read_json(path / CONFIG_FILE).get(CONFIG_KEY, {})
     if not any(tensor.is_trained for tensor in report.tensors):
-        return running_command("train", path, "--data", "FILE")
-    if report.routing is not None:
+        named = [] if name is None or len(specs_of_expansions(specs)) == 1 else ["--name", name]
+        return running_command("train", path, *named, "--data", "FILE")
+    if ROUTER_KEY in specs:
         return running_command("route-report", path, "--text", "FILE")
     if report.variant == "adapt":
         return command("route-export", path, "-o", f"{path}-routed")

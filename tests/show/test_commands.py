@@ -12,6 +12,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.show.commands import changed_options
 from scale_surgery.training.settings import TrainingSettings
 from tests.command import run
+from tests.conftest import shake
 
 
 def proposed(text: str) -> list[str]:
@@ -54,3 +55,15 @@ def test_what_plan_proposes_adds_the_same_tokens(tmp_path: Path, layers: list[st
     words = proposed(text)
     assert words[0] == "expand" and words[-len(source) :] == list(map(str, source))
     assert run(*words, "--dry-run").stdout == text
+
+
+def test_what_report_proposes_in_a_folder_of_several(tmp_path: Path) -> None:
+    law, two = tmp_path / "law", tmp_path / "two"
+    adapt = ("--layers", "last:1", "--variant", "adapt")
+    run("expand", SHIPPED_MODEL, *adapt, "--name", "law", "-o", law)
+    assert proposed(run("report", law, "--files-only").stdout) == ["train", str(law), "--data", "FILE"]
+    run("expand", shake(law), *adapt, "--name", "music", "-o", two)
+    untrained = proposed(run("report", two, "--name", "music", "--files-only").stdout)
+    assert untrained == ["train", str(two), "--name", "music", "--data", "FILE"]
+    trained = proposed(run("report", two, "--name", "law", "--files-only").stdout)
+    assert trained == ["route-report", str(two), "--text", "FILE"], "it routes already"
