@@ -61,10 +61,15 @@ def find_new_tokens(
     Raises:
         CheckpointError: If the base's tokenizer cannot take tokens; see `read_new_tokens`, `choose_new_tokens`.
         DataError: If the tokens, or the texts, are no use.
-        PlanError: If both are given.
+        PlanError: If both are given, or a count without texts.
     """
     if wanted.token_file is not None and wanted.token_texts:
         raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
+    if wanted.token_count != TokenSource().token_count and not wanted.token_texts:
+        raise PlanError(
+            f"--count {wanted.token_count}: says how many tokens to learn from a text. Give one with "
+            "--new-tokens-from, or leave it out."
+        )
     if not wanted.is_wanted:
         return None
     folder = find_beside_weights(model, revision)
