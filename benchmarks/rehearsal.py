@@ -34,6 +34,8 @@ WAYS = {
     "grow-freeze": (Request("all", method="grow"), 1e-3),
     "depth": (Request("all", method="depth"), 1e-3),
 }
+# nothing is rehearsed, and so nothing is said of how
+NONE = {name: value for name, value in vars(TrainingSettings()).items() if name.startswith("rehears")}
 
 
 def write_texts(folder: Path) -> None:
@@ -77,11 +79,11 @@ def runs(folder: Path, ways: Sequence[str], settings: TrainingSettings, rate: fl
     for way in ways:
         request, usual = WAYS[way]
         wide = expand(SHIPPED_MODEL, request, folder / way.replace(" ", "")).path
-        for rehearse in ((), ("self",)):
-            if request.variant == "gated" and not rehearse:
+        for rehearses in (False, True):
+            if request.variant == "gated" and not rehearses:
                 continue  # gates learn from rehearsal
-            run_settings = replace(settings, learning_rate=rate or usual, rehearse=rehearse)
-            kind = {"way": way, "rehearsal": bool(rehearse), "rate": run_settings.learning_rate}
+            run_settings = replace(settings, learning_rate=rate or usual, **({} if rehearses else NONE))
+            kind = {"way": way, "rehearsal": rehearses, "rate": run_settings.learning_rate}
             yield kind | learn_and_ask(wide, folder, run_settings)
 
 
@@ -114,6 +116,7 @@ def main(
         steps=steps,
         sequence_length=128,
         seed=seed,
+        rehearse=("self",),
         rehearsal_samples=samples,
         rehearsal_length=length,
         rehearsal_share=share,

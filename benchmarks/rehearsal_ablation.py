@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.rehearsal import WAYS, learn_and_ask, write_texts
+from benchmarks.rehearsal import NONE, WAYS, learn_and_ask, write_texts
 from scale_surgery import TrainingSettings, expand
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.running.freeze import expansion_parts
@@ -55,7 +55,7 @@ SELF = TrainingSettings(
 DOCUMENTS, CHARACTERS = 800, 40_000
 HEAD_RATES = (0.1, 0.3, 3.0)
 CHANGES: dict[str, dict[str, Any]] = {
-    "none": {"rehearse": ()},
+    "none": NONE,
     "self": {},
     "samples alone": {},
     "base twice": {},
@@ -68,9 +68,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{f"temperature {heat}": {"rehearsal_temperature": heat} for heat in (0.7, 1.3)},
     "alone": {"packing": False},
     **{f"head {factor}": {} for factor in HEAD_RATES},
-    **{f"none, head {factor}": {"rehearse": ()} for factor in HEAD_RATES},
+    **{f"none, head {factor}": NONE for factor in HEAD_RATES},
     **{f"rate {rate}": {"learning_rate": rate} for rate in (0.003, 0.03)},
-    "none, rate 0.003": {"rehearse": (), "learning_rate": 0.003},
+    "none, rate 0.003": NONE | {"learning_rate": 0.003},
     "not clipped": {"max_gradient_norm": 0.0},
 }
 # about the base stream, the head, or what tells samples from texts: one way shows it

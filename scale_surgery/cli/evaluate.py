@@ -61,4 +61,4 @@ def evaluate_command(
     out.show(result, render_evaluation(result))
     drawn = pictures(lambda file: plot_plane(result, file))
     write_files(outputs, {".json": as_result(result), **drawn}, out)
-    out.suggest(after_evaluation(result, models[-1]))
+    out.suggest(after_evaluation(result, models))

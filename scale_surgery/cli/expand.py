@@ -19,6 +19,7 @@ from scale_surgery.cli.options import (
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
+from scale_surgery.planning.new_tokens import TokenSource
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -68,9 +69,9 @@ def expand_command(
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import default_output, expand
 
-    run = take_fields(RunOptions, options)
+    run, tokens = take_fields(RunOptions, options), take_fields(TokenSource, options)
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
-    request = make_request(options, model, revision, run, out)
+    request = make_request(options, tokens, model, revision, run, out)
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers or new tokens, or --plan with a saved plan, one of the two.")
     if request is not None:
@@ -81,7 +82,7 @@ def expand_command(
         made = load_plan(model, plan_file, revision=revision, run=run, track=out.track)
     if dry_run:
         out.show(made, render_plan(made))
-        out.suggest(expand_command(model, made, revision, plan_file))
+        out.suggest(expand_command(model, made, tokens, revision, plan_file))
         return
     # nobody reads a plan first, to learn then that it cannot be written
     target = default_output(made) if output is None else output

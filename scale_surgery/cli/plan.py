@@ -43,14 +43,14 @@ LEFT_OUT = "other weight formats and links out of the folder are not taken along
 
 
 def make_request(
-    options: dict[str, Any], model: str, revision: str | None, run: RunOptions, out: Output
+    options: dict[str, Any], wanted: TokenSource, model: str, revision: str | None, run: RunOptions, out: Output
 ) -> Request | None:
     """A request from command line options; None where neither layers nor new tokens were given."""
     from scale_surgery.running.learned_tokens import ChosenTokens
     from scale_surgery.running.new_tokens import find_new_tokens
     from scale_surgery.show.tables import render_chosen_tokens
 
-    tokens = find_new_tokens(model, take_fields(TokenSource, options), revision=revision, run=run, track=out.track)
+    tokens = find_new_tokens(model, wanted, revision=revision, run=run, track=out.track)
     settings = given(options)
     if isinstance(tokens, ChosenTokens):
         out.say(render_chosen_tokens(tokens))
@@ -91,8 +91,8 @@ def plan_command(
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
-    run = take_fields(RunOptions, options)
-    request = make_request(options, model, revision, run, out)
+    run, tokens = take_fields(RunOptions, options), take_fields(TokenSource, options)
+    request = make_request(options, tokens, model, revision, run, out)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
     check_output_files(outputs, [model])
@@ -102,4 +102,4 @@ def plan_command(
         out.warn(LEFT_OUT.format(", ".join(checkpoint.left_out)))
     out.show(made, render_plan(made, details=details))
     write_files(outputs, {".json": lambda file: save_plan(made, file)}, out)
-    out.suggest(expand_command(model, made, revision, next(iter(outputs), None)))
+    out.suggest(expand_command(model, made, tokens, revision, next(iter(outputs), None)))

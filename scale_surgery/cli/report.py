@@ -61,4 +61,4 @@ def report_command(
     training_report = report(expanded, texts, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(training_report, render_report(training_report, details=details))
     write_files(outputs, {".html": partial(write_page, training_report), ".json": as_result(training_report)}, out)
-    out.suggest(after_report(training_report, expanded))
+    out.suggest(after_report(training_report, expanded, options["name"]))

@@ -71,6 +71,11 @@ def verify_command(
     from scale_surgery.show.commands import after_verification
     from scale_surgery.show.tables_verify import render_verification
 
+    asked = {"--prompts": options["prompts_file"], "--max-new-tokens": options["max_new_tokens"]}
+    if files_only and (unread := [option for option, value in asked.items() if value is not None]):
+        raise click.UsageError(
+            f"{', '.join(unread)} with --files-only: no model runs, so none is asked. Leave out one of the two."
+        )
     check_output_files(outputs, [expanded, *filter(None, [options["base"]])])
     probes, run = take_fields(Probes, options), take_fields(RunOptions, options)
     prompted = None if files_only else probes

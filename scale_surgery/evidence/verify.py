@@ -86,9 +86,9 @@ def verify(
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, or it or the base cannot be read.
-        PlanError: If a required promise is unknown.
+        PlanError: If a required promise is unknown, or a revision is given without a base.
     """
-    _check_promises(required)
+    _check_request(base, required, revision)
     path = Path(expanded)
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     check_numbering(checkpoint, manifest)
@@ -125,13 +125,18 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
     return given
 
 
-def _check_promises(required: tuple[str, ...]) -> None:
-    """Refuse unknown promises."""
-    if problems := [
+def _check_request(base: str | Path | None, required: tuple[str, ...], revision: str | None) -> None:
+    """Refuse unknown promises, and a revision of nothing."""
+    problems = [
         f"--promise {name} is unknown, expected one of: {', '.join(PROMISES)}."
         for name in required
         if name not in PROMISES
-    ]:
+    ]
+    if revision is not None and base is None:
+        problems.append(
+            f"--revision {revision}: is of the base's repository, and no base is given. Give --base, or leave it out."
+        )
+    if problems:
         raise PlanError.from_problems(problems)
 
 

@@ -61,7 +61,7 @@ def find_new_tokens(
     Raises:
         CheckpointError: If the base's tokenizer cannot take tokens; see `read_new_tokens`, `choose_new_tokens`.
         DataError: If the tokens, or the texts, are no use.
-        PlanError: If both are given.
+        PlanError: If both are given, or a count without texts.
     """
     check_source(wanted)
     if not wanted.is_wanted:
@@ -75,6 +75,11 @@ def find_new_tokens(
 
 def check_source(wanted: TokenSource) -> None:
     """Check what can be said of a source before it is read."""
+    if wanted.token_count != TokenSource().token_count and not wanted.token_texts:
+        raise PlanError(
+            f"--count {wanted.token_count}: says how many tokens to learn from a text. Give one with "
+            "--new-tokens-from, or leave it out."
+        )
     if wanted.token_file is None:
         return
     if wanted.token_texts:

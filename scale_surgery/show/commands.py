@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.planning.methods import DEFAULT_METHOD
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request, complete
 
 if TYPE_CHECKING:
@@ -71,11 +74,14 @@ def verify_command(path: Path) -> str:
     return running_command("verify", path)
 
 
-def expand_command(model: str, made: Plan, revision: str | None = None, plan: Path | None = None) -> str:
-    """The expand command of a plan."""
+def expand_command(
+    model: str, made: Plan, tokens: TokenSource, revision: str | None = None, plan: Path | None = None
+) -> str:
+    """The expand command of a plan, which finds its new tokens where they were found."""
     trust = trusting(made.architecture)
     if plan is None:
-        return command("expand", model, *expand_options(made.request, revision), *trust)
+        options = (*expand_options(made.request, revision), *changed_options(tokens, TokenSource()))
+        return command("expand", model, *options, *trust)
     return command("expand", model, *(["--revision", revision] if revision else []), "--plan", plan, *trust)
 
 
@@ -96,27 +102,36 @@ def after_verification(result: Verification) -> str:
     return running_command("train", result.path, "--data", "FILE")
 
 
-def after_evaluation(result: Evaluation, model: str) -> str:
-    """The next command after evaluate: inspect, train, report or route-report."""
-    kinds = {score.kind for score in result.scores}
-    if kinds & {"adapt", "path"}:
+def after_evaluation(result: Evaluation, models: Sequence[str]) -> str:
+    """The next command after evaluate: inspect, or of the last expanded model train, report or route-report."""
+    last = max((place for place, score in enumerate(result.scores) if score.kind == "expanded"), default=None)
+    if last is None:
+        return command("inspect", models[-1])
+    score, *parts = result.scores[last:]
+    # of models whose folders have one name, rows are called what was typed
+    path = Path(score.name if score.name in models else _of_name(score.name, models))
+    if any(part.kind in ("adapt", "path") for part in parts):
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
-        return running_command("route-report", Path(model), *texts)
-    if "expanded" not in kinds:
-        return command("inspect", model)
-    path = Path(model)
+        return running_command("route-report", path, *texts)
     if (path / CONFIG_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
         return adopt_line(path, read_json(path / CONFIG_FILE))
-    is_trained = any(score.forgetting or score.learning for score in result.scores if score.kind == "expanded")
+    is_trained = score.forgetting or score.learning
     name, *options = ("report", "-o", "report.html") if is_trained else ("train", "--data", "FILE")
     return running_command(name, path, *options)
 
 
-def after_report(report: Report, path: Path) -> str:
-    """The next command after report."""
+def _of_name(name: str, models: Sequence[str]) -> str:
+    return next(model for model in models if Path(model).resolve().name == name)
+
+
+def after_report(report: Report, path: Path, name: str | None) -> str:
+    """The next command after report, which was given a name where there are several expansions."""
+    # a report is of one expansion, as if the folder held it alone: the others and the router stand in the config
+    specs = read_json(path / CONFIG_FILE).get(CONFIG_KEY, {})
     if not any(tensor.is_trained for tensor in report.tensors):
-        return running_command("train", path, "--data", "FILE")
-    if report.routing is not None:
+        named = [] if name is None or len(specs_of_expansions(specs)) == 1 else ["--name", name]
+        return running_command("train", path, *named, "--data", "FILE")
+    if ROUTER_KEY in specs:
         return running_command("route-report", path, "--text", "FILE")
     if report.variant == "adapt":
         return command("route-export", path, "-o", f"{path}-routed")

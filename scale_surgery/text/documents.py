@@ -160,7 +160,7 @@ def _is_dataset(source: TextSource) -> bool:
 
 def _holds_rows(source: TextSource) -> bool:
     """Whether a source holds objects with fields; otherwise it is plain text."""
-    is_rows = _is_dataset(source) or source.path.suffix in (".jsonl", ".json")
+    is_rows = _is_dataset(source) or source.path.suffix.lower() in (".jsonl", ".json")
     settings = ("split", "config", "revision") if is_rows else ("column", "split", "config", "revision")
     given = [name for name in settings if getattr(source, name) is not None]
     if given and not (source.path.is_dir() or source.is_on_hub):
@@ -176,7 +176,7 @@ def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]
             with open_text(source.path, advance):
                 pass  # a better error than the library's for what is no file
         return read_rows(source), f"{source.name}, row"
-    if source.path.suffix == ".json" and (entries := read_array(source.path, advance)):
+    if source.path.suffix.lower() == ".json" and (entries := read_array(source.path, advance)):
         return entries, f"{source.path}, entry"
     return read_lines(source.path, advance), f"{source.path}, line"
 

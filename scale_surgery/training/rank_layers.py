@@ -83,7 +83,7 @@ def rank_layers(
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
     if CONFIG_KEY in checkpoint.config or checkpoint.manifest is not None:
-        refuse_form(source.name, "expanded", "base")  # layers are chosen before an expansion
+        refuse_form(model, "expanded", "base")  # layers are chosen before an expansion
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
 
     def price(layers: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
-from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, problems_of
+from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, fields_of, problems_of
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -158,6 +158,12 @@ def check_settings(settings: TrainingSettings) -> None:
     ]
     if ITSELF in settings.rehearse and not settings.rehearses_itself:
         problems.append(f"rehearse: {', '.join(settings.rehearse)}, expected self alone, or texts. Choose one of both.")
+    usual = fields_of(TrainingSettings)
+    problems += [
+        f"{usual[name].option}: {value}, but nothing is rehearsed. Say what is (rehearse), or leave it out."
+        for name, value in vars(settings).items()
+        if not settings.rehearse and name.startswith("rehearsal_") and value != usual[name].default
+    ]
     if problems:
         raise TrainingError.from_problems(problems)
 

@@ -221,6 +221,7 @@ def _digest(source: TextSource, advance: Progress) -> str:
     if source.path.is_dir():
         files = [(str(file.relative_to(source.path)), hash_file(file, advance)) for file in source.files]
         return f"folder {settings} {files}"
-    kind = source.path.suffix if source.path.suffix in (".jsonl", ".json") else "text"
+    suffix = source.path.suffix.lower()
+    kind = suffix if suffix in (".jsonl", ".json") else "text"
     with readable(source.path), open_regular(source.path):
         return f"{kind} {settings} {hash_file(source.path, advance)}"

@@ -20,6 +20,7 @@ from scale_surgery import (
     RunOptions,
     evaluate,
     expand,
+    route_export,
 )
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.running import loss as measure
@@ -293,6 +294,24 @@ def test_a_trainer_s_folder_is_compared_with_itself(place: Path, tmp_path: Path)
     assert " ".join(shown.split()).endswith(f"next scale-surgery adopt {tmp_path}/saved --expanded EXPANDED -o OUT")
     wanted = evaluate([place / "wide"], [place / "old.txt"])
     assert evaluation.scores[0].forgetting == row(wanted, "wide").forgetting
+
+
+def test_what_comes_next_is_for_the_last_expanded_model(place: Path, tmp_path: Path) -> None:
+    routed = route_export(place / "adapted", tmp_path / "routed").path
+    other, wide = Path(shutil.copytree(place / "other", tmp_path / "wide")), place / "wide"
+    fresh = expand(place / "base", Request("1"), tmp_path / "fresh").path
+    report_, look = "report {} -o report.html", f"route-report {{}} --text {place}/old.txt"
+    for models, line in (
+        ([routed, place / "base"], look.format(routed)),
+        ([routed, wide], report_.format(wide)),
+        ([wide, routed, place / "other"], look.format(routed)),
+        ([wide, fresh], f"train {fresh} --data FILE"),
+        # two of one name, of which the last is not expanded
+        ([wide, other], report_.format(wide)),
+        ([place / "base", place / "other"], f"inspect {place}/other"),
+    ):
+        shown = run("evaluate", *models, "--old", place / "old.txt").stdout
+        assert shown.splitlines()[-1].split(maxsplit=1) == ["next", f"scale-surgery {line}"]
 
 
 def test_other_tokens_are_not_compared(place: Path, tmp_path: Path) -> None:

@@ -318,6 +318,16 @@ def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy, refu
     assert done.exit_code == 0 and f"{path} cannot be written: the result is not recorded" in text
 
 
+def test_options_that_nothing_would_read_are_refused(made: Path, tmp_path: Path) -> None:
+    path = made / "preserve"
+    expected = "--revision v1: is of the base's repository, and no base is given. Give --base, or leave it out."
+    assert refusal(verify, path, revision="v1", error=PlanError) == expected
+    assert expected in " ".join(run("verify", path, "--revision", "v1", code=1).output.split())
+    for option, value in (("--prompts", tmp_path / "prompts.txt"), ("--max-new-tokens", 8)):
+        shown = " ".join(run("verify", path, "--files-only", option, value, code=2).output.split())
+        assert f"{option} with --files-only: no model runs, so none is asked. Leave out one of the two." in shown
+
+
 def test_files_only_runs_no_model(made: Path) -> None:
     result = verify(made / "preserve", probes=None, record=False)
     assert result.passed and result.numbers is None and result.required == ("recoverable",)

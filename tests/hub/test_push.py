@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -695,3 +696,11 @@ def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_options_that_do_not_go_together(expanded: Path, options: tuple[str, ...], expected: str) -> None:
     assert expected in run("push", expanded, REPO, *options, code=2).output
+
+
+@pytest.mark.parametrize("flag", ("--public", "--private"))
+def test_what_a_dry_run_proposes_can_be_typed(hub: Hub, expanded: Path, flag: str) -> None:
+    shown = run("push", expanded, "me/new", flag, "--dry-run", "--no-verify", "--token", "hf_writer").stdout
+    line = shlex.join(["scale-surgery", "push", str(expanded), "me/new", flag, "--no-verify"])
+    assert shown.splitlines()[-1].split(maxsplit=1) == ["next", line]
+    assert run(*shlex.split(line)[1:], "--dry-run", "--token", "hf_writer").stdout == shown

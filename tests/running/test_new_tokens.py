@@ -16,10 +16,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.planning.new_tokens import NewTokens, extended_tokenizer, extended_tokenizer_config, token_ids
+from scale_surgery.errors import PlanError
+from scale_surgery.planning.new_tokens import (
+    NewTokens,
+    TokenSource,
+    extended_tokenizer,
+    extended_tokenizer_config,
+    token_ids,
+)
 from scale_surgery.running import learned_tokens
 from scale_surgery.running.learned_tokens import ChosenTokens, choose_new_tokens
-from scale_surgery.running.new_tokens import read_new_tokens
+from scale_surgery.running.new_tokens import find_new_tokens, read_new_tokens
+from tests.command import run
 from tests.conftest import refusal
 
 ENGLISH = ["hello world the year is and lines and spaces and two worlds of the dogs"] * 5
@@ -612,3 +620,13 @@ def test_only_merges_can_be_gone_on_with(bases, german, tmp_path) -> None:
         f"{once}: no two tokens that could become a new one stand in it side by side twice. Give more text."
     )
     assert refusal(choose_new_tokens, bases["qwen"].path, [once], 0, 320) == "--count is 0, expected at least 1."
+
+
+def test_a_count_of_tokens_that_are_not_learned_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokens.txt").write_text("Xylophone\n")
+    expected = "--count 5: says how many tokens to learn from a text. Give one with --new-tokens-from, or leave it out."
+    for source in (TokenSource(token_count=5), TokenSource(str(tmp_path / "tokens.txt"), token_count=5)):
+        assert refusal(find_new_tokens, SHIPPED_MODEL, source, error=PlanError) == expected
+    for command in ("plan", "expand"):
+        shown = run(command, SHIPPED_MODEL, "--layers", "last:1", "--count", "5", code=1).output
+        assert expected in " ".join(shown.split())

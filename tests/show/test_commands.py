@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
+import pytest
+
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.show.commands import changed_options
 from scale_surgery.training.settings import TrainingSettings
+from tests.command import run
+from tests.conftest import shake
+
+
+def proposed(text: str) -> list[str]:
+    """The words of the command that comes next, without the program's name."""
+    name, program, *words = shlex.split(text.splitlines()[-1])
+    assert (name, program) == ("next", "scale-surgery")
+    return words
 
 
 def test_options_that_are_said_fill_the_same_settings():
@@ -27,3 +42,28 @@ def test_options_that_are_said_fill_the_same_settings():
     usual = vars(TrainingSettings())
     assert given == {name: value for name, value in vars(settings).items() if value != usual[name]}
     assert [word for word in words if word.startswith("save")] == ["save_every=7"], "after --set"
+
+
+@pytest.mark.parametrize("layers", (["--layers", "last:1"], []))
+@pytest.mark.parametrize("learned", (False, True))
+def test_what_plan_proposes_adds_the_same_tokens(tmp_path: Path, layers: list[str], learned: bool) -> None:
+    (tmp_path / "tokens.txt").write_text("Xylophone\nglockenspiel\n")
+    (tmp_path / "text.txt").write_text("The glockenspiel and the Xylophone are bright. " * 20)
+    source = ["--new-tokens-from", tmp_path / "text.txt", "--count", "2"]
+    source = source if learned else ["--new-tokens", tmp_path / "tokens.txt"]
+    text = run("plan", SHIPPED_MODEL, *layers, *source).stdout
+    words = proposed(text)
+    assert words[0] == "expand" and words[-len(source) :] == list(map(str, source))
+    assert run(*words, "--dry-run").stdout == text
+
+
+def test_what_report_proposes_in_a_folder_of_several(tmp_path: Path) -> None:
+    law, two = tmp_path / "law", tmp_path / "two"
+    adapt = ("--layers", "last:1", "--variant", "adapt")
+    run("expand", SHIPPED_MODEL, *adapt, "--name", "law", "-o", law)
+    assert proposed(run("report", law, "--files-only").stdout) == ["train", str(law), "--data", "FILE"]
+    run("expand", shake(law), *adapt, "--name", "music", "-o", two)
+    untrained = proposed(run("report", two, "--name", "music", "--files-only").stdout)
+    assert untrained == ["train", str(two), "--name", "music", "--data", "FILE"]
+    trained = proposed(run("report", two, "--name", "law", "--files-only").stdout)
+    assert trained == ["route-report", str(two), "--text", "FILE"], "it routes already"

@@ -17,10 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import DataError
+from scale_surgery.progress import no_progress
 from scale_surgery.text import documents
 from scale_surgery.text.documents import Document, in_pieces, read_documents
 from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
+from scale_surgery.text.sources import parse_source
 from scale_surgery.text.tokenizing import collate, pack, stride, tokenize, without_unscored
+from scale_surgery.training.training_texts import _digest
 from tests.conftest import refusal
 
 PAD, START, END, UNKNOWN = range(4)
@@ -97,6 +100,15 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         ("def f():", "\n    pass"),
         ("p", "c"),
     ]
+
+
+@pytest.mark.parametrize("suffix", (".JSONL", ".Json"))
+def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path: Path, suffix: str) -> None:
+    file = lines(tmp_path / f"a{suffix}", {"question": "Where?", "answer": "Oslo"})
+    assert read(file) == [("Where?", " Oslo")]
+    assert _digest(parse_source(file), no_progress).startswith(f"{suffix.lower()} ")
+    (tmp_path / "b.JSON").write_text('[{"text": "one"}, {"text": "two"}]')
+    assert read(tmp_path / "b.JSON") == [("", "one"), ("", "two")], "an array"
 
 
 def test_blank_lines_and_other_line_ends_are_no_lines(tmp_path: Path) -> None:

@@ -156,7 +156,12 @@ def test_what_cannot_be_ranked(base, text, tmp_path):
     small = with_tokenizer(save_tiny(tmp_path / "small", "llama"))
     for path, texts, message in (
         (base, [], "There is no text for the pilot. Give files with --data."),
-        (tmp_path / "wide", text, "wide: is an expanded model, expected a base model. Take its base out: "),
+        (
+            tmp_path / "wide",
+            text,
+            f"{tmp_path}/wide: is an expanded model, expected a base model. Take its base out: scale-surgery strip "
+            f"{tmp_path}/wide -o BASE.",
+        ),
         (save_tiny(tmp_path / "mute", "llama"), text, "mute: has no tokenizer that loads, and texts need one."),
         (small, text, "expected ids below 97, the size of its embedding. Use the tokenizer"),
     ):

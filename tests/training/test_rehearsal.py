@@ -52,11 +52,12 @@ from scale_surgery.training.rehearsal import (
     logits_beside_base,
     make_rehearsal,
 )
-from scale_surgery.training.settings import SAMPLES_FILE
-from tests.conftest import digests, load, shake
+from scale_surgery.training.settings import SAMPLES_FILE, check_settings
+from tests.conftest import digests, load, refusal, shake
 from tests.training.test_train import ask, expansion, same, stopping_at, write_lines
 
 ITSELF = {"rehearse": ("self",), "rehearsal_samples": 12, "rehearsal_length": 24}
+NOTHING = {name: getattr(TrainingSettings(), name) for name in ITSELF}
 SETTINGS = TrainingSettings(
     steps=4, sequence_length=32, batch_size=2, learning_rate=3e-3, save_every=2, log_every=1, **ITSELF
 )
@@ -286,7 +287,7 @@ def test_a_run_keeps_its_samples_and_its_base(place, trained):
     assert record["texts"]["rehearsal"] == pack(read_samples(samples), 32).fingerprint(), "packed as the texts are"
     assert verify(trained).passed
     # what is rehearsed decides what is learned
-    plain = train(place / "adapt", [place / "new.jsonl"], place / "plain", replace(SETTINGS, rehearse=())).path
+    plain = train(place / "adapt", [place / "new.jsonl"], place / "plain", replace(SETTINGS, **NOTHING)).path
     assert not same(expansion(plain), expansion(trained)) and not (plain / "training" / SAMPLES_FILE).exists()
 
 
@@ -312,7 +313,7 @@ def test_every_expansion_rehearses(place, tmp_path, name):
     settings = replace(SETTINGS, steps=4, save_every=None, routed=name == "routed")
     done = train(place / name, [place / "new.jsonl"], tmp_path / name, settings)
     assert done.loss is not None and verify(done.path).passed
-    plain = train(place / name, [place / "new.jsonl"], tmp_path / "plain", replace(settings, rehearse=()))
+    plain = train(place / name, [place / "new.jsonl"], tmp_path / "plain", replace(settings, **NOTHING))
     # records say what was asked for; what was learned is in the weights
     ours, without = (
         {file: digest for file, digest in digests(path).items() if file.endswith(".safetensors")}
@@ -337,6 +338,15 @@ def test_it_forgets_less(place, tmp_path):
 
 
 # what is said
+
+
+def test_how_to_rehearse_is_refused_where_nothing_is_rehearsed(place, tmp_path):
+    settings = TrainingSettings(rehearsal_weight=5.0, rehearsal_samples=7, steps=1)
+    assert refusal(train, place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings) == (
+        "rehearsal-weight: 5.0, but nothing is rehearsed. Say what is (rehearse), or leave it out.\n"
+        "rehearsal-samples: 7, but nothing is rehearsed. Say what is (rehearse), or leave it out."
+    )
+    check_settings(replace(settings, rehearse=("self",)))
 
 
 def test_wrong_wishes_are_refused(place, tmp_path):
