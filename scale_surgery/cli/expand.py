@@ -18,7 +18,7 @@ from scale_surgery.cli.options import (
     take_fields,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
-from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
+from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options, running
 from scale_surgery.planning.new_tokens import TokenSource
 
 if TYPE_CHECKING:
@@ -63,13 +63,12 @@ def expand_command(
     from scale_surgery.checkpoint.sources import open_model
     from scale_surgery.checkpoint.staging import check_target
     from scale_surgery.deriving.planned import load_plan, make_plan
-    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables import render_expansion
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import default_output, expand
 
-    run, tokens = take_fields(RunOptions, options), take_fields(TokenSource, options)
+    run, tokens = running(options, "device", "trust_remote_code"), take_fields(TokenSource, options)
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
     request = make_request(options, tokens, model, revision, run, out)
     if (request is None) == (plan_file is None):

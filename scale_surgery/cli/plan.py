@@ -28,15 +28,20 @@ from scale_surgery.fields import fields_of
 from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.scale import NO_LAYERS
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
-    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.console import Output
 
 
 def request_options(command: Command) -> Command:
     """Add what an expansion is made of."""
     return add_options(command, [options_from(Request), options_from(TokenSource), set_option(Request)])
+
+
+def running(options: dict[str, Any], *names: str) -> RunOptions:
+    """How models run, beside a request, of whose new tensors --dtype speaks."""
+    return RunOptions(**given({name: options.pop(name) for name in names}))
 
 
 LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
@@ -87,11 +92,10 @@ def plan_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.deriving.planned import make_plan
     from scale_surgery.planning.saved import save_plan
-    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
-    run, tokens = take_fields(RunOptions, options), take_fields(TokenSource, options)
+    run, tokens = running(options, "trust_remote_code"), take_fields(TokenSource, options)
     request = make_request(options, tokens, model, revision, run, out)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")

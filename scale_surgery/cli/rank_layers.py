@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import field, fields, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import BASE_CODE, TEXTS, given, options_from, output_options, run_options, take_fields
+from scale_surgery.cli.options import (
+    BASE_CODE,
+    TEXTS,
+    given,
+    options_from,
+    output_options,
+    run_options,
+    set_option,
+    take_fields,
+)
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
-from scale_surgery.fields import fields_of
+from scale_surgery.cli.plan import running
+from scale_surgery.fields import NO_OPTION, fields_of
 from scale_surgery.planning.request import Request
-from scale_surgery.running.options import RunOptions
 from scale_surgery.training.ranking import RankingSettings
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-EXPANSION = ("layers", "method", "variant", "collaborate", "ratio", "copies")
+# a name costs nothing, and which layers get W12 is said once layers are chosen
+WITHOUT = ("name", "collaborative_layers")
+EXPANSION = tuple(name for name, field in fields_of(Request).items() if field.has_option and name not in WITHOUT)
+# what --set fills; --seed is that of the pilot, and that of the new tensors is said where these are made
+HINTS = get_type_hints(Request, include_extras=True)
+RARE = [field for field in fields(Request) if field.metadata == NO_OPTION and field.name not in ("seed", "new_tokens")]
+RARELY_SET = make_dataclass(
+    "RarelySet", [(entry.name, HINTS[entry.name], field(default=entry.default, metadata=NO_OPTION)) for entry in RARE]
+)
 EXPANSION_HELPS = {
     "layers": "Layers to choose among, written as for plan. Default: all.",
     "method": "Method of the expansion that is planned: its costs count against the budget.",
@@ -33,6 +51,7 @@ EXPANSION_HELPS = {
 )
 @options_from(RankingSettings, *fields_of(RankingSettings))
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
+@set_option(RARELY_SET)
 @files_option(
     ".json",
     *PICTURES,
@@ -62,9 +81,10 @@ def rank_layers_command(
     from scale_surgery.training.rank_layers import rank_layers
 
     check_output_files(outputs, [model, *data])
-    settings, run = take_fields(RankingSettings, options), take_fields(RunOptions, options)
-    request = Request(**{"layers": "all"} | given({name: options.pop(name) for name in EXPANSION}))
-    result = rank_layers(model, data, request, settings, run=run, track=out.track, **options)
+    settings, run = take_fields(RankingSettings, options), running(options, "device", "trust_remote_code")
+    revision = options.pop("revision")
+    request = Request(**{"layers": "all"} | given(options))
+    result = rank_layers(model, data, request, settings, run=run, revision=revision, track=out.track)
     out.show(result, render_ranking(result))
     drawn = pictures(lambda file: save_figure(ranking_figure(result), file))
     write_files(outputs, {".json": as_result(result), **drawn}, out)

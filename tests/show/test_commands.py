@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -67,3 +68,11 @@ def test_what_report_proposes_in_a_folder_of_several(tmp_path: Path) -> None:
     assert untrained == ["train", str(two), "--name", "music", "--data", "FILE"]
     trained = proposed(run("report", two, "--name", "law", "--files-only").stdout)
     assert trained == ["route-report", str(two), "--text", "FILE"], "it routes already"
+
+
+@pytest.mark.parametrize("command", (["plan"], ["expand", "--dry-run"]))
+def test_the_dtype_of_new_tensors_is_no_dtype_of_a_run(command: list[str]) -> None:
+    name, *more = command
+    asked = [SHIPPED_MODEL, "--layers", "last:1", "--dtype", "float16"]
+    assert json.loads(run(name, *asked, *more, "--json").stdout)["request"]["dtype"] == "float16"
+    assert proposed(run(name, *asked, *more).stdout) == ["expand", *map(str, asked)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,8 @@ import torch
 from scale_surgery import Ranking, RankingSettings, Request, plan, rank_layers
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.errors import DataError, PlanError, SurgeryError
+from scale_surgery.learning.recipe import AUTO, Recipe
+from scale_surgery.learning.stages import Work, stages_of
 from scale_surgery.planning.request import complete
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.show.figures import ranking_figure
@@ -288,3 +291,20 @@ def test_the_figure_shows_every_layer_and_which_are_proposed(ranked):
     proposed, others = ({tuple(point) for point in drawn.get_offsets().tolist()} for drawn in axes.collections)
     changes = {(entry.layer, entry.change) for entry in ranked.layers}
     assert proposed == {point for point in changes if point[0] in ranked.proposed} and others == changes - proposed
+
+
+def test_the_line_that_learn_shows_ranks_for_the_same_expansion(base, text, tmp_path):
+    wide = Request("all", variant="adapt", up_width=20, up_kv_heads=1, up_inner_width=8, dtype="float16")
+    asked = replace(wide, init_w21="random", svd="exact", init_embedding="zero", new_tokens_init="zero", seed=9)
+    recipe = Recipe(str(base), (str(text),), expansion=replace(asked, layers=AUTO), ranking=replace(PILOT, seed=5))
+    (stage,) = [stage for stage in stages_of(Work(recipe, tmp_path, routes=True)) if stage.name == "layers"]
+    words = shlex.split(stage.line({}).replace(str(tmp_path / "texts-new" / "learn.jsonl"), str(text)))
+    result = json.loads(run(*words[1:], "--json").stdout)
+    ranked = Request(**{name: value for name, value in result["request"].items() if name != "new_tokens"})
+    # the seed of the new tensors is said where these are made
+    assert ranked == complete(replace(asked, seed=0)) and result["settings"]["seed"] == 5
+
+
+def test_set_leaves_the_seed_to_the_pilot(base, text):
+    shown = run("rank-layers", base, "--data", text, "--set", "seed=3", code=2).output
+    assert "--set seed: there is no such setting, expected one of: init_w21" in " ".join(shown.split())
