@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -67,9 +67,10 @@ def options_from(
     return add
 
 
-def set_option(owner: type) -> Callable[[Command], Command]:
+def set_option(owner: type, without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Add --set KEY=VALUE, which fills the fields of a dataclass that have no option of their own."""
-    fields = {name: field for name, field in fields_of(owner).items() if not field.has_option and field.is_plain}
+    known = fields_of(owner).items()
+    fields = {name: field for name, field in known if not field.has_option and field.is_plain and name not in without}
 
     def fill(context: click.Context, _parameter: click.Parameter, given: tuple[str, ...]) -> None:
         values, problems = read_settings(given), []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +20,7 @@ from scale_surgery.cli.options import (
 )
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 from scale_surgery.cli.plan import running
-from scale_surgery.fields import NO_OPTION, fields_of
+from scale_surgery.fields import fields_of
 from scale_surgery.planning.request import Request
 from scale_surgery.training.ranking import RankingSettings
 
@@ -31,12 +30,6 @@ if TYPE_CHECKING:
 # a name costs nothing, and which layers get W12 is said once layers are chosen
 WITHOUT = ("name", "collaborative_layers")
 EXPANSION = tuple(name for name, field in fields_of(Request).items() if field.has_option and name not in WITHOUT)
-# what --set fills; --seed is that of the pilot, and that of the new tensors is said where these are made
-HINTS = get_type_hints(Request, include_extras=True)
-RARE = [field for field in fields(Request) if field.metadata == NO_OPTION and field.name not in ("seed", "new_tokens")]
-RARELY_SET = make_dataclass(
-    "RarelySet", [(entry.name, HINTS[entry.name], field(default=entry.default, metadata=NO_OPTION)) for entry in RARE]
-)
 EXPANSION_HELPS = {
     "layers": "Layers to choose among, written as for plan. Default: all.",
     "method": "Method of the expansion that is planned: its costs count against the budget.",
@@ -51,7 +44,8 @@ EXPANSION_HELPS = {
 )
 @options_from(RankingSettings, *fields_of(RankingSettings))
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
-@set_option(RARELY_SET)
+# --seed is the pilot's; that of new tensors is said where these are made
+@set_option(Request, without=("seed",))
 @files_option(
     ".json",
     *PICTURES,
