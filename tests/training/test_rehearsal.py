@@ -326,11 +326,11 @@ def test_every_expansion_rehearses(place, tmp_path, name):
 def test_it_forgets_less(place, tmp_path):
     """Without old text: questions about people that the base knows, which nobody asks during training."""
     long = {"steps": 40, "sequence_length": 128, "save_every": 40, "eval_every": 40}
-    settings = replace(SETTINGS, rehearsal_samples=200, rehearsal_length=32, **long)
+    rehearsed = replace(SETTINGS, rehearsal_samples=200, rehearsal_length=32, **long)
+    usual = {name: value for name, value in vars(TrainingSettings()).items() if name.startswith("rehears")}
     sides = EvalData(old=[place / "old-asked.jsonl"], new=[place / "new.jsonl"])
     forgot = {}
-    for name, rehearse in (("plain", ()), ("rehearsed", ("self",))):
-        asked = replace(settings, rehearse=rehearse)
+    for name, asked in (("plain", replace(rehearsed, **usual)), ("rehearsed", rehearsed)):
         forgot[name] = train(place / "adapt", [place / "new.jsonl"], tmp_path / name, asked, eval_data=sides).measured
     assert forgot["rehearsed"]["forgetting"] < forgot["plain"]["forgetting"] / 2
     assert forgot["rehearsed"]["old_accuracy"] > forgot["plain"]["old_accuracy"] + 0.1
