@@ -152,14 +152,14 @@ def main(steps: int, seed: int, output: Path | None) -> None:
         request = Request("all", variant="adapt", collaborate="both")
         wide = expand(SHIPPED_MODEL, request, folder / "wide").path
         start = TrainingStart(overwrite=True)
-        for rehearse, samples in (((), TrainingSettings.rehearsal_samples), (("self",), 800)):
+        for rehearse in ((), ("self",)):
             settings = TrainingSettings(
                 steps=steps,
                 sequence_length=128,
                 seed=seed,
                 learning_rate=RATE,
                 rehearse=rehearse,
-                rehearsal_samples=samples,
+                rehearsal_samples=800,
             )
             scorer = Scorer(train(wide, [folder / "learn.jsonl"], folder / "learned", settings, start=start).path)
             ways = ("alone",) if rehearse else ("base", "alone", "posterior", "cosine", "gate")
