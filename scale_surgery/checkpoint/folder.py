@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -78,9 +78,8 @@ class Checkpoint:
 
     @property
     def running_dtype(self) -> str:
-        """Dtype of most of the parameters that a model computes with as they are stored; experts may be quantised."""
-        kept = [info for info in self.tensors.values() if info.dtype in FLOAT_DTYPES.values()]
-        return most_common_dtype(kept or self.tensors.values())
+        """Dtype in which the model computes; see `running_dtype`."""
+        return running_dtype(self.tensors.values())
 
 
 class Sized(Protocol):
@@ -101,6 +100,12 @@ def most_common_dtype(tensors: Iterable[Sized]) -> str:
     for info in tensors:
         counts[info.dtype] += info.elements
     return max(counts, key=counts.__getitem__)
+
+
+def running_dtype(tensors: Collection[Sized]) -> str:
+    """Dtype of most of the parameters that a model computes with as they are stored; experts may be quantised."""
+    kept = [info for info in tensors if info.dtype in FLOAT_DTYPES.values()]
+    return most_common_dtype(kept or tensors)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from scale_surgery.cli.options import (
     take_fields,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
-from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options, running
+from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
 from scale_surgery.planning.new_tokens import TokenSource
+from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -68,7 +69,9 @@ def expand_command(
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import default_output, expand
 
-    run, tokens = running(options, "device", "trust_remote_code"), take_fields(TokenSource, options)
+    # --dtype is that of the new tensors
+    run = take_fields(RunOptions, options, "device", "trust_remote_code")
+    tokens = take_fields(TokenSource, options)
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
     request = make_request(options, tokens, model, revision, run, out)
     if (request is None) == (plan_file is None):

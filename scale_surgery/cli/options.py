@@ -257,9 +257,10 @@ def parse_size(text: str) -> int:
     return size
 
 
-def take_fields(kind: Callable[..., Made], options: dict[str, Any]) -> Made:
-    """Fill a dataclass from those options of a command that bear its fields' names, and take them out."""
-    taken = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}  # type: ignore[arg-type]
+def take_fields(kind: Callable[..., Made], options: dict[str, Any], *names: str) -> Made:
+    """Fill a dataclass from those options of a command that bear its fields' names, or these, and take them out."""
+    chosen = names or [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    taken = {name: options.pop(name) for name in chosen if name in options}
     # an option that was not given is None and leaves the dataclass's default
     return kind(**{name: value for name, value in taken.items() if value is not None})
 

@@ -39,11 +39,6 @@ def request_options(command: Command) -> Command:
     return add_options(command, [options_from(Request), options_from(TokenSource), set_option(Request)])
 
 
-def running(options: dict[str, Any], *names: str) -> RunOptions:
-    """How models run, beside a request, of whose new tensors --dtype speaks."""
-    return RunOptions(**given({name: options.pop(name) for name in names}))
-
-
 LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
 
 
@@ -95,7 +90,7 @@ def plan_command(
     from scale_surgery.show.commands import expand_command
     from scale_surgery.show.tables_plan import render_plan
 
-    run, tokens = running(options, "trust_remote_code"), take_fields(TokenSource, options)
+    run, tokens = take_fields(RunOptions, options, "trust_remote_code"), take_fields(TokenSource, options)
     request = make_request(options, tokens, model, revision, run, out)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")

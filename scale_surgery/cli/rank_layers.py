@@ -19,9 +19,9 @@ from scale_surgery.cli.options import (
     take_fields,
 )
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
-from scale_surgery.cli.plan import running
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.request import Request
+from scale_surgery.running.options import RunOptions
 from scale_surgery.training.ranking import RankingSettings
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def rank_layers_command(
     from scale_surgery.training.rank_layers import rank_layers
 
     check_output_files(outputs, [model, *data])
-    settings, run = take_fields(RankingSettings, options), running(options, "device", "trust_remote_code")
+    settings = take_fields(RankingSettings, options)
+    # --dtype is that of the new tensors
+    run = take_fields(RunOptions, options, "device", "trust_remote_code")
     revision = options.pop("revision")
     request = Request(**{"layers": "all"} | given(options))
     result = rank_layers(model, data, request, settings, run=run, revision=revision, track=out.track)

@@ -80,7 +80,7 @@ def promises_of(manifest: Manifest) -> tuple[str, ...]:
         if len(manifest.expansions) > 1
         else ["output_at_init", *([] if _is_exact(manifest) else ["near_output_at_init"])]
     )
-    tokens = ["old_vocabulary"] if any(plan.widths.new_tokens for plan in manifest.plans.values()) else []
+    tokens = ["old_vocabulary"] if manifest.adds_tokens else []
     gates = ["shut_gates"] if any(plan.has_gates for plan in manifest.plans.values()) else []
     paths = ["paths_as_alone"] if manifest.routing is not None else []
     return ("recoverable", *starts, *tokens, "base_stream_always", *gates, *paths, "bounded_forgetting")
@@ -169,7 +169,7 @@ def _old_vocabulary(
     """Claimed as long as nothing but rows of new tokens may have changed."""
     name = "old_vocabulary"
     plan = manifest.first_plan
-    if not any(plan.widths.new_tokens for plan in manifest.plans.values()):
+    if not manifest.adds_tokens:
         return Promise(name, False, False, "no tokens were added", ("no tokens were added.",))
     is_alone = len(manifest.expansions) == 1 and manifest.routing is None and not plan.layers
     evidence, problems = f"{plan.sizes.vocabulary:,} tokens of the base", list(integrity.base)

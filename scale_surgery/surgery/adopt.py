@@ -33,7 +33,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.matching import Match
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.config import expanded_config, running_dtype
+from scale_surgery.surgery.config import expanded_config
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import (
     ExpansionRecord,
@@ -246,7 +246,7 @@ def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: T
     }
     load_config(source.path, source.name, run)
     routing = router_of(saved.config[CONFIG_KEY])
-    config = expanded_config(checkpoint.config, list(plans.values()), running_dtype(checkpoint.tensors), routing)
+    config = expanded_config(checkpoint.config, list(plans.values()), checkpoint.tensors, routing)
     return Trained(str(base or source.name), checkpoint, plans, plain_json(config))
 
 

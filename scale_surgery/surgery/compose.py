@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
-from scale_surgery.checkpoint.files import UNFINISHED, BaseWeights, check_base_weights, take_over, write_json
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -31,7 +29,7 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.config import path_problems_of, with_router
+from scale_surgery.surgery.config import path_problems_of
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
@@ -155,21 +153,6 @@ def compose(
         left_out=given.left_out,
         removed=remove,
     )
-
-
-@contextmanager
-def isolated(expanded: Path, name: str, target: Path, track: Track) -> Iterator[Path]:
-    """A folder of one of several expansions alone on the base, without the router that weighed them; it goes again."""
-    others = [each for each in read_manifest(expanded).expansions if each != name]
-    parent = target.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    # beside what is made of it, where shards of the base are links or share their blocks
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
-        alone = Path(folder) / expanded.name
-        compose(expanded, (), alone, remove=others, track=track)
-        write_json(alone / CONFIG_FILE, with_router(read_json(alone / CONFIG_FILE), None))
-        write_json(alone / MANIFEST_FILE, replace(read_manifest(alone), routing=None).to_json())
-        yield alone
 
 
 def _plan_beside(

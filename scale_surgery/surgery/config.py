@@ -10,8 +10,8 @@ from typing import Any
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY, STOCK_KEY
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.folder import most_common_dtype
-from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
+from scale_surgery.checkpoint.folder import running_dtype
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -33,16 +33,13 @@ def stored_shard(shard: str) -> str:
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
 
 
-def running_dtype(tensors: Mapping[str, TensorInfo | BaseTensor]) -> str:
-    """Torch's name of the dtype in which a base with these tensors computes, for a config that names none."""
-    names = {stored: name for name, stored in FLOAT_DTYPES.items()}
-    return names[most_common_dtype(info for info in tensors.values() if info.dtype in names)]
-
-
 def expanded_config(
-    config: Mapping[str, Any], plans: Sequence[Plan], dtype: str, routing: Router | None = None
+    config: Mapping[str, Any],
+    plans: Sequence[Plan],
+    tensors: Mapping[str, TensorInfo | BaseTensor],
+    routing: Router | None = None,
 ) -> dict[str, Any]:
-    """Edit a base model's config.json: own model type and classes, its expansions, everything else as it was."""
+    """Edit the config.json of a base with these tensors: own model type and classes, its expansions, all else as is."""
     facts = plans[0]
     architecture = facts.architecture
     # a model with duplicated layers is a stock one of more layers
@@ -64,7 +61,9 @@ def expanded_config(
             edited = _with_vocabulary(edited, facts, new_tokens)
     # the first shard that a loader opens may be that of an expansion
     if not {"dtype", "torch_dtype"}.intersection(config):
-        edited["torch_dtype"] = dtype
+        from scale_surgery.surgery.initialise import TORCH_DTYPES
+
+        edited["torch_dtype"] = str(TORCH_DTYPES[running_dtype(tensors.values())]).removeprefix("torch.")
     return edited if routing is None else with_router(edited, routing)
 
 
@@ -174,8 +173,7 @@ def _heads(plan: Plan, layer: int) -> tuple[int, int]:
 
 def written_config(manifest: Manifest, base: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of an expanded model, of that of its base: expanded, routed and fused as surgery.json has it."""
-    dtype = running_dtype(manifest.base_tensors)
-    written = expanded_config(base, list(manifest.plans.values()), dtype, manifest.routing)
+    written = expanded_config(base, list(manifest.plans.values()), manifest.base_tensors, manifest.routing)
     return written if manifest.fused is None else fused_config(written, manifest)
 
 

@@ -39,7 +39,6 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.compose import isolated
 from scale_surgery.surgery.config import make_index
 from scale_surgery.surgery.extract_folder import (
     EXTRACT_FORMAT,
@@ -51,6 +50,7 @@ from scale_surgery.surgery.extract_folder import (
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import Manifest, refuse_fused, refuse_linked, tool_versions
 from scale_surgery.surgery.views import open_expansion
+from scale_surgery.surgery.write_folder import tokenizer_beside
 
 # expansion tensors are made from base tensors, so the terms of the base go with them
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)", re.IGNORECASE)
@@ -114,10 +114,6 @@ def extract(
     check_base_weights(base_weights)
     path, target = Path(expanded), Path(output)
     checkpoint, manifest = open_expansion(path, name)
-    if manifest.of_folder.adds_tokens and not manifest.adds_tokens:
-        # the folder's tokenizer is that of another expansion
-        with isolated(path, manifest.name, target, track) as alone:
-            return extract(alone, target, base_weights=base_weights, overwrite=overwrite, track=track)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_target(target, [path], overwrite=overwrite)
@@ -125,8 +121,8 @@ def extract(
         raise CheckpointError.from_problems(
             f"{file}: lies in {path}, and an extract needs this name. Move that file away." for file in taken
         )
-    from_base = tuple(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
-    texts = _texts(checkpoint, manifest)
+    texts, alone = _written_for_one(checkpoint, manifest)
+    from_base = tuple(file.stored_as for file in alone.base_files.values() if file.stored_as is not None)
     files, left_out = _expansion_files(checkpoint, manifest, from_base, texts)
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in manifest.base_tensors}
     problems = content_problems(path, manifest, checkpoint.config, files, tensors)
@@ -177,17 +173,20 @@ def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -
     return read_licence(read_bytes(path / str(card.stored_as)).decode("utf-8", errors="replace"))
 
 
-def _texts(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, str]:
-    """Texts of a folder of several expansions, rewritten for one; none where it holds one, whose files fit."""
-    if len((checkpoint.manifest or {}).get("expansions", ())) == 1:
-        return {}
+def _written_for_one(checkpoint: Checkpoint, manifest: Manifest) -> tuple[dict[str, str], Manifest]:
+    """Texts of a folder of several expansions, rewritten for one, and its record; none where it holds one: they fit."""
+    if manifest.of_folder is manifest:
+        return {}, manifest
+    # where another one adds tokens, the tokenizer is the base's again
+    tokenizer, alone = tokenizer_beside(checkpoint, manifest, manifest)
     places = {name: info.file for name, info in checkpoint.tensors.items()}
     total = sum(info.bytes for info in checkpoint.tensors.values())
     return {
         CONFIG_FILE: as_json(checkpoint.config),
         INDEX_FILE: as_json(make_index(places, manifest.plan.specs, total)),
-        MANIFEST_FILE: as_json(manifest.to_json()),
-    }
+        MANIFEST_FILE: as_json(alone.to_json()),
+        **{file: text for file, text in tokenizer.items() if alone.base_files[file].stored_as is None},
+    }, alone
 
 
 def _expansion_files(

@@ -9,18 +9,27 @@ A merged model's logits are compared with those of the model it was made from be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.files import take_over, write_json
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.files import UNFINISHED, take_over, write_json
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
-from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE, REPORTS_FOLDER, STOCK_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    REPORTS_FOLDER,
+    STOCK_FILE,
+    TRAINING_FOLDER,
+)
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.planning.architecture import Sizes
@@ -28,13 +37,14 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
-from scale_surgery.surgery.compose import isolated
-from scale_surgery.surgery.config import code_texts, hash_texts
+from scale_surgery.surgery.compose import compose
+from scale_surgery.surgery.config import code_texts, hash_texts, with_router
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
 from scale_surgery.surgery.joining import damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, write_stock
 from scale_surgery.surgery.record import Manifest, check_name, read_manifest, refuse_linked, tool_versions
+from scale_surgery.surgery.views import only
 
 MergedForm = Literal["fused", "stock", "blocks"]
 
@@ -107,14 +117,16 @@ def merge(
     source, target = Path(expanded), Path(output)
     manifest = read_manifest(source)
     check_name(name, manifest, source)
-    if len(manifest.expansions) > 1:
-        with isolated(source, name or manifest.name, target, track) as alone:
-            return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
     checkpoint = open_checkpoint(source)
+    if len(manifest.expansions) > 1:
+        checkpoint, manifest = only(checkpoint, manifest, name or manifest.name)
     refuse_linked(source, manifest)
     _check_form(source, checkpoint, manifest, to)
     read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written
     check_target(target, [source], overwrite=overwrite)
+    if manifest.of_folder is not manifest:
+        with _isolated(source, manifest, target, track) as alone:
+            return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
     check_space(target, _needed_bytes(checkpoint, manifest, to))
     refuse_damaged(checkpoint, manifest, track, is_trusted=run.trust_remote_code)
     drift = None
@@ -130,6 +142,21 @@ def merge(
             else:
                 write_json(partial / STOCK_FILE, _stock_record(partial, manifest, drift, track))
     return _describe(target, to, checkpoint, manifest, drift)
+
+
+@contextmanager
+def _isolated(source: Path, manifest: Manifest, target: Path, track: Track) -> Iterator[Path]:
+    """A folder of one of several expansions alone on the base, without the router that weighed them; it goes again."""
+    others = [name for name in manifest.of_folder.expansions if name not in manifest.expansions]
+    parent = target.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    # beside what is written, where shards of the base are links or share their blocks
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
+        alone = Path(folder) / source.name
+        compose(source, (), alone, remove=others, track=track)
+        write_json(alone / CONFIG_FILE, with_router(read_json(alone / CONFIG_FILE), None))
+        write_json(alone / MANIFEST_FILE, replace(read_manifest(alone), routing=None).to_json())
+        yield alone
 
 
 def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> None:

@@ -38,7 +38,6 @@ from scale_surgery.surgery.config import (
     expanded_config,
     hash_texts,
     make_index,
-    running_dtype,
     stored_shard,
     written_config,
 )
@@ -128,7 +127,7 @@ def _write_around_base(
     for file, text in code.items():
         write_text(partial / file, text)
     extend_tokenizer(base.path, partial, plans)
-    write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, running_dtype(base.tensors), routing))
+    write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, base.tensors, routing))
     pinned = pin_tokenizer_class(base.path, partial, run)
     places = {name: stored_shard(info.file) for name, info in base.tensors.items()}
     places |= {tensor.name: tensor.shard for plan in plans for tensor in plan.tensors}
@@ -184,7 +183,9 @@ def _write_around_expansions(
     new = (plan for name, plan in manifest.plans.items() if name not in kept)
     total = sum(given.tensors[name].bytes for name in taken) + sum(plan.costs.bytes_added for plan in new)
     base = parse_json(manifest.replaced[CONFIG_FILE])
-    manifest = _with_tokenizer(given, before, manifest, partial)
+    tokenizer, manifest = tokenizer_beside(given, before, manifest)
+    for file, text in tokenizer.items():
+        write_text(partial / file, text)
     write_json(partial / CONFIG_FILE, written_config(manifest, base))
     write_json(partial / INDEX_FILE, make_index(places, manifest.first_plan.specs, total))
     written = open_checkpoint(partial)
@@ -211,24 +212,24 @@ def extend_tokenizer(base: Path, folder: Path, plans: Sequence[Plan]) -> None:
                 write_text(folder / file, text)
 
 
-def _with_tokenizer(given: Checkpoint, before: Manifest, manifest: Manifest, partial: Path) -> Manifest:
-    """Write the tokenizer of other expansions than a folder had, and record what it replaces of the base's."""
+def tokenizer_beside(given: Checkpoint, before: Manifest, manifest: Manifest) -> tuple[dict[str, str], Manifest]:
+    """Texts of the tokenizer of other expansions than a folder had, and their record with what these replace."""
     if not (before.of_folder.adds_tokens or manifest.adds_tokens):
-        return manifest
+        return {}, manifest
     now = {file: read_text(given, file) for file in EXTENDED if file in manifest.base_files}
     base = {file: before.replaced.get(file, text) for file, text in now.items()}
-    files, replaced = dict(manifest.base_files), {**manifest.replaced}
+    files, replaced, texts = dict(manifest.base_files), {**manifest.replaced}, dict[str, str]()
     for file, text in tokenizer_texts(manifest.plans.values(), base).items():
         content, known = parse_json(text), parse_json(now[file])
         if content.get("tokenizer_class") != known.get("tokenizer_class"):
             # pinned when the base was expanded
             text = as_json({**content, "tokenizer_class": known["tokenizer_class"]})
-        write_text(partial / file, text)
+        texts[file] = text
         is_replaced = text != base[file]
         files[file] = replace(files[file], stored_as=None if is_replaced else file)
         replaced = {name: old for name, old in replaced.items() if name != file}
         replaced |= {file: base[file]} if is_replaced else {}
-    return replace(manifest, base_files=files, replaced=replaced)
+    return texts, replace(manifest, base_files=files, replaced=replaced)
 
 
 def _with_hashes(expansions: Mapping[str, ExpansionRecord], written: Checkpoint) -> dict[str, ExpansionRecord]:

@@ -158,12 +158,12 @@ def check_settings(settings: TrainingSettings) -> None:
     ]
     if ITSELF in settings.rehearse and not settings.rehearses_itself:
         problems.append(f"rehearse: {', '.join(settings.rehearse)}, expected self alone, or texts. Choose one of both.")
-    usual = fields_of(TrainingSettings)
-    problems += [
-        f"{usual[name].option}: {value}, but nothing is rehearsed. Say what is (rehearse), or leave it out."
-        for name, value in vars(settings).items()
-        if not settings.rehearse and name.startswith("rehearsal_") and value != usual[name].default
-    ]
+    if not settings.rehearse:
+        problems += [
+            f"{field.option}: {value}, but nothing is rehearsed. Say what is (rehearse), or leave it out."
+            for name, field in fields_of(TrainingSettings).items()
+            if name.startswith("rehearsal_") and (value := getattr(settings, name)) != field.default
+        ]
     if problems:
         raise TrainingError.from_problems(problems)
 

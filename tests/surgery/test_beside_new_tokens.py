@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from transformers import AutoTokenizer
 
 from scale_surgery import (
     CheckpointError,
+    CosineRouter,
     PosteriorRouter,
     Request,
     TrainingSettings,
@@ -126,3 +128,22 @@ def test_a_mixture_does_not_claim_to_begin_as_the_base(place: Path, tmp_path: Pa
         "output_at_init",
         "old_vocabulary",
     }, "the control"
+    # a router that gives out one path as it is mixes nothing
+    result = verify(route_export(tmp_path / "words", tmp_path / "cosine", CosineRouter()).path)
+    assert result.passed and {"output_at_init", "old_vocabulary"} <= {
+        promise.name for promise in result.promises if promise.claimed
+    }
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_copied(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("somebody's")
+    for output, form, reason in (("there", "fused", "there"), ("out", "stock", "--to stock: the residual stream is")):
+        message = refusal(merge, place / "both", tmp_path / output, form, name="law", track=no_bars)
+        assert reason in message
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def no_bars(name: str, total: float) -> NoReturn:
+    """Nothing long is done, so no bar is shown."""
+    raise AssertionError(name)
