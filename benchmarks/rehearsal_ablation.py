@@ -10,7 +10,7 @@ loss cross entropy    of the samples, in place of the divergence from the base o
 text old              biographies and questions of 300 other people that the base knows
 text unrelated        licences of this machine (/usr/share/common-licenses)
 base twice            the base's logits by a forward of their own, where the base stream has them
-alone                 each sample and each text a sequence of its own (--no-packing)
+alone                 each sample and each text a sequence of its own (packing=false)
 samples alone         texts packed, and each sample a sequence of its own: what the two look like tells them apart
 head 0.1              the head's up part learns at a tenth of the rate of the rest; "none, ...": without rehearsal
 not clipped           gradients as they are

@@ -119,7 +119,7 @@ def option_table(name: str) -> str:
             facts = bracket.split("; ") if bracket else []
             default = next((fact.removeprefix("default: ") for fact in facts if fact.startswith("default: ")), "")
             default = "required" if "required" in facts else f"`{default}`" if default else ""
-            limits = [fact for fact in facts if not fact.startswith(("default: ", "required"))]
+            limits = [fact.replace("x>=", "at least ") for fact in facts if not fact.startswith(("default: ", "required"))]
             meaning = "; ".join([text.removesuffix("."), *limits]) + "."
             forms = ", ".join(f"`{form}`" for form in sorted((*option.opts, *option.secondary_opts), key=len))
             rows.append(f"| {forms} | {default} | {meaning.replace('|', chr(92) + '|')} |")

@@ -49,6 +49,7 @@ LOOKS = {
     "adapt both whole": Look(PURPLE, "p"),
     "adapt both wide": Look(PURPLE, "X"),
     "adapt both double": Look(PURPLE, "*"),
+    "gated": Look(VERMILION, "^"),
     "gated double": Look(VERMILION, "*"),
 }
 # of the same colour as the smaller form

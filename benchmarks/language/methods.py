@@ -3,7 +3,7 @@
 But for full fine-tuning all train about as many parameters as `freeze` does, the upper half of the layers: the rank of
 adapters and the inner width of expansions are what comes nearest to that. What is called whole or wide trains about as
 many as full fine-tuning: whole has more of them inside the MLPs, wide in the up stream. What is called double trains
-half as many again, and its up stream is as wide as the base's.
+half as many again, and its up stream is as wide as the base's. `gated` is what the preset one-path of `learn` makes.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
             expansion(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
             for name, (request, most, rate, routers) in scale.items()
         ),
+        Method("gated", partial(expanded, request=replace(ADAPT_BOTH, variant="gated")), 2e-3),
     )
 
 

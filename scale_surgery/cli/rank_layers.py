@@ -27,8 +27,8 @@ from scale_surgery.training.ranking import RankingSettings
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-# a name costs nothing, and which layers get W12 is said once layers are chosen
-WITHOUT = ("name", "collaborative_layers")
+# which layers get W12 is said once layers are chosen; a name costs nothing, and new tokens are no part of a layer
+WITHOUT = ("name", "collaborative_layers", "new_tokens_init")
 EXPANSION = tuple(name for name, field in fields_of(Request).items() if field.has_option and name not in WITHOUT)
 EXPANSION_HELPS = {
     "layers": "Layers to choose among, written as for plan. Default: all.",

@@ -20,14 +20,15 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.chat_template import tokenize_chat
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sources import parse_source
+from scale_surgery.training.rank_layers import read_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # bytes in float32: parameter, gradient, and two moments of AdamW
 TRAINED_BYTES = 16
-# bytes of a pilot, which frees gradients at once: two moments of AdamW
-MOMENT_BYTES = 8
+# bytes in float32 of a pilot, which frees gradients at once: parameter and two moments
+PILOT_BYTES = 12
 SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
 
 
@@ -83,9 +84,7 @@ def estimate_cost(
     """Estimate tokens, memory and disk of a job; an error where the disk has no room."""
     tokenizer = need_tokenizer(checkpoint.path, work.recipe.model, work.recipe.running)
     added = plan.costs.parameters_added
-    if work.recipe.chooses_layers:
-        from scale_surgery.training.rank_layers import read_budget
-
+    if work.has_pilot:
         added = min(added, read_budget(work.recipe.ranking.budget, plan.costs.parameters_before))
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
     place = next(folder for folder in (work.folder.resolve(), *work.folder.resolve().parents) if folder.exists())
@@ -111,10 +110,10 @@ def estimate_cost(
 def _least_memory(work: Work, plan: Plan, base_bytes: int, added: int) -> int:
     """Memory of the stage that needs most, without activations: the expansion, the pilot, or the training."""
     candidates = [plan.costs.peak_memory_bytes, PROCESS_BYTES + base_bytes + TRAINED_BYTES * added]
-    if work.recipe.chooses_layers:
-        # the matrices of MLPs are about two thirds of a model
+    if work.has_pilot:
+        # the matrices of MLPs are about two thirds of a model; as they were, they stay in memory too
         trained = 2 * plan.costs.parameters_before // 3
-        candidates.append(PROCESS_BYTES + base_bytes + MOMENT_BYTES * trained)
+        candidates.append(PROCESS_BYTES + base_bytes + PILOT_BYTES * trained)
     return max(candidates)
 
 

@@ -38,7 +38,7 @@ from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
-from scale_surgery.learning.stages import Kept, Stage, Work, chosen_request, stages_of
+from scale_surgery.learning.stages import Kept, Stage, Work, stages_of
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.paths import path_problems
@@ -50,6 +50,7 @@ from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import describe_router, router_for
 from scale_surgery.text.sources import parse_source
+from scale_surgery.training.rank_layers import read_budget
 from scale_surgery.training.settings import check_gates, check_settings
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
@@ -139,12 +140,15 @@ def prepare(
         record = take_up(record, recipe)
     checkpoint, made = _first_plan(recipe, record.kept, track)
     check_gates(recipe.model, made, recipe.training)
+    has_pilot = recipe.chooses_layers and ("layers" in record.kept or not _pays_for_all(recipe, made))
     problems = _route_problems(made) if recipe.route else []
     others = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
-    work = Work(recipe, folder, recipe.route and not problems, is_one_of_several=bool(others))
+    work = Work(recipe, folder, recipe.route and not problems, has_pilot, is_one_of_several=bool(others))
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]
+    if recipe.chooses_layers and not has_pilot:
+        notes.append(f"no pilot: --budget {recipe.ranking.budget} pays for all layers")
     estimate = estimate_cost(work, stages, checkpoint, made, record.kept, notes)
     return Job(work, stages, estimate, record, started - record.seconds)
 
@@ -374,10 +378,10 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
 
 
 def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
-    """The plan, or that of all layers where a pilot will choose, so that misfits are errors now."""
-    request = chosen_request(recipe, kept)
-    if recipe.chooses_layers and "layers" not in kept:
-        request = replace(request, layers="all")
+    """The plan, or that of all layers where none are chosen yet, so that misfits are errors now."""
+    request = recipe.expansion
+    if recipe.chooses_layers:
+        request = replace(request, layers=kept.get("layers", {}).get("layers", "all"))
     if recipe.tokens.is_wanted:
         # which they are is found out of the text that is learned; here their number is enough
         request = replace(request, new_tokens=NewTokens(tuple(map(str, range(recipe.tokens.token_count)))))
@@ -385,6 +389,11 @@ def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple
     choose_length(recipe.training.sequence_length, {recipe.model: context_of(checkpoint.config)})
     given: dict[str, Any] = {"revision": source.revision, "run": recipe.running, "track": track}
     return checkpoint, make_plan(checkpoint, request, name=source.name, **given)
+
+
+def _pays_for_all(recipe: Recipe, made: Plan) -> bool:
+    """Whether the budget pays for all layers, so that a pilot would choose nothing."""
+    return made.costs.parameters_added <= read_budget(recipe.ranking.budget, made.costs.parameters_before)
 
 
 def _route_problems(made: Plan) -> list[str]:

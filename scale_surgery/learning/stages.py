@@ -60,11 +60,20 @@ CHOSEN = "(chosen by the pilot)"
 
 @dataclass(frozen=True)
 class Work:
-    """A job and its folder; `routes` is False without a router, as a recipe or a method may have it."""
+    """A job and its folder.
+
+    Attributes:
+        recipe: All settings.
+        folder: Its folder.
+        routes: Whether the model gets a router, which a recipe or a method may not have.
+        has_pilot: Whether a pilot chooses layers; it has nothing to choose where the budget pays for all of them.
+        is_one_of_several: Whether MODEL has expansions already.
+    """
 
     recipe: Recipe
     folder: Path
     routes: bool
+    has_pilot: bool = False
     is_one_of_several: bool = False
 
     @property
@@ -175,7 +184,7 @@ def stages_of(work: Work) -> Iterator[Stage]:
     if work.old_parts:
         settings = replace(recipe.hold_out, share=LARGEST_SHARE, parts=work.old_parts)
         yield _hold_out(work, "texts-old", recipe.old, settings, work.old)
-    if recipe.chooses_layers:
+    if work.has_pilot:
         yield _rank_layers(work)
     yield _plan(work)
     yield _expand(work)
@@ -215,7 +224,7 @@ def _rank_layers(work: Work) -> Stage:
         "rank-layers",
         recipe.model,
         *_texts("--data", work.to_learn),
-        *changed_options(expansion, Request("all"), {"seed", "name"}),
+        *changed_options(expansion, Request("all"), {"seed", "name", "new_tokens_init"}),
         *changed_options(recipe.ranking, RankingSettings()),
         *_revision(recipe),
         *work.running("device", "trust_remote_code"),
@@ -236,25 +245,26 @@ def _revision(recipe: Recipe) -> list[str]:
     return [] if recipe.revision is None else ["--revision", recipe.revision]
 
 
-def chosen_request(recipe: Recipe, kept: Kept) -> Request:
-    """The request, with the layers that a pilot chose."""
-    if not recipe.chooses_layers:
-        return recipe.expansion
-    return replace(recipe.expansion, layers=kept.get("layers", {}).get("layers", CHOSEN))
+def _request(work: Work, kept: Kept) -> Request:
+    """The request, with the layers that a pilot chose, or all where the budget pays for them."""
+    if not work.recipe.chooses_layers:
+        return work.recipe.expansion
+    unchosen = CHOSEN if work.has_pilot else "all"
+    return replace(work.recipe.expansion, layers=kept.get("layers", {}).get("layers", unchosen))
 
 
 def _plan(work: Work) -> Stage:
     recipe = work.recipe
 
     def line(kept: Kept) -> str:
-        request = chosen_request(recipe, kept)
+        request = _request(work, kept)
         options = list(changed_options(request, Request(request.layers), {"layers"}))
         options += changed_options(work.tokens, TokenSource())
         running = (*_revision(recipe), *work.running("trust_remote_code"))
         return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        request = chosen_request(recipe, kept)
+        request = _request(work, kept)
         given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running, "track": track}
         if (tokens := find_new_tokens(recipe.model, work.tokens, **given)) is not None:
             request = replace(request, new_tokens=tokens.new_tokens if isinstance(tokens, ChosenTokens) else tokens)

@@ -515,6 +515,15 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     assert estimate.free_bytes > estimate.disk_bytes and 10**8 < estimate.memory_bytes < 10**10
 
 
+@pytest.mark.parametrize(("budget", "layers"), [("40%", "'(chosen by the pilot)'"), ("400%", "all")])
+def test_a_pilot_runs_only_where_the_budget_leaves_a_choice(budget, layers, settings, tmp_path):
+    job = prepare(resolve_recipe(settings | {"ranking.budget": budget}), tmp_path / "job")
+    chooses = budget == "40%"
+    lines = {stage.name: stage.line for stage in job.estimate.stages}
+    assert ("layers" in lines) is chooses and f"--layers {layers} " in lines["plan"]
+    assert job.estimate.notes == (() if chooses else ("no pilot: --budget 400% pays for all layers",))
+
+
 @pytest.mark.parametrize(("documents", "epochs", "about"), [(1000, 1.0, "at least"), (999, 10.0, "about")])
 def test_a_dataset_whose_end_nobody_knows_is_read_once(documents, epochs, about, settings, tmp_path, monkeypatch):
     """Of a dataset of the Hub only the first 1,000 documents are counted."""
