@@ -119,8 +119,8 @@ def option_table(name: str) -> str:
             facts = bracket.split("; ") if bracket else []
             default = next((fact.removeprefix("default: ") for fact in facts if fact.startswith("default: ")), "")
             default = "required" if "required" in facts else f"`{default}`" if default else ""
-            limits = [fact.replace("x>=", "at least ") for fact in facts if not fact.startswith(("default: ", "required"))]
-            meaning = "; ".join([text.removesuffix("."), *limits]) + "."
+            limits = [fact for fact in facts if not fact.startswith(("default: ", "required"))]
+            meaning = "; ".join([text.removesuffix("."), *limits]).replace("x>=", "at least ") + "."
             forms = ", ".join(f"`{form}`" for form in sorted((*option.opts, *option.secondary_opts), key=len))
             rows.append(f"| {forms} | {default} | {meaning.replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n"

@@ -77,6 +77,8 @@ def _touches(path: Path, source: Path) -> bool:
 
 
 def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[str]:
+    if target.name in ("", ".."):
+        return [f"{target}: names no folder to be, expected a name. Type {Path('..') / target.resolve().name}."]
     if target.is_symlink():
         return [f"{target}: is a symbolic link, expected a folder to be. Choose another output folder."]
     if target.exists() and not target.is_dir():

@@ -10,7 +10,7 @@ import click
 from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import OLD_HELP, TEXTS, output_options, reading_options, take_fields
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
-from scale_surgery.text.sources import NO_OLD_TEXT
+from scale_surgery.text.sources import NO_OLD_TEXT, paths_of
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -56,7 +56,7 @@ def evaluate_command(
         raise click.UsageError(f"--old and --new are missing, give one of them or both. {NO_OLD_TEXT}")
     if not (old and new) and any(file.suffix.lower() in PICTURES for file in outputs):
         raise click.UsageError("A picture needs --old and --new: the plane has an axis for each.")
-    check_output_files(outputs, [*models, *old, *new])
+    check_output_files(outputs, [*models, *paths_of([*old, *new])])
     result = evaluate(models, old, new, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(result, render_evaluation(result))
     drawn = pictures(lambda file: plot_plane(result, file))

@@ -18,7 +18,7 @@ from scale_surgery.cli.options import (
     take_fields,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
-from scale_surgery.cli.plan import LEFT_OUT, make_request, request_options
+from scale_surgery.cli.plan import LEFT_OUT, make_request, paths_of_tokens, request_options
 from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.running.options import RunOptions
 
@@ -88,7 +88,8 @@ def expand_command(
         return
     # nobody reads a plan first, to learn then that it cannot be written
     target = default_output(made) if output is None else output
-    check_target(target, [Path(model)] if Path(model).is_dir() else [], overwrite=how["overwrite"])
+    read = [Path(model), *paths_of_tokens(tokens), *filter(None, [plan_file])]
+    check_target(target, [path for path in read if path.exists()], overwrite=how["overwrite"])
     out.say(render_plan(made))
     done = expand(
         model,

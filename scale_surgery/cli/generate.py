@@ -101,8 +101,9 @@ def generate_command(
     from scale_surgery.talking.generate import generate, write_answers
     from scale_surgery.talking.records import Look
     from scale_surgery.text.documents import read_questions
+    from scale_surgery.text.sources import paths_of
 
-    check_output_files(outputs, [model, *files])
+    check_output_files(outputs, [model, *paths_of(files)])
     asked = [*prompts, *read_questions(files)] or [_from_stdin()]
     settings, look, run = (
         take_fields(GenerationSettings, options),

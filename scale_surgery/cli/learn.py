@@ -109,7 +109,8 @@ def learn_command(
              scale-surgery learn --recipe r.yaml -o OUT
     """
     started = time.monotonic()  # imports are a part of what a user waits for
-    from scale_surgery.learning.learn import JobEvents, default_output, prepare, resolve_recipe, run
+    from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.learning.learn import JobEvents, default_output, inputs_of, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import write_recipe as write
     from scale_surgery.show.tables_learn import (
         render_estimate,
@@ -121,8 +122,10 @@ def learn_command(
 
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    recipe_file = options["recipe"]
     resolved = resolve_recipe(settings_from(options))
     if write_recipe is not None:
+        check_output_files([write_recipe], [*inputs_of(resolved).values(), *filter(None, [recipe_file])])
         write(resolved, write_recipe)
         out.say_file("written", write_recipe)
         return

@@ -42,6 +42,13 @@ def request_options(command: Command) -> Command:
 LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
 
 
+def paths_of_tokens(wanted: TokenSource) -> list[Path]:
+    """What is read to find new tokens."""
+    from scale_surgery.text.sources import paths_of
+
+    return [*map(Path, filter(None, [wanted.token_file])), *paths_of(wanted.token_texts)]
+
+
 def make_request(
     options: dict[str, Any], wanted: TokenSource, model: str, revision: str | None, run: RunOptions, out: Output
 ) -> Request | None:
@@ -91,10 +98,10 @@ def plan_command(
     from scale_surgery.show.tables_plan import render_plan
 
     run, tokens = take_fields(RunOptions, options, "trust_remote_code"), take_fields(TokenSource, options)
+    check_output_files(outputs, [model, *paths_of_tokens(tokens)])
     request = make_request(options, tokens, model, revision, run, out)
     if request is None:
         raise click.UsageError("--layers is missing, for example --layers last:4.")
-    check_output_files(outputs, [model])
     source, checkpoint = open_model(model, revision)
     made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=out.track)
     if checkpoint.left_out:

@@ -72,9 +72,10 @@ def rank_layers_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.show.figures import ranking_figure, save_figure
     from scale_surgery.show.tables_rank_layers import render_ranking
+    from scale_surgery.text.sources import paths_of
     from scale_surgery.training.rank_layers import rank_layers
 
-    check_output_files(outputs, [model, *data])
+    check_output_files(outputs, [model, *paths_of(data)])
     settings = take_fields(RankingSettings, options)
     # --dtype is that of the new tensors
     run = take_fields(RunOptions, options, "device", "trust_remote_code")

@@ -56,8 +56,9 @@ def report_command(
     from scale_surgery.show.commands import after_report
     from scale_surgery.show.pages.report import write_page
     from scale_surgery.show.tables_report import render_report
+    from scale_surgery.text.sources import paths_of
 
-    check_output_files(outputs, [expanded, *texts])
+    check_output_files(outputs, [expanded, *paths_of(texts)])
     training_report = report(expanded, texts, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(training_report, render_report(training_report, details=details))
     write_files(outputs, {".html": partial(write_page, training_report), ".json": as_result(training_report)}, out)

@@ -44,8 +44,9 @@ def route_report_command(
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.pages.routing import write_page
     from scale_surgery.show.tables_route_report import render_route_report
+    from scale_surgery.text.sources import paths_of
 
-    check_output_files(outputs, [model, *texts])
+    check_output_files(outputs, [model, *paths_of(texts)])
     report = route_report(model, texts, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(report, render_route_report(report))
     page, lines = partial(write_page, report), partial(write_tokens, report)

@@ -76,7 +76,7 @@ def verify_command(
         raise click.UsageError(
             f"{', '.join(unread)} with --files-only: no model runs, so none is asked. Leave out one of the two."
         )
-    check_output_files(outputs, [expanded, *filter(None, [options["base"]])])
+    check_output_files(outputs, [expanded, *filter(None, [options["base"], options["prompts_file"]])])
     probes, run = take_fields(Probes, options), take_fields(RunOptions, options)
     prompted = None if files_only else probes
     result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)

@@ -66,6 +66,10 @@ def report(
     path, files = Path(expanded), listed(texts)
     if files and files_only:
         raise PlanError("--text with --files-only: no model runs, so no text is read. Leave out one of the two.")
+    if sequence_length is not None and not files:
+        raise PlanError(
+            f"--sequence-length {sequence_length}: the prompts of verify are read whole. Give texts, or leave it out."
+        )
     checkpoint, manifest = open_expansion(path, name)
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)

@@ -68,7 +68,7 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """The certificate as plain JSON values; the folder's name stands for its path."""
-        content = asdict(replace(self, path=Path(self.path.name)))
+        content = asdict(replace(self, path=Path(self.path.resolve().name)))
         del content["recorded"]
         # JSON has no NaN: a drift that is none becomes the text "NaN"
         return plain_json(content)

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.sources import find_beside_weights
 from scale_surgery.errors import CheckpointError, DataError
 from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
@@ -82,7 +83,8 @@ def estimate_cost(
     notes: Sequence[str],
 ) -> Estimate:
     """Estimate tokens, memory and disk of a job; an error where the disk has no room."""
-    tokenizer = need_tokenizer(checkpoint.path, work.recipe.model, work.recipe.running)
+    folder = find_beside_weights(work.recipe.model, work.recipe.revision)
+    tokenizer = need_tokenizer(folder, work.recipe.model, work.recipe.running)
     added = plan.costs.parameters_added
     if work.has_pilot:
         added = min(added, read_budget(work.recipe.ranking.budget, plan.costs.parameters_before))

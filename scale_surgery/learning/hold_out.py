@@ -26,7 +26,7 @@ from scale_surgery.errors import DataError, PlanError
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, problems_of
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.text.documents import Document, read_documents
-from scale_surgery.text.sources import parse_source
+from scale_surgery.text.sources import parse_source, paths_of
 
 TextSide = Literal["calibrate", "measure"]
 ASIDE: tuple[TextSide, ...] = get_args(TextSide)
@@ -110,8 +110,7 @@ def hold_out(
     if problems := problems_of(settings) + _part_problems(settings):
         raise PlanError.from_problems(problems)
     files, target = list(map(str, listed(data))), Path(output)
-    places = [parse_source(file).path for file in files]
-    check_target(target, [place for place in places if place.exists()], overwrite=False)
+    check_target(target, paths_of(files), overwrite=False)
     # a missing file is an error where it is read
     stamps = take_stamps(text_files(files))
     # every file is read twice

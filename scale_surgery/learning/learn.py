@@ -23,11 +23,11 @@ from typing import Any
 
 from scale_surgery.checkpoint.expansions import specs_of_expansions
 from scale_surgery.checkpoint.files import UNFINISHED
-from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.folder import LAYER_KEYS, Checkpoint
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.sources import open_model
+from scale_surgery.checkpoint.sources import find_beside_weights, open_model
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
@@ -44,11 +44,12 @@ from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
+from scale_surgery.routing.choice import read_limits
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
 from scale_surgery.running.new_tokens import check_source
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.surgery.routers import describe_router, router_for
+from scale_surgery.surgery.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.text.sources import parse_source
 from scale_surgery.training.rank_layers import read_budget
 from scale_surgery.training.settings import check_gates, check_settings
@@ -87,7 +88,7 @@ class Job:
 
 def default_output(recipe: Recipe) -> Path:
     """The default folder of a job: `<name>-learn` in the current folder."""
-    return Path(f"{Path(recipe.model).name}-learn")
+    return Path(f"{Path(recipe.model).resolve().name}-learn")
 
 
 def resolve_recipe(overrides: Mapping[str, Any]) -> Recipe:
@@ -113,11 +114,17 @@ def resolve_recipe(overrides: Mapping[str, Any]) -> Recipe:
 def _facts(recipe: Recipe) -> JobFacts:
     source, checkpoint = open_model(recipe.model, recipe.revision)
     config = checkpoint.config.get("text_config") or checkpoint.config
-    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
-    tokenizer = need_tokenizer(checkpoint.path, source.name, recipe.running)
+    layers = next((int(config[key]) for key in LAYER_KEYS if config.get(key)), 0)
+    tokenizer = need_tokenizer(find_beside_weights(recipe.model, recipe.revision), source.name, recipe.running)
     count = count_tokens(recipe.data, tokenizer)
     tokens = None if count.is_least else count.tokens
-    return JobFacts(layers, context_of(config) or DEFAULT_LENGTH, tokens, recipe.processes)
+    return JobFacts(
+        layers=layers,
+        context=context_of(config) or DEFAULT_LENGTH,
+        tokens=tokens,
+        processes=recipe.processes,
+        rehearses_texts=bool(recipe.training.rehearse) and not recipe.training.rehearses_itself,
+    )
 
 
 def prepare(
@@ -143,6 +150,8 @@ def prepare(
     has_pilot = recipe.chooses_layers and ("layers" in record.kept or not _pays_for_all(recipe, made))
     problems = _route_problems(made) if recipe.route else []
     others = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
+    if recipe.route and not problems:
+        _check_router(recipe, made, 1 + len(others))
     work = Work(recipe, folder, recipe.route and not problems, has_pilot, is_one_of_several=bool(others))
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
@@ -341,10 +350,7 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
     place = folder.resolve()
-    others = (recipe.model, recipe.tokens.token_file, recipe.accelerate_config)
-    inputs = {str(name): Path(name) for name in others if name is not None}
-    inputs |= {name: parse_source(name).path for name in _texts(recipe)}
-    for given, path in inputs.items():
+    for given, path in inputs_of(recipe).items():
         read = path.resolve()
         if read.exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
             problems.append(f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o.")
@@ -353,6 +359,13 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         problems.append(f"{folder}: {parent} is not a folder you may write to. Choose another with -o.")
     if problems:
         raise CheckpointError.from_problems(problems)
+
+
+def inputs_of(recipe: Recipe) -> dict[str, Path]:
+    """The paths of all that a job reads, by their names."""
+    others = (recipe.model, recipe.tokens.token_file, recipe.accelerate_config)
+    inputs = {str(name): Path(name) for name in others if name is not None}
+    return inputs | {name: parse_source(name).path for name in _texts(recipe)}
 
 
 def _texts(recipe: Recipe) -> tuple[str, ...]:
@@ -394,6 +407,14 @@ def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple
 def _pays_for_all(recipe: Recipe, made: Plan) -> bool:
     """Whether the budget pays for all layers, so that a pilot would choose nothing."""
     return made.costs.parameters_added <= read_budget(recipe.ranking.budget, made.costs.parameters_before)
+
+
+def _check_router(recipe: Recipe, made: Plan, expansions: int) -> None:
+    """Check what would be refused when the model has learned: its router, and the limits of setting it."""
+    router = router_for(recipe.routing.make(), expansions)
+    check_paths_differ(router, bool(made.collaboration.layers))
+    if recipe.old:
+        read_limits(recipe.calibration, router)
 
 
 def _route_problems(made: Plan) -> list[str]:

@@ -29,13 +29,23 @@ STEPS, MOST_PASSES = 100, 12
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Layers and context of the base, about how many tokens to learn if known, processes, the batch size if given."""
+    """Facts of a job that presets look at.
+
+    Attributes:
+        layers: Layers of the base.
+        context: Its context length.
+        tokens: About how many tokens there are to learn, if known.
+        processes: How many processes train.
+        batch_size: The batch size, if given.
+        rehearses_texts: Whether texts are rehearsed that are given.
+    """
 
     layers: int
     context: int
     tokens: int | None
     processes: int = 1
     batch_size: int | None = None
+    rehearses_texts: bool = False
 
 
 def _default(facts: JobFacts) -> PresetValues:
@@ -54,14 +64,17 @@ def _default(facts: JobFacts) -> PresetValues:
 
 
 def _one_path(facts: JobFacts) -> PresetValues:
-    return _default(facts) | {
-        "route": False,
-        "expansion.layers": "all",
-        "expansion.variant": "gated",
-        "training.rehearse": ("self",),
-        "training.rehearsal_weight": 3.0,
-        "training.rehearsal_samples": 2000,
-    }
+    return (
+        _default(facts)
+        | {
+            "route": False,
+            "expansion.layers": "all",
+            "expansion.variant": "gated",
+            "training.rehearse": ("self",),
+            "training.rehearsal_weight": 3.0,
+        }
+        | ({} if facts.rehearses_texts else {"training.rehearsal_samples": 2000})
+    )
 
 
 def _paper(facts: JobFacts) -> PresetValues:
@@ -96,8 +109,8 @@ def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> Pre
     values = PRESETS[name](replace(facts, batch_size=overrides.get("training.batch_size")))
     # steps go in place of passes
     dropped = {"training.epochs"} if overrides.get("training.steps") is not None else set()
-    # a method or variant, or no layers, drops the expansion of the preset but for its layers
+    # a method or variant, or no layers, drops the expansion of the preset but for its layers, and the router for it
     is_without = overrides.get("expansion.layers") == NO_LAYERS
     if is_without or overrides.keys() & {"expansion.method", "expansion.variant"}:
-        dropped |= {key for key in values if key.startswith("expansion.") and key != "expansion.layers"}
+        dropped |= {key for key in values if key.startswith(("expansion.", "routing.")) and key != "expansion.layers"}
     return {key: value for key, value in values.items() if key not in dropped} | dict(overrides)

@@ -219,12 +219,13 @@ def _hold_out(work: Work, name: str, files: Sequence[str], settings: HoldOutSett
 
 def _rank_layers(work: Work) -> Stage:
     recipe, file = work.recipe, work.folder / "layers.json"
-    expansion = replace(recipe.expansion, layers="all")
+    # new tokens are no part of a layer
+    expansion = replace(recipe.expansion, layers="all", new_tokens_init=Request.new_tokens_init)
     line = command(
         "rank-layers",
         recipe.model,
         *_texts("--data", work.to_learn),
-        *changed_options(expansion, Request("all"), {"seed", "name", "new_tokens_init"}),
+        *changed_options(expansion, Request("all"), {"seed", "name"}),
         *changed_options(recipe.ranking, RankingSettings()),
         *_revision(recipe),
         *work.running("device", "trust_remote_code"),

@@ -189,6 +189,8 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
 def _new_token_problems(base: Base, method: Method, request: Request) -> Iterator[str]:
     """Why tokens cannot be added to a base."""
     if not request.token_count:
+        if request.new_tokens_init != Request.new_tokens_init:
+            yield f"--new-tokens-init {request.new_tokens_init}: no tokens are added. Add some, or leave it out."
         return
     if method.adds_layers:
         yield (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, counted
-from scale_surgery.fields import Range
+from scale_surgery.fields import Range, fields_of
 from scale_surgery.planning.architecture import Architecture, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
@@ -162,6 +162,8 @@ def _alone_problems(request: Request) -> list[str]:
         "up-inner-width": request.up_inner_width,
     }
     wider = [f"--{option}" for option, value in given.items() if value]
+    beginnings, fields = ("ratio", "init_w21", "init_w22", "init_embedding"), fields_of(type(request))
+    wider += [fields[name].typed for name in beginnings if getattr(request, name) != fields[name].default]
     wider += [f"--variant {request.variant}"] if request.variant != "preserve" else []
     return [f"--layers none: {', '.join(wider)} needs layers. Choose some, or leave it out."] if wider else []
 

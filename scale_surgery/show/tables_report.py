@@ -116,7 +116,7 @@ def _facts(report: Report) -> RenderableType:
         rows.append(
             ("read", f"{report.streams.source}: {counted(report.streams.tokens, 'token')}, {report.streams.dtype}")
         )
-    return Facts(report.path.name, rows)
+    return Facts(report.path.resolve().name, rows)
 
 
 def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -152,7 +152,7 @@ def _isolated(source: Path, manifest: Manifest, target: Path, track: Track) -> I
     parent.mkdir(parents=True, exist_ok=True)
     # beside what is written, where shards of the base are links or share their blocks
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
-        alone = Path(folder) / source.name
+        alone = Path(folder) / source.resolve().name
         compose(source, (), alone, remove=others, track=track)
         write_json(alone / CONFIG_FILE, with_router(read_json(alone / CONFIG_FILE), None))
         write_json(alone / MANIFEST_FILE, replace(read_manifest(alone), routing=None).to_json())

@@ -14,17 +14,17 @@ from pathlib import Path
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_FOLDER
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_FOLDER, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
+from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import path_problems_of, with_router
 from scale_surgery.surgery.intact import refuse_damaged
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
-from scale_surgery.surgery.routers import describe_router, router_for
+from scale_surgery.surgery.routers import check_paths_differ, describe_router, router_for
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ def route_export(
         if problems := path_problems_of(manifest.plan):
             raise PlanError.from_problems(problems)
     check_numbering(checkpoint, manifest)
-    if isinstance(routing, CosineRouter) and not _forks(manifest):
-        raise PlanError(
-            "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
-            "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."
-        )
+    check_paths_differ(routing, bool(_forks(manifest)))
     return _write(checkpoint, manifest, routing, Path(output), base_weights, track, overwrite=overwrite)
 
 
@@ -183,7 +179,9 @@ def _write(
 ) -> Routed:
     """Write a checkpoint with a router or without; every file but config and record is taken over as a file."""
     refuse_linked(checkpoint.path, manifest)
-    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if not file.startswith(f"{REPORTS_FOLDER}/")]
+    # states of a run that was not finished, and its reports, do not go along
+    places = (f"{TRAINING_FOLDER}/checkpoint-", f"{REPORTS_FOLDER}/")
+    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if not file.startswith(places)]
     sizes = {file: (checkpoint.path / file).stat().st_size for file in files if file != CONFIG_FILE}
     check_target(target, [checkpoint.path], overwrite=overwrite)
     check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)

@@ -60,6 +60,15 @@ class RouterOptions:
         return router
 
 
+def check_paths_differ(router: Router, has_w12: bool) -> None:
+    """Check that a router has something to compare."""
+    if isinstance(router, CosineRouter) and not has_w12:
+        raise PlanError(
+            "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
+            "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."
+        )
+
+
 def router_for(router: Router, expansions: int) -> Router:
     """A router with all its numbers, for so many expansions; refused if they make no sense for them."""
     if type(router) not in ROUTERS.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -71,9 +72,14 @@ class TextSource:
         return sum(file.stat().st_size for file in self.files)
 
     @property
+    def is_here(self) -> bool:
+        """Whether a path of this name exists."""
+        return os.path.exists(self.name)  # noqa: PTH110, which no name breaks
+
+    @property
     def is_on_hub(self) -> bool:
         """Whether it is a dataset of the Hub: no path of this name exists."""
-        return not os.path.exists(self.name) and could_be_on_hub(self.name)  # noqa: PTH110, which no name breaks
+        return not self.is_here and could_be_on_hub(self.name)
 
 
 def could_be_on_hub(name: str) -> bool:
@@ -90,6 +96,11 @@ def parse_source(text: str | Path) -> TextSource:
             "UTF-8 text, JSONL or a saved dataset."
         )
     return source
+
+
+def paths_of(texts: Iterable[str | Path]) -> list[Path]:
+    """The paths of texts that lie here, without the settings after their names."""
+    return [source.path for source in map(parse_source, texts) if source.is_here]
 
 
 def _parse(whole: str) -> TextSource:

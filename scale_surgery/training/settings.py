@@ -148,6 +148,10 @@ class TrainingStart:
     cache_dir: Path | None = None
 
 
+# settings of rehearsal that are read where texts are rehearsed, too
+OF_ANY_REHEARSAL = ("rehearsal_weight", "rehearsal_share")
+
+
 def check_settings(settings: TrainingSettings) -> None:
     """Check that settings make sense, on any model."""
     problems = problems_of(settings, "{option}: {value}")
@@ -158,11 +162,13 @@ def check_settings(settings: TrainingSettings) -> None:
     ]
     if ITSELF in settings.rehearse and not settings.rehearses_itself:
         problems.append(f"rehearse: {', '.join(settings.rehearse)}, expected self alone, or texts. Choose one of both.")
-    if not settings.rehearse:
+    if not settings.rehearses_itself:
+        reason = "only self writes samples" if settings.rehearse else "nothing is rehearsed"
         problems += [
-            f"{field.option}: {value}, but nothing is rehearsed. Say what is (rehearse), or leave it out."
+            f"{field.option}: {value}, but {reason}. Say what is rehearsed (rehearse), or leave it out."
             for name, field in fields_of(TrainingSettings).items()
             if name.startswith("rehearsal_") and (value := getattr(settings, name)) != field.default
+            if not (settings.rehearse and name in OF_ANY_REHEARSAL)
         ]
     if problems:
         raise TrainingError.from_problems(problems)

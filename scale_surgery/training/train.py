@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from scale_surgery.surgery.record import (
     tool_versions,
 )
 from scale_surgery.surgery.views import open_expansion
-from scale_surgery.text.sources import parse_source
+from scale_surgery.text.sources import paths_of
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
     TrainingSchedule,
@@ -133,7 +134,7 @@ def train(
     check_device(run)
     reports = find_reports(start.report_to)
     _check_ways(checkpoint, manifest, settings, run)
-    _check_target(target, checkpoint, settings, start)
+    _check_target(target, checkpoint, files, settings, start)
     processes = _join(run)
     if is_cpu(run):
         keep_freed_memory()
@@ -193,8 +194,7 @@ def _sources(
     """Where texts come from, by what they are for; what is no source is refused."""
     files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
     files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
-    for text in (name for names in files.values() for name in names):
-        parse_source(text)
+    paths_of(chain.from_iterable(files.values()))
     return files
 
 
@@ -209,14 +209,21 @@ def _check_ways(checkpoint: Checkpoint, manifest: Manifest, settings: TrainingSe
     check_gates(checkpoint.path, manifest.plan, settings)
 
 
-def _check_target(target: Path, checkpoint: Checkpoint, settings: TrainingSettings, start: TrainingStart) -> None:
+def _check_target(
+    target: Path,
+    checkpoint: Checkpoint,
+    files: Mapping[str, Sequence[str | Path]],
+    settings: TrainingSettings,
+    start: TrainingStart,
+) -> None:
     """Check that the output can be written, or that its run can go on."""
     if start.resume:
         check_resumable(target, asdict(settings))
     else:
         if not start.overwrite:
             refuse_unfinished(target)
-        check_target(target, [checkpoint.path], overwrite=start.overwrite)
+        texts = [*chain.from_iterable(files.values()), *filter(None, [settings.rehearsal_prompts])]
+        check_target(target, [checkpoint.path, *paths_of(texts)], overwrite=start.overwrite)
         copied = checkpoint.tensors.values() if start.base_weights == "copy" else ()
         check_space(target, sum(info.bytes for info in copied))
     if target.resolve() == checkpoint.path.resolve():

@@ -26,7 +26,7 @@ from scale_surgery.running.tokenizer import digest_tokenizer
 from scale_surgery.surgery.parts import base_tokenizer, tokenizer_alone
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.text.documents import Document, read_documents
-from scale_surgery.text.saved_datasets import digest_of
+from scale_surgery.text.saved_datasets import DATA_FILES, digest_of
 from scale_surgery.text.sequences import (
     NO_TEXT,
     NOTHING_SCORED,
@@ -222,6 +222,6 @@ def _digest(source: TextSource, advance: Progress) -> str:
         files = [(str(file.relative_to(source.path)), hash_file(file, advance)) for file in source.files]
         return f"folder {settings} {files}"
     suffix = source.path.suffix.lower()
-    kind = suffix if suffix in (".jsonl", ".json") else "text"
+    kind = suffix if suffix in (".jsonl", ".json", *DATA_FILES) else "text"
     with readable(source.path), open_regular(source.path):
         return f"{kind} {settings} {hash_file(source.path, advance)}"

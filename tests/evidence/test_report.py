@@ -394,6 +394,8 @@ def test_spoiled_records_are_refused(spoiled: Path) -> None:
 def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--text with --files-only: no model runs, so no text is read"):
         report(adapt, tmp_path / "text.txt", files_only=True)
+    with pytest.raises(PlanError, match="--sequence-length 64: the prompts of verify are read whole"):
+        report(adapt, sequence_length=64)
     with pytest.raises(DataError, match=r"missing\.txt: there is no such file\. Give UTF-8 text"):
         report(adapt, tmp_path / "missing.txt")
     (tmp_path / "text.txt").write_text("A text.")

@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from scale_surgery import Request, expand, plan, strip
+from scale_surgery.biographies import SHIPPED_MODEL
 from tests.command import run
 from tests.conftest import digests
 from tests.hub_server import Hub, Repository, asked, commit_of, running
@@ -65,6 +66,17 @@ def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) ->
     assert json.loads(inspected) | {"name": "tiny"} == json.loads(local)
     shards = {file.name: file.stat().st_size for file in base.glob("*.safetensors")}
     assert len(shards) > 1 and all(here.sent[name] > 0 for name in shards), "headers come by range"
+
+
+def test_the_whole_job_is_planned_before_any_weight_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the tokenizer, which lies beside the weights."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home"))
+    (tmp_path / "text.txt").write_text("Some text to learn.\n" * 30)
+    words = ("learn", REPO, "--data", tmp_path / "text.txt", "-o", tmp_path / "job", "--dry-run", "--json")
+    with served(SHIPPED_MODEL) as server, asked(server):
+        estimate = json.loads(run(*words).stdout)
+    assert estimate["tokens"] > 30 and not (tmp_path / "job").exists()
+    assert list(tmp_path.rglob("*.safetensors")) == []
 
 
 def test_a_plan_of_a_model_with_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

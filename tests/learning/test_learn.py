@@ -494,6 +494,19 @@ def test_what_a_later_stage_would_refuse_is_said_first(words, message, settings,
     assert not (tmp_path / "job").exists()
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"routing.router": "cosine", "expansion.variant": "preserve"}, "router: cosine compares the base logits"),
+        ({"routing.router": "cosine", "calibration.bound": 1.0}, "--bound 1: the cosine router bounds nothing"),
+    ],
+)
+def test_a_router_that_does_not_go_with_the_expansion_is_refused_first(values, message, settings, tmp_path):
+    recipe = resolve_recipe(settings | {"expansion.layers": "last:1"} | values)
+    with pytest.raises(PlanError, match=message):
+        prepare(recipe, tmp_path / "job")
+
+
 def test_all_that_later_stages_would_refuse_is_said_at_once(settings, tmp_path):
     wrong = {"routing.router": "cosine", "routing.switch_rate": 0.1, "training.groups": ("w99",)}
     recipe = resolve_recipe(settings | wrong | {"training.routed": True, "tokens.token_file": "nosuch.txt"})

@@ -18,6 +18,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
 from scale_surgery.learning.recipe_file import recipe_text
+from scale_surgery.training.settings import TrainingSettings, check_settings
 from tests.command import run
 
 SAID = {"model": "base", "data": ["a.txt", "b.txt"]}
@@ -148,6 +149,8 @@ def test_the_paper_is_as_published_and_the_default_fits_any_text(data):
     assert (training.learning_rate, training.schedule, training.warmup, training.epochs) == (1e-3, "linear", 0.06, 1)
     assert (recipe.expansion.layers, recipe.expansion.variant, recipe.routing.router) == ("all", "adapt", "cosine")
     # L_fp is 3 of 16 layers, and sequences are as long as the model reads
+    preserved = {"model": str(SHIPPED_MODEL), "data": str(data), "preset": "paper", "expansion.variant": "preserve"}
+    assert resolve_recipe(preserved).routing.router == "posterior", "without W12 cosine has nothing to compare"
     values = with_preset("paper", {}, JobFacts(layers=16, context=131072, tokens=10**9))
     assert (values["expansion.collaborative_layers"], values["training.sequence_length"]) == ("last:13", 8192)
     for tokens in (1, 9_000, 10**6, 10**12):
@@ -160,6 +163,11 @@ def test_one_path_has_gates_and_rehearsal_in_place_of_a_router(data):
     expansion, training = recipe.expansion, recipe.training
     assert (recipe.route, expansion.layers, expansion.variant, expansion.collaborate) == (False, "all", "gated", "both")
     assert (training.rehearse, training.rehearsal_weight, training.rehearsal_samples) == (("self",), 3.0, 2000)
+    # texts need no samples
+    values = {"model": str(SHIPPED_MODEL), "data": str(data), "preset": "one-path", "training.rehearse": [str(data)]}
+    training = resolve_recipe(values).training
+    assert (training.rehearsal_weight, training.rehearsal_samples) == (3.0, TrainingSettings().rehearsal_samples)
+    check_settings(training)
 
 
 def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
@@ -170,6 +178,9 @@ def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
     assert (values["training.warmup"], values["training.steps"], values["running.device"]) == (0.1, 7, "cpu")
     run("learn", "--recipe", file, "--write-recipe", tmp_path / "again.yaml")
     assert (tmp_path / "again.yaml").read_text() == file.read_text()
+    before = file.read_text()
+    refused = run("learn", "--recipe", file, "--write-recipe", file, "--steps", "8", code=1).output
+    assert "would be written into" in refused and file.read_text() == before
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ def test_without_layers_only_tokens_are_added(refuse, variant):
     assert refuse("none", variant=variant, up_width=8, new_tokens=NewTokens(("Xylophone",))) == [
         f"--layers none: --up-width, --variant {variant} needs layers. Choose some, or leave it out."
     ]
+    assert refuse("none", ratio=0.5, init_w21="random", new_tokens=NewTokens(("Xylophone",))) == [
+        "--layers none: --ratio, init_w21 needs layers. Choose some, or leave it out."
+    ]
+    assert refuse("0", new_tokens_init="random") == [
+        "--new-tokens-init random: no tokens are added. Add some, or leave it out."
+    ]
 
 
 def rows(made: Plan) -> dict[str, str]:

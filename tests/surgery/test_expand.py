@@ -174,6 +174,7 @@ TARGETS = {
     "base": (True, "base: lies inside, around or at the input {base}. Choose another output folder."),
     "base/..": (True, "base/..: lies inside, around or at the input {base}. Choose another output folder."),
     "base/deep/er": (False, "er: lies inside, around or at the input {base}. Choose another output folder."),
+    ".": (True, ".: names no folder to be, expected a name. Type ../there."),
     "to the base": (True, "lies inside, around or at the input"),
     "to another": (True, "to another: is a symbolic link, expected a folder to be"),
     "file": (True, "file: is a file, expected a folder to be."),
@@ -183,7 +184,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path, name):
+def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path, name, monkeypatch):
     for folder in ("there", "mine", "begun.partial"):
         (tmp_path / folder).mkdir()
     for file in ("mine/precious", "file"):
@@ -192,8 +193,10 @@ def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path
         (tmp_path / link).symlink_to(to, target_is_directory=True)
     before = digests(tmp_path)
     overwrite, message = TARGETS[name]
+    monkeypatch.chdir(tmp_path / "there")
+    target = Path() if name == "." else tmp_path / name
     assert message.format(base=llama_base) in refusal(
-        expand, llama_base, REQUEST, tmp_path / name, overwrite=overwrite, error=CheckpointError
+        expand, llama_base, REQUEST, target, overwrite=overwrite, error=CheckpointError
     )
     assert digests(tmp_path) == before
 

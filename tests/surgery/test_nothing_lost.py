@@ -99,6 +99,11 @@ def test_heads_and_biases_must_fit_too(expanded_as: Any, name: str, value: torch
         ["report", "{expanded}", "--text", "{text}", "-o", "{file}"],
         ["route-report", "{expanded}", "--text", "{text}", "-o", "{file}"],
         ["generate", "{expanded}", "--prompts", "{text}", "-o", "{file}"],
+        ["generate", "{expanded}", "--prompts", "{text},column=text", "-o", "{file}"],
+        ["evaluate", "{model}", "--old", "{text},column=text", "-o", "{file}"],
+        ["verify", "{expanded}", "--prompts", "{text}", "-o", "{file}"],
+        ["plan", "{model}", "--layers", "1", "--new-tokens", "{text}", "-o", "{file}"],
+        ["plan", "{model}", "--layers", "1", "--new-tokens-from", "{text},column=text", "-o", "{file}"],
     ],
 )
 def test_a_file_to_be_written_is_no_input(arguments: list[str], expanded_as: Any, base: Path, tmp_path: Path) -> None:
@@ -107,7 +112,7 @@ def test_a_file_to_be_written_is_no_input(arguments: list[str], expanded_as: Any
     expanded = expand(base, REQUEST, tmp_path / "expanded").path
     places = {"model": model, "expanded": expanded, "text": text}
     folder = model if "{model}" in arguments else expanded
-    files = [folder / "config.json", text] if "{text}" in arguments else [folder / "config.json"]
+    files = [folder / "config.json", *([text] if any("{text}" in part for part in arguments) else [])]
     for file in files:
         before = digests(tmp_path)
         refused = run(*(part.format(**places, file=file) for part in arguments), code=1)

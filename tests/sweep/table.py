@@ -24,9 +24,9 @@ A type passes if all of this holds:
 * Three training steps change the new tensors and nothing else.
 * `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
 
-The columns say what else works with the default widths: `route-export` of `preserve` and of `adapt`, the variant `gated`, `merge
---to fused`, `merge --to stock` of an expansion without an up stream (with `--up-kv-heads 0`, which adds no heads, [more types](commands-share.md#stock)
-have a stock form), the methods `grow` and `depth`.
+The columns say what else works with the default widths: `route-export` of `preserve` and of `adapt`, the variant
+`gated`, `merge --to fused`, `merge --to stock` of an expansion without an up stream (without new heads too, [more
+types](commands-share.md#stock) have a stock form), the methods `grow` and `depth`.
 
 """
 # what names one model in a reason, and what stands for it where reasons are counted

@@ -223,6 +223,9 @@ def test_what_decides_tokens_decides_what_is_found(place: Path, tmp_path: Path) 
     with (place / "copy.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     assert made("copy.jsonl"), "other bytes"
+    (place / "table.txt").write_text("text\n" + "A line of a table.\n" * 30)
+    shutil.copy(place / "table.txt", place / "table.csv")
+    assert made("table.txt") and made("table.csv"), "the same bytes, read as a table"
     assert made("data,split=train,column=body") and made("data,split=test,column=body")
     assert not made("data,split=train,column=body")
 

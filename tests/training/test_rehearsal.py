@@ -343,8 +343,12 @@ def test_it_forgets_less(place, tmp_path):
 def test_how_to_rehearse_is_refused_where_nothing_is_rehearsed(place, tmp_path):
     settings = TrainingSettings(rehearsal_weight=5.0, rehearsal_samples=7, steps=1)
     assert refusal(train, place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings) == (
-        "rehearsal-weight: 5.0, but nothing is rehearsed. Say what is (rehearse), or leave it out.\n"
-        "rehearsal-samples: 7, but nothing is rehearsed. Say what is (rehearse), or leave it out."
+        "rehearsal-weight: 5.0, but nothing is rehearsed. Say what is rehearsed (rehearse), or leave it out.\n"
+        "rehearsal-samples: 7, but nothing is rehearsed. Say what is rehearsed (rehearse), or leave it out."
+    )
+    # a weight is that of texts too
+    assert refusal(check_settings, replace(settings, rehearse=("old.txt",)), error=TrainingError) == (
+        "rehearsal-samples: 7, but only self writes samples. Say what is rehearsed (rehearse), or leave it out."
     )
     check_settings(replace(settings, rehearse=("self",)))
 
@@ -352,7 +356,7 @@ def test_how_to_rehearse_is_refused_where_nothing_is_rehearsed(place, tmp_path):
 def test_wrong_wishes_are_refused(place, tmp_path):
     for settings, error, message in (
         (replace(SETTINGS, rehearse=("self", "a.txt")), TrainingError, "expected self alone, or texts"),
-        (replace(SETTINGS, rehearse=("none.txt",)), DataError, "none.txt: there is no such file"),
+        (TrainingSettings(rehearse=("none.txt",)), DataError, "none.txt: there is no such file"),
         (replace(SETTINGS, rehearsal_share=1.0), TrainingError, "rehearsal-share: 1.0, expected a share"),
         (replace(SETTINGS, rehearsal_weight=0.0), TrainingError, "rehearsal-weight: 0.0, expected more than 0"),
         (replace(SETTINGS, rehearsal_prompts="none.txt"), DataError, "none.txt: there is no such file"),

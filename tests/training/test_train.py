@@ -499,6 +499,10 @@ def test_the_command(place: Path, tmp_path: Path) -> None:
     table = run(*arguments[:-1], "--overwrite")
     assert "none of the base" in table.output
     assert max(map(len, table.output.splitlines())) <= 80 + len(str(tmp_path)) * 2
+    # what is read is not replaced
+    kept = Path(shutil.copy(place / "old.jsonl", tmp_path / "out" / "old.jsonl"))
+    refused = run(*arguments, "--overwrite", "--eval-data", f"old={kept}", code=1).stderr
+    assert "lies inside, around or at the input" in " ".join(refused.split()) and kept.is_file()
 
 
 @pytest.mark.parametrize("side", ["file.txt", "older=file.txt", "old="])

@@ -97,7 +97,7 @@ def write_page(report: Report, file: Path) -> None:
 
 def render_page(report: Report) -> str:
     """The page of a report, which refers to no other file."""
-    title = f"What training did to {report.path.name}"
+    title = f"What training did to {report.path.resolve().name}"
     return render_headed(report, title, report.notes, list(_facts(report)))
 
 
