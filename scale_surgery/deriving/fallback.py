@@ -38,12 +38,12 @@ def _edge(linear: Linear) -> Linear:
     return Linear(linear.name, ("read" if is_reader else "write",), linear.inputs, (sum(linear.outputs),))
 
 
-def weaker(architecture: Architecture, kind: str, reason: str = NOT_PROVED) -> Architecture | None:
+def weaker(architecture: Architecture, kind: str) -> Architecture | None:
     """The architecture with the blocks of one class in the next weaker treatment; None where there is none."""
     blocks = [block for layer_kind in architecture.kinds for block in layer_kind.blocks if block.kind == kind]
     # layers in which these blocks are treated in a weaker way already wait for the others
     strongest = min((STRENGTH.index(block.treatment) for block in blocks), default=0)
-    kinds = tuple(_weaker_kind(layer_kind, kind, STRENGTH[strongest], reason) for layer_kind in architecture.kinds)
+    kinds = tuple(_weaker_kind(layer_kind, kind, STRENGTH[strongest]) for layer_kind in architecture.kinds)
     if None in kinds or kinds == architecture.kinds:
         return None
     return replace(architecture, kinds=kinds)  # type: ignore[arg-type]
@@ -56,9 +56,9 @@ def hooked(architecture: Architecture) -> Architecture | None:
     return replace(architecture, enters="hook", padded=(), first_norms=())
 
 
-def _weaker_kind(layer_kind: Kind, kind: str, treatment: str, reason: str) -> Kind | None:
+def _weaker_kind(layer_kind: Kind, kind: str, treatment: str) -> Kind | None:
     blocks = [
-        weaker_block(block, reason) if block.kind == kind and block.treatment == treatment else block
+        weaker_block(block) if block.kind == kind and block.treatment == treatment else block
         for block in layer_kind.blocks
     ]
     return None if None in blocks else replace(layer_kind, blocks=tuple(block for block in blocks if block))

@@ -172,10 +172,9 @@ class Report:
     log: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
 
-    def find(self, block: str, group: str | None = None, role: str | None = None) -> list[TensorChange]:
-        """Tensors of a block, of a group or a role alone where one is given."""
-        tensors = (tensor for tensor in self.tensors if tensor.block == block)
-        return [tensor for tensor in tensors if group in (None, tensor.group) and role in (None, tensor.role)]
+    def find(self, block: str, group: str | None = None) -> list[TensorChange]:
+        """Tensors of a block, of a group alone where one is given."""
+        return [tensor for tensor in self.tensors if tensor.block == block and group in (None, tensor.group)]
 
     @property
     def measured(self) -> dict[str, float]:

@@ -56,11 +56,10 @@ def code_hash(file: str) -> str:
     return hashlib.sha256((FOLDER / file).read_bytes()).hexdigest()
 
 
-def is_ours(file: str, digest: str, architecture: Architecture | None = None) -> bool:
+def is_ours(file: str, digest: str, architecture: Architecture) -> bool:
     """Whether a code file, by its name and sha256, is that of this release."""
     if file in OWN_CODE_FILES:
-        # without an architecture no file that names the base's own classes is ours
-        if architecture is None or not architecture.own_code:
+        if not architecture.own_code:
             return False
         return digest == hashlib.sha256(own_code_text(architecture, file).encode()).hexdigest()
     return (FOLDER / file).is_file() and digest == code_hash(file)
@@ -118,7 +117,6 @@ def model_classes(architecture: Architecture) -> dict[str, Any]:
     for auto_class, name in auto_map(architecture).items():
         module, _, class_name = name.partition(".")
         classes[auto_class] = getattr(import_module(f"{__name__}.{module}"), class_name)
-        # when a model is saved, its class takes its code along, as that of a model loaded as remote code does
         # a model that is saved takes its code along, as one that was loaded as remote code does
         classes[auto_class].register_for_auto_class(auto_class)
     return classes

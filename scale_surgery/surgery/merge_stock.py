@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 
 def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that an expanded model has a stock form; if it has none, every reason is given."""
-    problems = [*_state_problems(manifest), *manifest.plan.costs.stock_problems]
-    if not manifest.fused:
-        problems += cast_problems(checkpoint, manifest)
-    if problems:
+    costs = manifest.plan.costs
+    if problems := [*_state_problems(manifest), *costs.stock_problems, *cast_problems(checkpoint, manifest)]:
         raise PlanError.from_problems(problems)
 
 
@@ -66,11 +64,6 @@ def _state_problems(manifest: Manifest) -> list[str]:
         problems.append(
             "--to stock: the expansion reads its up stream through gates, expected none: a stock class has no gates. "
             "Merge --to fused."
-        )
-    if manifest.fused:
-        problems.append(
-            "--to stock: the model is fused, expected its blocks beside the base tensors. Take it apart first: "
-            "scale-surgery merge --to blocks."
         )
     return problems
 
