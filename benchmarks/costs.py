@@ -56,7 +56,8 @@ def table(costs: Sequence[Cost]) -> Iterator[str]:
     for cost in costs:
         if cost.in_table:
             numbers = (cost.measured.get(name, "") for name in ("time", "generation", "memory"))
-            cells = (cost.what, cost.beside, *numbers, f"[{cost.record}](../benchmarks/{cost.record}.md)")
+            name = cost.record.removesuffix("/README")
+            cells = (cost.what, cost.beside, *numbers, f"[{name}](../benchmarks/{cost.record}.md)")
             yield "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
 
