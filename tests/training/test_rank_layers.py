@@ -297,12 +297,13 @@ def test_the_line_that_learn_shows_ranks_for_the_same_expansion(base, text, tmp_
     wide = Request("all", variant="adapt", up_width=20, up_kv_heads=1, up_inner_width=8, dtype="float16")
     asked = replace(wide, init_w21="random", svd="exact", init_embedding="zero", new_tokens_init="zero", seed=9)
     recipe = Recipe(str(base), (str(text),), expansion=replace(asked, layers=AUTO), ranking=replace(PILOT, seed=5))
-    (stage,) = [stage for stage in stages_of(Work(recipe, tmp_path, routes=True)) if stage.name == "layers"]
+    work = Work(recipe, tmp_path, routes=True, has_pilot=True)
+    (stage,) = [stage for stage in stages_of(work) if stage.name == "layers"]
     words = shlex.split(stage.line({}).replace(str(tmp_path / "texts-new" / "learn.jsonl"), str(text)))
     result = json.loads(run(*words[1:], "--json").stdout)
     ranked = Request(**{name: value for name, value in result["request"].items() if name != "new_tokens"})
-    # the seed of the new tensors is said where these are made
-    assert ranked == complete(replace(asked, seed=0)) and result["settings"]["seed"] == 5
+    # the seed of the new tensors, and how rows of new tokens start, are said where these are made
+    assert ranked == complete(replace(asked, seed=0, new_tokens_init="pieces")) and result["settings"]["seed"] == 5
 
 
 def test_set_leaves_the_seed_to_the_pilot(base, text):
