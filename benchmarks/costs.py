@@ -56,8 +56,8 @@ def table(costs: Sequence[Cost]) -> Iterator[str]:
     for cost in costs:
         if cost.in_table:
             numbers = (cost.measured.get(name, "") for name in ("time", "generation", "memory"))
-            name = cost.record.removesuffix("/README")
-            cells = (cost.what, cost.beside, *numbers, f"[{name}](../benchmarks/{cost.record}.md)")
+            record = cost.record.removesuffix("/README")
+            cells = (cost.what, cost.beside, *numbers, f"[{record}](../benchmarks/{cost.record}.md)")
             yield "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
 

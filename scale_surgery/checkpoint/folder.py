@@ -26,7 +26,9 @@ from scale_surgery.checkpoint.names import (
     JOB_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
+    REPORTS_FOLDER,
     SINGLE_FILE,
+    TRAINING_FOLDER,
     is_inside,
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
@@ -70,6 +72,12 @@ class Checkpoint:
         """Parsed surgery.json, or None where there is none."""
         file = self.path / MANIFEST_FILE
         return read_json(file) if file.is_file() else None
+
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        """Files that a model made of it goes without: `left_out`, states of an unfinished run, and reports of runs."""
+        places = (f"{TRAINING_FOLDER}/checkpoint-", f"{REPORTS_FOLDER}/")
+        return (*self.left_out, *(file for file in self.side_files if file.startswith(places)))
 
     @property
     def dtype(self) -> str:

@@ -149,10 +149,11 @@ def prepare(
     check_gates(recipe.model, made, recipe.training)
     has_pilot = recipe.chooses_layers and ("layers" in record.kept or not _pays_for_all(recipe, made))
     problems = _route_problems(made) if recipe.route else []
+    routes = recipe.route and not problems
     others = specs_of_expansions(checkpoint.config.get(CONFIG_KEY, {}))
-    if recipe.route and not problems:
+    if routes:
         _check_router(recipe, made, 1 + len(others))
-    work = Work(recipe, folder, recipe.route and not problems, has_pilot, is_one_of_several=bool(others))
+    work = Work(recipe, folder, routes, has_pilot, is_one_of_several=bool(others))
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]

@@ -26,9 +26,7 @@ from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
-    REPORTS_FOLDER,
     STOCK_FILE,
-    TRAINING_FOLDER,
 )
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, shorten
@@ -198,15 +196,9 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Merged
         write_blocks(checkpoint, manifest, partial, track)
         remembered = {}
     for file in checkpoint.side_files:
-        if file not in (INDEX_FILE, *manifest.code, *_left_out(checkpoint)) and not (partial / file).exists():
+        if file not in (INDEX_FILE, *manifest.code, *checkpoint.left_behind) and not (partial / file).exists():
             take_over(checkpoint.path / file, partial / file, "copy")
     return remembered
-
-
-def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Files that do not go along: weights in other formats, states of a run that was not finished, and its reports."""
-    places = (f"{TRAINING_FOLDER}/checkpoint-", f"{REPORTS_FOLDER}/")
-    return (*checkpoint.left_out, *(file for file in checkpoint.side_files if file.startswith(places)))
 
 
 def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
@@ -280,7 +272,7 @@ def _describe(target: Path, to: MergedForm, checkpoint: Checkpoint, manifest: Ma
         parameters=sum(info.elements for info in written.tensors.values()),
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
-        left_out=_left_out(checkpoint),
+        left_out=checkpoint.left_behind,
         warnings=() if to == "blocks" else _warnings(manifest.plan.sizes),
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, REPORTS_FOLDER, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError
@@ -38,7 +38,8 @@ class Routed:
         forks: Of each expansion with W12 the first layer where it has one: from there it has a base stream of its own.
         layers: Layers of the base model.
         bytes_written: Bytes of shards that were written; 0 with hard links.
-        left_out: Files that were not taken along: weights in other formats, links that lead out of the folder.
+        left_out: Files that were not taken along: weights in other formats, links that lead out of the folder, and
+            states of an unfinished run and reports of runs.
     """
 
     path: Path
@@ -179,9 +180,8 @@ def _write(
 ) -> Routed:
     """Write a checkpoint with a router or without; every file but config and record is taken over as a file."""
     refuse_linked(checkpoint.path, manifest)
-    # states of a run that was not finished, and its reports, do not go along
-    places = (f"{TRAINING_FOLDER}/checkpoint-", f"{REPORTS_FOLDER}/")
-    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if not file.startswith(places)]
+    left_behind = checkpoint.left_behind
+    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if file not in left_behind]
     sizes = {file: (checkpoint.path / file).stat().st_size for file in files if file != CONFIG_FILE}
     check_target(target, [checkpoint.path], overwrite=overwrite)
     check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
@@ -203,7 +203,7 @@ def _write(
         forks=() if routing is None else _forks(manifest),
         layers=manifest.first_plan.sizes.layers,
         bytes_written=0 if base_weights == "link" else sum(sizes[shard] for shard in checkpoint.shards),
-        left_out=checkpoint.left_out,
+        left_out=left_behind,
     )
 
 

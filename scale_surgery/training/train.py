@@ -39,7 +39,7 @@ from scale_surgery.surgery.record import (
     tool_versions,
 )
 from scale_surgery.surgery.views import open_expansion
-from scale_surgery.text.sources import paths_of
+from scale_surgery.text.sources import parse_source, paths_of
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
     TrainingSchedule,
@@ -194,7 +194,8 @@ def _sources(
     """Where texts come from, by what they are for; what is no source is refused."""
     files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
     files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
-    paths_of(chain.from_iterable(files.values()))
+    for text in chain.from_iterable(files.values()):
+        parse_source(text)
     return files
 
 

@@ -214,4 +214,9 @@ def test_expand_refuses_before_it_shows_a_plan_and_plans_alone_when_asked(base: 
     assert digests(expanded) == before
     run("expand", base, "--layers", "0", "-o", base.parent / "f")
     run("expand", base, "--layers", "1", "-o", base.parent / "f", "--overwrite")
+    # what is read is not replaced
+    plan = base.parent / "f" / "plan.json"
+    run("plan", base, "--layers", "2", "-o", plan)
+    refused = run("expand", base, "--plan", plan, "-o", base.parent / "f", "--overwrite", code=1)
+    assert "lies inside, around or at the input" in refused.stderr and plan.is_file()
     assert read_manifest(base.parent / "f").plan.layers == (1,)

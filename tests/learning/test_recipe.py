@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, value
 from scale_surgery.learning.recipe_file import recipe_text
 from scale_surgery.training.settings import TrainingSettings, check_settings
 from tests.command import run
+from tests.conftest import edited
 
 SAID = {"model": "base", "data": ["a.txt", "b.txt"]}
 
@@ -149,6 +151,11 @@ def test_the_paper_is_as_published_and_the_default_fits_any_text(data):
     assert (training.learning_rate, training.schedule, training.warmup, training.epochs) == (1e-3, "linear", 0.06, 1)
     assert (recipe.expansion.layers, recipe.expansion.variant, recipe.routing.router) == ("all", "adapt", "cosine")
     # L_fp is 3 of 16 layers, and sequences are as long as the model reads
+    other = shutil.copytree(SHIPPED_MODEL, data.parent / "other")
+    with edited(other / "config.json") as config:
+        config["num_layers"] = config.pop("num_hidden_layers")  # as gpt_neo calls them
+    asked = resolve_recipe({"model": str(other), "data": str(data), "preset": "paper"}).expansion
+    assert asked.collaborative_layers == recipe.expansion.collaborative_layers == "last:3"
     preserved = {"model": str(SHIPPED_MODEL), "data": str(data), "preset": "paper", "expansion.variant": "preserve"}
     assert resolve_recipe(preserved).routing.router == "posterior", "without W12 cosine has nothing to compare"
     values = with_preset("paper", {}, JobFacts(layers=16, context=131072, tokens=10**9))

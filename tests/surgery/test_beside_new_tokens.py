@@ -76,8 +76,12 @@ def test_each_stays_alone_where_the_other_is_removed(place: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_is_merged_and_trained_beside_the_other(place: Path, tmp_path: Path, name: str) -> None:
-    merge(place / "both", tmp_path / "deep" / "fused", name=name)
+def test_each_is_merged_and_trained_beside_the_other(
+    place: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # named as one who stands in the folder does
+    monkeypatch.chdir(place / "both")
+    merge(".", tmp_path / "deep" / "fused", name=name)
     merge(place / name, tmp_path / "alone")
     weights = [
         {file: digest for file, digest in digests(folder).items() if file.endswith(".safetensors")}

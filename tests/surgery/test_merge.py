@@ -452,9 +452,10 @@ def test_states_of_an_unfinished_run_are_named_and_left_out(expanded: Path, tmp_
     for name in ("training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json", "training/log.jsonl"):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("{}")
-    done = merge(path, tmp_path / "fused")
-    assert set(done.left_out) == {"training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json"}
-    assert (done.path / "training" / "log.jsonl").exists() and not (done.path / "training" / "checkpoint-2").exists()
+    for done in (merge(path, tmp_path / "fused"), route_export(path, tmp_path / "routed")):
+        assert set(done.left_out) == {"training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json"}
+        training = done.path / "training"
+        assert (training / "log.jsonl").exists() and not (training / "checkpoint-2").exists()
 
 
 def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path: Path) -> None:
