@@ -29,7 +29,7 @@ def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
         f"{path}: lies inside, around or at the input {source}. Choose another output folder."
         for source in sources
         for path in (target, partial)
-        if _touches(path, source)
+        if touches(path, source)
     ]
     if not problems:
         problems = _occupied(target, partial, overwrite=overwrite)
@@ -68,7 +68,8 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
     return problems
 
 
-def _touches(path: Path, source: Path) -> bool:
+def touches(path: Path, source: Path) -> bool:
+    """Whether to write a path would write an input."""
     written, read = path.resolve(), source.resolve()
     if written == read or written.is_relative_to(read) or read.is_relative_to(written):
         return True

@@ -28,6 +28,7 @@ from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_beside_weights, open_model
+from scale_surgery.checkpoint.staging import touches
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
@@ -350,11 +351,12 @@ def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
         and any(not path.name.startswith(BEFORE) for path in folder.iterdir())
     ):
         problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
+    problems += [
+        f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o."
+        for given, path in inputs_of(recipe).items()
+        if path.exists() and touches(folder, path)
+    ]
     place = folder.resolve()
-    for given, path in inputs_of(recipe).items():
-        read = path.resolve()
-        if read.exists() and (read == place or read.is_relative_to(place) or place.is_relative_to(read)):
-            problems.append(f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o.")
     parent = next(existing for existing in (place, *place.parents) if existing.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         problems.append(f"{folder}: {parent} is not a folder you may write to. Choose another with -o.")
