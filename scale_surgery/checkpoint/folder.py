@@ -138,7 +138,7 @@ def _what_it_is(folder: Path) -> str:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config, and refuse one that names kernels or holds NaN, which is not equal to itself."""
+    """Read a config, and refuse one that names kernels or no classes, or holds NaN, which is not equal to itself."""
     config = read_json(file)
     # infinity is kept; some models have it, as the end of a range
     problems = [
@@ -146,6 +146,8 @@ def read_config(file: Path) -> dict[str, Any]:
         for place in shorten(places_of_nan(config))
     ]
     problems += shorten(list(kernel_problems(config)))
+    if not isinstance(classes := config.get("auto_map") or {}, dict):
+        problems.append(f"auto_map is {classes!r}, expected an object of classes. Restore it from where you got it.")
     if problems:
         raise CheckpointError.from_problems(f"{file}: {problem}" for problem in problems)
     return config
@@ -160,6 +162,8 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     config = config if config is not None and CONFIG_FILE not in files else read_config(path / CONFIG_FILE)
     _refuse_other_specs(path, config)
     shards, declared = _find_shards(path, files, without)
+    # of those behind a link to a folder too, which is not walked into
+    stamps |= take_stamps(path / shard for shard in shards if (path / shard).exists())
     tensors, problems = _read_shards(path, shards)
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
     if not tensors and not problems:
@@ -171,10 +175,13 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
     left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
     left_out += tuple(file for file in others if file not in left_out and is_left_link(path, file))
-    left_out += links_that_are_no_files(path)
+    links = links_that_are_no_files(path)
+    left_out += tuple(link for link in links if not any(shard.startswith(f"{link}/") for shard in shards))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
-    read = {path / file: stamps[path / file] for file in files if file in {*shards, *side_files, MANIFEST_FILE}}
+    read = {
+        path / file: stamps[path / file] for file in sorted({*files, *shards} & {*shards, *side_files, MANIFEST_FILE})
+    }
     return Checkpoint(path, config, named, tuple(shards), side_files, left_out, read)
 
 

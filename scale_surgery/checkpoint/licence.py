@@ -18,6 +18,8 @@ def read_licence(base_text: str | None) -> dict[str, Any]:
     try:
         _, block, _ = re.split(r"^---\s*$", base_text, maxsplit=2, flags=re.MULTILINE)
         data = yaml.safe_load(block)
-        return {key: data[key] for key in LICENCE_KEYS if data.get(key)}
+        # a name such as 2024-05-01 is a date to YAML
+        given = {key: data[key] for key in LICENCE_KEYS if data.get(key)}
+        return {key: value if isinstance(value, list) else str(value) for key, value in given.items()}
     except (ValueError, AttributeError, yaml.YAMLError):
         return {}  # a card that cannot be parsed names no licence

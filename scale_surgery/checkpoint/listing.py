@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from scale_surgery.checkpoint.files import UNFINISHED
@@ -20,14 +22,27 @@ FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
+@contextmanager
+def reached(path: Path) -> Iterator[None]:
+    """Refuse a path that cannot be looked at: a name that is too long, or a folder on the way that is closed."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be reached ({error.strerror or error}). Check the name, and the permissions on the way."
+        ) from error
+
+
 def check_folder(path: Path) -> None:
     """Check that a model folder is there."""
-    if not path.exists():
+    with reached(path):
+        is_there, is_folder = path.exists(), path.is_dir()
+    if not is_there:
         raise CheckpointError(
             f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
             "--local-dir FOLDER."
         )
-    if not path.is_dir():
+    if not is_folder:
         raise CheckpointError(f"{path}: is a file, expected a model folder.")
 
 
@@ -45,11 +60,19 @@ def list_files(path: Path) -> list[str]:
 def _entries(path: Path) -> list[Path]:
     """Files and folders of a folder at any depth, relative and sorted, without those of IGNORED_FOLDERS."""
     entries: list[Path] = []
-    for folder, folders, files in os.walk(path):
+    for folder, folders, files in os.walk(path, onerror=_refuse_closed):
         # unfinished folders of another process may vanish at any moment
         folders[:] = [name for name in folders if name not in IGNORED_FOLDERS and not name.startswith(UNFINISHED)]
         entries += [Path(folder, name).relative_to(path) for name in (*folders, *files) if name not in IGNORED_FOLDERS]
     return sorted(entries)
+
+
+def _refuse_closed(error: OSError) -> None:
+    # a folder that vanished was another process's
+    if not isinstance(error, FileNotFoundError):
+        raise CheckpointError(
+            f"{error.filename}: cannot be listed ({error.strerror}). Check its permissions, or take it out."
+        ) from error
 
 
 def unfit(path: Path, name: str) -> str | None:
@@ -77,7 +100,8 @@ def leads_out(path: Path, name: str) -> bool:
 def links_that_are_no_files(path: Path) -> tuple[str, ...]:
     """Links to folders, which are not walked into, and links to nothing, by name."""
     links = (link for link in _entries(path) if (path / link).is_symlink() and not (path / link).is_file())
-    return tuple(link.as_posix() for link in links)
+    # a name that is no UTF-8 could not be written into a record
+    return tuple(link.as_posix().encode(errors="backslashreplace").decode() for link in links)
 
 
 def is_left_link(path: Path, name: str) -> bool:

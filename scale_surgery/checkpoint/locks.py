@@ -1,7 +1,7 @@
 """Files beside a folder that is being written: a lock, and a record of the old folder that it replaces.
 
     OUT.partial  .OUT.partial.json      the folder to be, and what it is to be: see `staging`
-    .OUT.partial.lock                   no second process writes it meanwhile
+    .OUT.lock                           no second process writes either meanwhile
     .OUT.replaced-1a2b3c4d              the old folder, until it is removed
     .OUT.replaced.json                  which folder that is, so that no other is taken for it
 
@@ -42,7 +42,7 @@ def refuse_links(*places: Path) -> None:
 def names_beside(target: Path) -> tuple[Path, ...]:
     """Files that writing a folder needs beside it, but for the unfinished folder itself."""
     state = target.parent / f".{target.name}.partial.json"
-    return state, _lock(target), _lock(target.with_name(f"{target.name}.partial")), _record(target)
+    return state, _lock(target), _record(target)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from scale_surgery.checkpoint.folder import Checkpoint, boundless, name_tensors, open_checkpoint, read_config
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.headers import TensorInfo
+from scale_surgery.checkpoint.listing import reached
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError
@@ -68,8 +69,10 @@ def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, 
 
 def _local_source(model: str | Path) -> Source | None:
     path = Path(model)
-    if path.exists():
-        return Source(path, path.resolve().name, None)
+    with reached(path):
+        if path.exists():
+            # a record can name a folder only by what is UTF-8
+            return Source(path, path.resolve().name.encode(errors="backslashreplace").decode(), None)
     parts = str(model).split("/")
     if len(parts) != 2 or not all(parts) or str(model).startswith((".", "~")):
         raise CheckpointError(f"{model}: not found. Give a model folder or a Hub id such as org/name.")
@@ -80,11 +83,12 @@ def _cached_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint] 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        return Source(folder, repo, folder.name), open_checkpoint(folder)
-    except (LocalEntryNotFoundError, CheckpointError):
-        return None  # nothing cached, or a part of it
+    with _hub_errors(repo):
+        try:
+            folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+            return Source(folder, repo, folder.name), open_checkpoint(folder)
+        except (LocalEntryNotFoundError, CheckpointError):
+            return None  # nothing cached, or a part of it
 
 
 def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:

@@ -17,6 +17,8 @@ from typing import Any
 
 from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged
 from scale_surgery.checkpoint.files import remove_unfinished, sync, write_text
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.listing import reached
 from scale_surgery.checkpoint.locks import link_problems, locked, names_beside, refuse_links, replace_folder, settle
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.errors import CheckpointError, SurgeryError
@@ -24,6 +26,13 @@ from scale_surgery.errors import CheckpointError, SurgeryError
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
     """Check that a folder can be written without touching anything else, before any work is done."""
+    with reached(target):
+        problems = _target_problems(target, sources, overwrite=overwrite)
+    if problems:
+        raise CheckpointError.from_problems(problems)
+
+
+def _target_problems(target: Path, sources: list[Path], *, overwrite: bool) -> list[str]:
     partial = _partial(target)
     problems = [
         f"{path}: lies inside, around or at the input {source}. Choose another output folder."
@@ -36,8 +45,7 @@ def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problems.append(f"{target}: {parent} is not a folder you may write to. Choose another output folder.")
-    if problems:
-        raise CheckpointError.from_problems(problems)
+    return problems
 
 
 def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> None:
@@ -57,11 +65,12 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
         if Path(source).resolve() in (place, *place.parents)
     ]
     for file, place in places.items():
-        if place.is_dir():
-            problems.append(f"{file}: is a folder, expected a file to be. Choose a name inside it.")
-        parent = next(folder for folder in place.parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            problems.append(f"{file}: {parent} is not a folder you may write to. Choose another place.")
+        with reached(file):
+            if place.is_dir():
+                problems.append(f"{file}: is a folder, expected a file to be. Choose a name inside it.")
+            parent = next(folder for folder in place.parents if folder.exists())
+            if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+                problems.append(f"{file}: {parent} is not a folder you may write to. Choose another place.")
     counts = Counter(file.resolve() for file in files if file is not None)
     twice = [file for file, place in places.items() if counts[place] > 1]
     problems += [f"{file}: is to be two different files at once. Choose two names." for file in twice[:1]]
@@ -87,13 +96,22 @@ def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[str]:
     if target.exists() and not overwrite:
         return [f"{target}: exists already. Choose another output folder, or give --overwrite."]
     problems = link_problems(partial, *names_beside(target))
-    if target.exists() and any(target.iterdir()) and not (target / CONFIG_FILE).is_file():
+    if target.exists() and any(target.iterdir()) and not _is_model(target):
         problems.append(f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder.")
     if partial.exists() and not _state_file(target).exists():
         problems.append(
             f"{partial}: was not begun by this program, will not continue it. Choose another output folder."
         )
     return problems
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a folder's config.json is one of a model; other programs call their files so too."""
+    file = folder / CONFIG_FILE
+    try:
+        return file.is_file() and "model_type" in read_json(file)
+    except CheckpointError:
+        return False
 
 
 def _partial(target: Path) -> Path:
@@ -124,11 +142,13 @@ def staged(
     *,
     overwrite: bool,
     keeps_refused: bool = False,
+    is_locked: bool = False,
 ) -> Iterator[Path]:
     """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched."""
+    # `is_locked`: the caller holds the lock of `target`, and goes on writing it
     partial, stamps = _partial(target), read or {}
     try:
-        with locked(partial):
+        with contextlib.nullcontext() if is_locked else locked(target):
             settle(target, overwrite=overwrite)
             # after an interruption the folder stays: the next run with the same `state` and the same files to `read`
             # continues from the finished files, any other run starts anew

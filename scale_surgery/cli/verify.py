@@ -81,7 +81,7 @@ def verify_command(
     prompted = None if files_only else probes
     result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)
     if not result.recorded:
-        out.warn(f"{expanded} cannot be written: the result is not recorded in it")
+        out.warn(f"{expanded} cannot be written, or changed meanwhile: the result is not recorded in it")
     out.show(result, render_verification(result))
     write_files(outputs, {".json": as_result(result)}, out)
     out.suggest(after_verification(result))

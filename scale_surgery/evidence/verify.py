@@ -157,8 +157,11 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
     if says_more(manifest.verification, result):
         return True
     try:
+        # what another command wrote meanwhile stays, and was not verified
+        if read_manifest(path) != manifest:
+            return False
         write_json(path / MANIFEST_FILE, replace(manifest, verification=result.to_json()).to_json())
-    except OSError:
+    except (OSError, CheckpointError):
         # a read-only folder can be verified too
         return False
     return True

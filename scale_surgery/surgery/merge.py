@@ -121,7 +121,8 @@ def merge(
     refuse_linked(source, manifest)
     _check_form(source, checkpoint, manifest, to)
     read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written
-    check_target(target, [source], overwrite=overwrite)
+    inputs = [source, *([Path(probes.prompts_file)] if probes.prompts_file else [])]
+    check_target(target, inputs, overwrite=overwrite)
     if manifest.of_folder is not manifest:
         with _isolated(source, manifest, target, track) as alone:
             return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)

@@ -159,11 +159,11 @@ def stock_config(config: Mapping[str, Any], architecture: Architecture, sizes: S
     return {**config, **({"text_config": {**text, **values}} if isinstance(text, Mapping) else values)}
 
 
-def _index_metadata(metadata: Mapping[str, Any] | None, shards: Mapping[str, list[Entry]]) -> dict[str, Any]:
+def _index_metadata(metadata: Any, shards: Mapping[str, list[Entry]]) -> dict[str, Any]:
     entries = [entry for shard in shards.values() for entry in shard]
     counts = {
         "total_parameters": sum(prod(entry.shape) for entry in entries),
         "total_size": sum(entry.bytes for entry in entries),
     }
-    fields = dict(metadata or {})
+    fields = dict(metadata) if isinstance(metadata, Mapping) else {}
     return fields | {name: count for name, count in counts.items() if name in fields or name == "total_size"}

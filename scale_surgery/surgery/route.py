@@ -161,10 +161,12 @@ def set_routing(routed: str | Path, routing: Router) -> None:
     try:
         write_json(checkpoint.path / CONFIG_FILE, with_router(checkpoint.config, routing))
         write_json(checkpoint.path / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
-    except OSError as error:
+    except BaseException as error:
         # the two say the same, or nothing has changed
         with contextlib.suppress(OSError):
             write_text(checkpoint.path / CONFIG_FILE, text)
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
 
 

@@ -121,7 +121,7 @@ class TrainingRun:
         taken = {file: source.path / file for file in files if not file.startswith(f"{TRAINING_FOLDER}/")}
         stamps = {file: source.stamps[file] for file in taken.values()}
         total = sum(file.stat().st_size for file in taken.values())
-        with staged(self.target, state, stamps, overwrite=overwrite) as partial:
+        with staged(self.target, state, stamps, overwrite=overwrite, is_locked=True) as partial:
             with track("files", total) as advance:
                 for name, file in taken.items():
                     take_over(file, partial / name, base_weights if name in base_shards else "copy", advance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -129,6 +130,29 @@ def test_a_tensor_stored_twice(sharded_base):
     name, value = next(iter(load_file(first).items()))
     save_file(load_file(second) | {name: value}, second)
     assert f"{name}: stored in {first.name} and in {second.name}." in refusal(sharded_base)
+
+
+def test_classes_that_are_no_object(llama_base):
+    with edited(llama_base / "config.json") as config:
+        config["auto_map"] = ["x"]
+    wanted = "auto_map is ['x'], expected an object of classes. Restore it from where you got it."
+    assert refusal(llama_base) == f"{llama_base}/config.json: {wanted}"
+
+
+def test_a_folder_that_may_not_be_listed(llama_base, monkeypatch):
+    """Its files would be missing from every copy, without a word."""
+    (llama_base / "extra").mkdir()
+    scan = os.scandir
+
+    def closed(path):
+        if os.fspath(path).endswith("extra"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert refusal(llama_base) == (
+        f"{llama_base}/extra: cannot be listed (Permission denied). Check its permissions, or take it out."
+    )
 
 
 def test_an_index_without_a_weight_map(sharded_base):

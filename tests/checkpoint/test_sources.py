@@ -93,3 +93,12 @@ def test_what_cannot_be_had_offline(cached, repo, revision):
 def test_what_is_neither_a_folder_nor_a_repository(name):
     message = refusal(find_source, name, error=CheckpointError)
     assert message == f"{name}: not found. Give a model folder or a Hub id such as org/name."
+
+
+def test_a_name_that_no_system_or_hub_can_hold():
+    assert refusal(open_model, "my models/foo", error=CheckpointError).startswith(
+        "my models/foo: no such folder, and the Hub does not give it ("
+    )
+    assert refusal(open_model, name := "x" * 300, error=CheckpointError) == (
+        f"{name}: cannot be reached (File name too long). Check the name, and the permissions on the way."
+    )

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from scale_surgery.checkpoint import files
 from scale_surgery.checkpoint.files import UNFINISHED, finished_file, take_over, write_json, write_tensors, write_text
+from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.staging import check_target, staged
 from scale_surgery.errors import CheckpointError
 from tests.conftest import digests, refusal
@@ -166,6 +167,40 @@ def test_a_full_disk_says_what_helps(tmp_path, number):
     ):
         raise OSError(number, os.strerror(number), str(partial / "x"))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_replaced_is_a_model(tmp_path):
+    """Other programs call their files config.json too."""
+    (target := tmp_path / "project").mkdir()
+    for config in ("{}", "[", '{"auths": {}}'):
+        (target / "config.json").write_text(config)
+        assert refusal(check_target, target, [], overwrite=True, error=CheckpointError) == (
+            f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder."
+        )
+    (target / "config.json").write_text('{"model_type": "llama"}')
+    check_target(target, [], overwrite=True)
+
+
+def test_a_folder_that_another_process_trains_is_not_replaced(tmp_path):
+    """Who holds its lock goes on writing it, and may begin it anew."""
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run"):
+        with (
+            pytest.raises(CheckpointError, match=r"run: another process is writing it\. Wait until it is done"),
+            staged(tmp_path / "run", {}, overwrite=True),
+        ):
+            pass
+        with staged(tmp_path / "run", {}, overwrite=True, is_locked=True) as partial:
+            (partial / "new").write_text("x")
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["new"]
+
+
+def test_a_target_that_cannot_be_reached(tmp_path):
+    # with `.partial.json` it is longer than names can be
+    target = tmp_path / ("x" * 245)
+    assert refusal(check_target, target, [], overwrite=False, error=CheckpointError) == (
+        f"{target}: cannot be reached (File name too long). Check the name, and the permissions on the way."
+    )
 
 
 def test_several_problems_of_a_target(tmp_path):

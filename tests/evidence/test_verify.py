@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOption
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from tests.command import run
-from tests.conftest import edited, flip, refusal, shake
+from tests.conftest import Bars, edited, flip, refusal, shake
 from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
@@ -315,7 +317,24 @@ def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy, refu
     # warnings are for a terminal
     done = CliRunner(env={"FORCE_COLOR": "1"}).invoke(main, ["verify", str(path), "--files-only"])
     text = " ".join(done.output.split())
-    assert done.exit_code == 0 and f"{path} cannot be written: the result is not recorded" in text
+    assert done.exit_code == 0 and f"{path} cannot be written, or changed meanwhile: the result is not recorded" in text
+
+
+def test_what_was_written_meanwhile_stays(copy) -> None:
+    """Another command may write while prompts run: its record is not put back to what it was."""
+    path = copy("preserve")
+
+    class Written(Bars):
+        @contextmanager
+        def __call__(self, label: str, total: int) -> Iterator[Callable[..., None]]:
+            with edited(path / "surgery.json") as manifest:
+                manifest["training"] = [{"steps": 7}]
+            with super().__call__(label, total) as advance:
+                yield advance
+
+    before = json.loads((path / "surgery.json").read_text())
+    assert not verify(path, probes=None, track=Written()).recorded
+    assert json.loads((path / "surgery.json").read_text()) == before | {"training": [{"steps": 7}]}
 
 
 def test_options_that_nothing_would_read_are_refused(made: Path, tmp_path: Path) -> None:

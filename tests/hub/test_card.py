@@ -150,6 +150,7 @@ def test_the_licence_is_that_of_the_base_s_card() -> None:
         ("---\nlicense: mit\n---\n", {"license": "mit"}),
         ("---\r\nlicense: apache-2.0\r\ntags: [a]\r\n---\r\n# x", {"license": "apache-2.0"}),
         ("---\nlicense:\n- mit\n- bsd\n---\n", {"license": ["mit", "bsd"]}),
+        ("---\nlicense: other\nlicense_name: 2024-05-01\n---\n", {"license": "other", "license_name": "2024-05-01"}),
     ):
         assert read_licence(text) == expected
     for text in (

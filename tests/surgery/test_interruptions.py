@@ -95,7 +95,7 @@ def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, 
 def test_two_processes_cannot_write_the_same_target(tmp_path):
     with (
         staged(tmp_path / "out", {}, overwrite=False),
-        pytest.raises(CheckpointError, match=r"out\.partial: another process is writing it\. Wait until it is done"),
+        pytest.raises(CheckpointError, match=r"out: another process is writing it\. Wait until it is done"),
         staged(tmp_path / "out", {}, overwrite=False),
     ):
         pass

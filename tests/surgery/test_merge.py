@@ -339,6 +339,11 @@ def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[...
         f"{fused}: exists already. Choose another output folder, or give --overwrite."
     )
     assert "Choose another output folder." in refusal(merge, expanded, expanded / "inside", error=CheckpointError)
+    (prompts := tmp_path / "old" / "prompts.txt").parent.mkdir()
+    prompts.write_text("a")
+    assert f"lies inside, around or at the input {prompts}" in refusal(
+        merge, expanded, prompts.parent, probes=Probes(prompts_file=prompts), overwrite=True, error=CheckpointError
+    )
     apart = (
         f"{fused}: is fused, its blocks are joined with the base's tensors, expected blocks of their own. Take them "
         f"apart first: scale-surgery merge {fused} --to blocks -o EXPANDED."
@@ -458,9 +463,15 @@ def test_states_of_an_unfinished_run_are_named_and_left_out(expanded: Path, tmp_
         assert (training / "log.jsonl").exists() and not (training / "checkpoint-2").exists()
 
 
-def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_elsewhere", (False, True))
+def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path: Path, is_elsewhere: bool) -> None:
+    """Also on another disk, which a link to a folder leads to."""
     base = Path(shutil.copytree(base_of("llama", tied=True), tmp_path / "base"))
-    (base / "weights").mkdir()
+    if is_elsewhere:
+        (tmp_path / "disk").mkdir()
+        (base / "weights").symlink_to(tmp_path / "disk")
+    else:
+        (base / "weights").mkdir()
     for shard in base.glob("*.safetensors"):
         shard.rename(base / "weights" / shard.name)
     with edited(base / "model.safetensors.index.json") as index:
@@ -468,7 +479,9 @@ def test_shards_in_a_folder_of_their_own(base_of: Callable[..., Path], tmp_path:
     expanded = expand(base, REQUESTS["adapt"], tmp_path / "expanded").path
     assert verify(expanded, probes=None, record=False).passed
     fused = merge(expanded, tmp_path / "fused").path
-    assert digests(strip(fused, tmp_path / "again").path) == digests(base)
+    assert open_checkpoint(base).left_out == ()
+    whole = shutil.copytree(base, tmp_path / "whole")  # with files for links
+    assert digests(strip(fused, tmp_path / "again").path) == digests(whole)
     assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(expanded)
 
 

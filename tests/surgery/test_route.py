@@ -210,6 +210,23 @@ def test_set_routing(expanded: Path, tmp_path: Path) -> None:
     assert digests(path) == before
 
 
+def test_an_interrupted_set_routing_changes_nothing(
+    expanded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = route_export(expanded, tmp_path / "routed", PosteriorRouter(prior=0.5)).path
+    before, rename = digests(path), Path.rename
+
+    def interrupted(file: Path, target: Path) -> Path:
+        if target.name == "surgery.json":
+            raise KeyboardInterrupt
+        return rename(file, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        set_routing(path, PosteriorRouter(prior=0.2))
+    assert digests(path) == before
+
+
 @pytest.mark.parametrize(
     ("was", "asked", "text"),
     (
