@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS_AT_ONCE = 1000
+# what may stand before a text so that its first token begins no text; after nothing every text can stand
+BEFORE = ("\n", ":", "a", "")
 
 
 def tokenize(
@@ -81,14 +83,32 @@ def in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _tokenize_some(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
-    if documents:
-        options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
-        texts = tokenizer([document.text for document in documents], add_special_tokens=False, **options)["input_ids"]
-        yield from zip(tokenize_prompts([document.prompt for document in documents], tokenizer), texts, strict=True)
+    """The ids of each prompt, and of its text as it goes on from there."""
+    options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    plain = [document.text for document in documents if not document.prompt]
+    alone = iter(tokenizer(plain, **options)["input_ids"] if plain else ())
+    whole = iter(tokenize_prompts([each.prompt + each.text for each in documents if each.prompt], tokenizer))
+    for document, prompt in zip(
+        documents, tokenize_prompts([each.prompt for each in documents], tokenizer), strict=True
+    ):
+        yield prompt, _behind(prompt, next(whole), document.text, tokenizer) if document.prompt else next(alone)
+
+
+def _behind(prompt: list[int], whole: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a text behind a prompt, whose own ids stay: a model that answers has read those."""
+    # alone a text would get the mark of a word's beginning from some tokenizers, which is a space
+    if whole[: len(prompt)] == prompt:
+        return whole[len(prompt) :]
+    # a token spans the end of the prompt and the beginning of the text
+    starts = tokenize_prompts(BEFORE, tokenizer)
+    wholes = tokenize_prompts([before + text for before in BEFORE], tokenizer)
+    return next(ids[len(start) :] for start, ids in zip(starts, wholes, strict=True) if ids[: len(start)] == start)
 
 
 def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Turn prompts into token ids: with the tokenizer's start token, even where they are empty, and no end token."""
+    if not prompts:
+        return []
     ids: list[list[int]] = tokenizer(list(prompts), return_attention_mask=False, verbose=False)["input_ids"]
     special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
     for prompt in ids:

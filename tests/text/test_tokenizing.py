@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -22,7 +22,7 @@ from scale_surgery.text import documents
 from scale_surgery.text.documents import Document, in_pieces, read_documents
 from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.text.sources import parse_source
-from scale_surgery.text.tokenizing import collate, pack, stride, tokenize, without_unscored
+from scale_surgery.text.tokenizing import collate, pack, stride, tokenize, tokenize_prompts, without_unscored
 from scale_surgery.training.training_texts import _digest
 from tests.conftest import refusal
 
@@ -324,6 +324,39 @@ def test_the_shipped_tokenizer() -> None:
     answer = tokenizer(" Leeds", add_special_tokens=False)["input_ids"]
     assert sequences.ids.tolist() == [*tokenizer("Q: Where?\nA:")["input_ids"], *answer, tokenizer.eos_token_id]
     assert sequences.scored == len(answer) + 1
+
+
+def marking() -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a mark, which is a space, before every text, as that of Llama 2."""
+    merges = [("i", "m"), ("t", "im"), ("▁", "tim")]
+    pieces = ["<unk>", "<s>", "▁", *ALPHABET, *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "pieces"),
+    (
+        ("who?\na?", " tim", ["▁tim"]),
+        ("who? ", "tim", ["tim"]),
+        ("a t", "im tim", ["im", "▁tim"]),
+        ("a ti", "m?", ["m", "?"]),
+        ("who?", "\n\ntim", ["\n", "\n", "tim"]),
+    ),
+)
+def test_a_text_goes_on_from_its_prompt(prompt: str, text: str, pieces: list[str]) -> None:
+    """Nothing lies between them, also where one token could span both; the prompt's tokens are those of it alone."""
+    tokenizer = marking()
+    assert tokenizer.decode(tokenizer("tim", add_special_tokens=False)["input_ids"] * 2) == "tim tim"
+    (sequence,) = tokenize([Document(prompt, text, "")], tokenizer)
+    assert tokenizer.decode(sequence["input_ids"], skip_special_tokens=True) == prompt + text
+    (asked,) = tokenize_prompts([prompt], tokenizer)
+    answer = tokenizer.convert_tokens_to_ids(pieces)
+    assert sequence["input_ids"].tolist() == [*asked, *answer]
+    assert sequence["labels"].tolist() == [*[PROMPT] * len(asked), *answer]
 
 
 def test_more_documents_than_are_tokenized_at_once() -> None:
