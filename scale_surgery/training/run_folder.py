@@ -143,15 +143,18 @@ class TrainingRun:
         self.write_log(log)
         earlier = read_manifest(self.target).expansions[self.name].training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
-        # the last verification stays; its date says that it is older than this run
         self._rewrite(self.target, training=(*earlier, entry), trained=trained)
 
     def _rewrite(self, folder: Path, **changes: Any) -> None:
         """Change fields of the expansion's record in surgery.json."""
         manifest = read_manifest(folder)
         changed = replace(manifest.expansions[self.name], **changes)
-        expansions = {**manifest.expansions, self.name: changed}
-        write_json(folder / MANIFEST_FILE, replace(manifest, expansions=expansions).to_json())
+        expansions, verification = {**manifest.expansions, self.name: changed}, manifest.verification
+        # one from before this run stays, and its date says so; one of an earlier step is of other tensors
+        if verification is not None and str(verification.get("date")) >= self.record["begun"]:
+            verification = None
+        written = replace(manifest, expansions=expansions, verification=verification)
+        write_json(folder / MANIFEST_FILE, written.to_json())
 
     def _sums(self) -> dict[str, str]:
         """sha256 of the tensors that the run changed."""

@@ -29,6 +29,7 @@ from scale_surgery import (
     TrainingSettings,
     TrainingStart,
     expand,
+    inspect,
     strip,
     train,
     verify,
@@ -190,6 +191,27 @@ def test_a_run_is_recorded_and_can_be_followed_by_another(place: Path, trained: 
     runs = read_manifest(next_run.path).training
     assert len(runs) == 2 and runs[0] == first and runs[1]["texts"] != first["texts"]
     assert verify(next_run.path, probes=None, record=False).passed
+
+
+def test_what_was_verified_in_the_middle_of_a_run_is_other_tensors(place: Path, tmp_path: Path) -> None:
+    seen = []
+
+    @contextmanager
+    def verifying(label: str, total: int) -> Iterator[Progress]:
+        done = 0
+
+        def advance(amount: int, note: str = "") -> None:
+            nonlocal done
+            done += amount
+            if label == "training" and done == 5:
+                seen.append(verify(tmp_path / "out", probes=None).recorded)
+
+        yield advance
+
+    train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, track=verifying)
+    assert seen == [True]
+    assert read_manifest(tmp_path / "out").verification is None
+    assert inspect(tmp_path / "out").expanded.verified is None  # type: ignore[union-attr]
 
 
 def test_only_what_is_chosen_trains(place: Path, tmp_path: Path) -> None:
