@@ -44,15 +44,16 @@ class TrainingSchedule:
 
 def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:
     """Steps, sequences and passes of a run."""
-    batches = math.ceil(len(learned) / (settings.batch_size * processes))
-    steps = settings.steps or math.ceil(settings.epochs * math.ceil(batches / settings.gradient_accumulation))
     together = settings.batch_size * settings.gradient_accumulation * processes
+    # as the Trainer has it: the last step of a pass takes what is left of it, not the beginning of the next pass
+    steps_a_pass = math.ceil(len(learned) / together)
+    steps = settings.steps or math.ceil(settings.epochs * steps_a_pass)
     return TrainingSchedule(
         steps=steps,
         warmup_steps=_warmup_steps(settings, steps),
         sequences=len(learned),
         tokens=learned.scored,
-        passes=steps * together / len(learned) if settings.steps else settings.epochs,
+        passes=steps / steps_a_pass,
         rehearses=_rehearses(settings),
     )
 

@@ -336,7 +336,7 @@ def sample_of(learned: Sequences, schedule: TrainingSchedule) -> Sequences:
     """The sequences that are measured before and after a run without new text: few, evenly spread."""
     # the same for any number of processes
     read = round(schedule.passes * len(learned))
-    share = max(read // SAMPLED_SHARE, math.ceil(read / schedule.steps), 1)
+    share = max(read // SAMPLED_SHARE, math.ceil(read / schedule.steps))
     return learned.some(min(share, MOST_SAMPLED))
 
 

@@ -46,7 +46,11 @@ def sequences(count: int, tokens: int) -> Sequences:
         ({"processes": 4}, 32, 1.0),
         ({"gradient_accumulation": 4, "epochs": 2.5}, 80, 2.5),
         ({"steps": 50}, 50, 0.4),
-        ({"steps": 50, "processes": 2, "batch_size": 4, "gradient_accumulation": 3}, 50, 1.2),
+        # as the Trainer counts: the last step of a pass is a small one
+        ({"count": 18, "steps": 60}, 60, 20.0),
+        ({"count": 18, "steps": 60, "processes": 2, "batch_size": 2, "gradient_accumulation": 3}, 60, 30.0),
+        ({"count": 18, "epochs": 0.5}, 2, 2 / 3),
+        ({"steps": 50, "processes": 2, "batch_size": 4, "gradient_accumulation": 3}, 50, 50 / 42),
     ),
 )
 def test_steps_and_passes_are_counted(settings: dict[str, Any], steps: int, passes: float) -> None:
@@ -149,7 +153,7 @@ def test_the_sample_is_the_same_however_a_step_is_shared_and_has_its_bounds(leng
     assert sampled(32, batch_size=1, gradient_accumulation=4, **length) == alone
     assert sampled(32, processes=2, batch_size=4, **length) == 8, "the control: a larger step"
     assert sampled(200, batch_size=2, steps=50) == 10, "a tenth of what is read"
-    assert sampled(3, batch_size=8, epochs=0.1) == 1 and sampled(3, batch_size=8, steps=50) == 3
+    assert sampled(3, batch_size=8, epochs=0.1) == sampled(3, batch_size=8, steps=50) == 3, "no fewer than a step"
     assert sampled(5000, batch_size=8) == MOST_SAMPLED
 
 
