@@ -69,8 +69,7 @@ def _answers(
         closed = fill(messages[: place + 1], tokenize=False)
         if not whole.startswith(closed):
             # some templates, such as Qwen3's, drop the thoughts of all answers but the last
-            words = (message.get("content") or "").strip()
-            closed = prompt + words + closed.rpartition(words)[2] if words else ""
+            closed = _without_thought(prompt, (message.get("content") or "").strip(), closed, whole)
         if not (whole.startswith(prompt) and closed.startswith(prompt) and whole.startswith(closed)):
             raise DataError(
                 f"{source}: the chat template writes message {place + 1} in another way in the whole "
@@ -78,3 +77,11 @@ def _answers(
                 "by {% generation %}, or give conversations that end with that message."
             )
         yield len(prompt), len(closed)
+
+
+def _without_thought(prompt: str, words: str, closed: str, whole: str) -> str:
+    """The closed text without what stands before the answer's words, as the whole text begins; empty if it does not."""
+    behind = closed.removeprefix(prompt)
+    # short words may stand in the thought too, and in what closes a message
+    places = (place for place in range(len(behind)) if words and behind.startswith(words, place))
+    return next(filter(whole.startswith, (prompt + behind[place:] for place in places)), "")

@@ -289,6 +289,23 @@ def test_of_a_conversation_the_answers_are_scored(template: str, answers: list[s
     assert learned.labels.tolist() == learned.ids.tolist() == talk["input_ids"].tolist()
 
 
+# as Qwen3 has it: what closes a message holds letters, and what stands before the last answer too
+CLOSED = TURNS(
+    "<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n"
+).replace("'a '", "'<|im_start|>assistant\n'")
+
+
+@pytest.mark.parametrize("answer", ("yes", "d", "end", "im", "i", "think", "<", ">\n>", "_"))
+def test_short_answers_are_found_behind_their_prompt(answer: str) -> None:
+    tokenizer = letters()
+    tokenizer.chat_template = CLOSED
+    turns = (("user", "ab?"), ("assistant", answer), ("user", "cd?"), ("assistant", "yes"))
+    talk = tokenize([chat_of([{"role": role, "content": text} for role, text in turns])], tokenizer)
+    expected = tokenizer(f"{answer}<|im_end|>\n<think>\n\n</think>\n\nyes<|im_end|>\n", add_special_tokens=False)
+    assert talk.labels[talk.labels >= 0].tolist() == expected["input_ids"]
+
+
 def test_conversations_that_no_template_can_write() -> None:
     tokenizer = letters()
     refused = {
