@@ -10,6 +10,7 @@ import hashlib
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from scale_surgery.errors import DataError
@@ -17,13 +18,9 @@ from scale_surgery.text.sources import TextSource
 
 # formats of data files that hold rows of text and plain values
 FORMATS = ("json", "parquet", "csv", "text", "arrow")
-# suffixes of data files: name of their format in the library, and its options
-DATA_FILES: dict[str, tuple[str, dict[str, str]]] = {
-    ".parquet": ("parquet", {}),
-    ".arrow": ("arrow", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-}
+# suffixes of data files, and the name of their format in the library
+DATA_FILES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 # files by which a saved dataset is known, of one split or of several
 SAVED_FILES = ("state.json", "dataset_dict.json")
 # most characters of a library's error in ours
@@ -112,9 +109,10 @@ def _builder(source: TextSource) -> Any:
     import datasets
 
     try:
-        if source.path.suffix.lower() in DATA_FILES and not source.path.is_dir():
-            kind, options = DATA_FILES[source.path.suffix.lower()]
-            return datasets.load_dataset_builder(kind, data_files=glob.escape(source.name), **options)
+        suffix = source.path.suffix.lower()
+        if suffix in DATA_FILES and not source.path.is_dir():
+            options = _as_texts(source.path, SEPARATORS[suffix]) if suffix in SEPARATORS else {}
+            return datasets.load_dataset_builder(DATA_FILES[suffix], data_files=glob.escape(source.name), **options)
         builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
@@ -124,6 +122,17 @@ def _builder(source: TextSource) -> Any:
             f"{source.name}: holds data of the kind {kind}, expected rows of text in one of: {', '.join(FORMATS)}."
         )
     return builder
+
+
+def _as_texts(table: Path, separator: str) -> dict[str, Any]:
+    """Options of the library by which each field of a table is the text that stands there, and an empty one is none."""
+    import datasets
+    import pandas
+
+    # pandas would guess numbers, true and false from the fields, and take words such as None for missing ones
+    names = pandas.read_csv(table, sep=separator, nrows=0).columns
+    features = datasets.Features({name: datasets.Value("string") for name in names})
+    return {"sep": separator, "features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def _why_none(source: TextSource, error: Exception) -> str:

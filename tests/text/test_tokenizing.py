@@ -212,12 +212,34 @@ def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: 
     file = tmp_path / f"a[1]{suffix}"
     file.write_text(f'question{separator}answer{separator}id\r\n"one{separator}?"{separator}two{separator}3\r\n')
     assert read(file) == [(f"one{separator}?", " two")]
-    assert refused(f"{file},column=id") == f'{file}, row 1: "id" is a number, expected a text.'
+    assert read(f"{file},column=id") == [("", "3")]
     file.write_text(f"instruction{separator}out\nAdd.{separator}2\n")
     assert refused(file).startswith(f"{file}, row 1: has the fields instruction, out; expected")
     file.write_bytes(b"text\nZ\xfcrich\n")
     (problem,) = refused(file).splitlines()
     assert problem.startswith(f"{file}: cannot be read") and problem.endswith(".")
+
+
+@pytest.mark.parametrize("answer", ("4", "007", "1.50", "None", "NA", "null", "nan", "True", "1970-01-01"))
+def test_what_stands_in_a_table_is_text(tmp_path: Path, answer: str) -> None:
+    (tmp_path / "a.csv").write_text(f"question,answer\nWhat?,{answer}\n")
+    (tmp_path / "a.tsv").write_text(f"text\tid\n{answer}\t1\n")
+    assert read(tmp_path / "a.csv") == [("What?", f" {answer}")]
+    assert read(tmp_path / "a.tsv") == [("", answer)]
+
+
+def test_an_empty_field_of_a_table_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('instruction,input,output\nAdd.,,2\nAdd.,"",3\n')
+    assert [text for _, text in read(file)] == ["2", "3"], "a column of which nothing is known"
+    file.write_text("text,question,answer\n,Where?,Oslo\nplain,,\n,When?, \n")
+    assert read(file) == [("Where?", " Oslo"), ("", "plain")]
+    file.write_text("question,answer\nWhere?,Oslo\nWhen?,\n")
+    assert refused(file).startswith(f"{file}, row 2: has the fields question, answer; expected")
+    file.write_text("")
+    assert refused(file) == (
+        f"{file}: cannot be read as a table (No columns to parse from file). Give UTF-8 text, JSONL or a saved dataset."
+    )
 
 
 # tokens
