@@ -196,7 +196,7 @@ def sequences_of(
         if not some:
             continue
         windows = stride(tokenize(some, tokenizer), length, step)
-        check_token_ids(subject.name, int(windows.ids.max()), subject.vocabulary, f"the {side} text")
+        check_token_ids(subject.name, windows.highest, subject.vocabulary, f"the {side} text")
         if not windows.scored:
             raise DataError(f"The {side} text is one token long for {subject.name}: nothing predicts it. Give more.")
         texts[side] = windows

@@ -113,6 +113,11 @@ class Plan:
         return Origin(self.base_name, self.base_revision, self.request)
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that the expanded model predicts, added ones included."""
+        return self.sizes.vocabulary + self.widths.new_tokens
+
+    @property
     def embedding(self) -> str:
         """Name of the embedding's weight."""
         return f"{self.prefix}{self.architecture.embedding_weight}"

@@ -55,6 +55,11 @@ class Sequences:
         return int(is_scored.sum())
 
     @property
+    def highest(self) -> int:
+        """The highest token id."""
+        return int(self.ids.max())
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(end - start for start, end in pairwise(self.starts))
@@ -73,11 +78,13 @@ class StoredSequences:
     Attributes:
         rows: A `datasets.Dataset` with the columns "input_ids" and "labels", as tensors.
         scored: Tokens that are scored.
+        highest: The highest token id.
         digest: Their `Sequences.fingerprint`.
     """
 
     rows: Any
     scored: int
+    highest: int
     digest: str
 
     def __len__(self) -> int:

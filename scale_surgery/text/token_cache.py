@@ -22,7 +22,7 @@ FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for n
 
 
 class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Writes sequences, with the count of scored tokens and the fingerprint, which would need reading all of them."""
+    """Writes sequences, and what is known of all of them: scored tokens, the highest id, the fingerprint."""
 
     def __init__(self, parts: Iterable[Sequences], made_of: Any, **options: Any) -> None:
         super().__init__(dataset_name="tokens", **options)
@@ -35,16 +35,16 @@ class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
         return [datasets.SplitGenerator("train")]
 
     def _generate_tables(self) -> Iterator[tuple[int, Any]]:
-        digest, scored = Digest(), 0
+        digest, scored, highest = Digest(), 0, 0
         for number, part in enumerate(self.parts):
             starts = pa.array(part.starts, pa.int32())
             columns = [pa.ListArray.from_arrays(starts, pa.array(flat.numpy())) for flat in (part.ids, part.labels)]
             yield number, pa.table(columns, schema=FEATURES.arrow_schema)
             digest.add(part)
             scored += part.scored
-        self.info.description = json.dumps(
-            {"scored": scored, "fingerprint": digest.hexdigest(), "made_of": self.made_of}
-        )
+            highest = max(highest, part.highest)
+        known = {"scored": scored, "highest": highest, "fingerprint": digest.hexdigest()}
+        self.info.description = json.dumps(known | {"made_of": self.made_of})
 
 
 def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any) -> None:
@@ -77,4 +77,4 @@ def open_stored(key: str, cache: str | None) -> StoredSequences:
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{builder.cache_dir}: holds damaged tokens ({library_error(error)}). Delete it.") from error
     known = json.loads(builder.info.description)
-    return StoredSequences(rows, known["scored"], known["fingerprint"])
+    return StoredSequences(rows, known["scored"], known["highest"], known["fingerprint"])

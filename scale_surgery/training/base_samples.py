@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.loss import evaluating
+from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.text.documents import read_questions
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack, tokenize_prompts
@@ -62,6 +64,8 @@ def _write_samples(
     context = {name: context_of(checkpoint.config)}
     length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
     begins = begin_tokens(tokenizer, read_questions([Path(prompts)]) if prompts else [], name)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    check_token_ids(name, max(chain.from_iterable(begins), default=0), vocabulary, "the rehearsal prompts")
     sampling = Sampling(settings.rehearsal_samples, length, settings.rehearsal_temperature, settings.seed)
     with quiet_transformers():
         samples = sample_base(model, begins, sampling, tokenizer, track)

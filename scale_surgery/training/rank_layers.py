@@ -155,7 +155,7 @@ def _read_text(
     length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(source.path, source.name, run)
     text = without_unscored(pack(tokenize(read_documents(files), tokenizer), length))
-    check_token_ids(source.name, int(text.ids.max()), vocabulary)
+    check_token_ids(source.name, text.highest, vocabulary)
     return text
 
 

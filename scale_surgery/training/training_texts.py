@@ -22,7 +22,7 @@ from scale_surgery.errors import CheckpointError, DataError, shorten
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import digest_tokenizer
+from scale_surgery.running.tokenizer import check_token_ids, digest_tokenizer
 from scale_surgery.surgery.parts import base_tokenizer, tokenizer_alone
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.text.documents import Document, read_documents
@@ -43,7 +43,7 @@ from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 # texts of this many bytes and more are cached; smaller ones are tokenized in seconds
 LARGE = 64 * 2**20
 # version of the cache: of its form and of how texts become tokens
-CACHE_FORM = 2
+CACHE_FORM = 3
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
 TOO_LONG = "Pack the documents (packing, the default), raise --sequence-length, or split them."
@@ -155,6 +155,9 @@ def read_texts(
             if of_base is not tokenizer:
                 read = tokenize(read_documents(given), of_base)
                 texts[f"{BASE_NAME} {side}"] = stride(read, length, max(1, length // 2))
+    for side, sequences in texts.items():
+        called = "training" if side == "learn" else side
+        check_token_ids(name, sequences.highest, manifest.plan.vocabulary, f"the {called} text")
     return texts
 
 

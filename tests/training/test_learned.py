@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from scale_surgery import (
     DataError,
+    EvalData,
     Request,
     Training,
     TrainingSettings,
@@ -29,6 +30,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people, question
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.learning.estimate import count_tokens
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.progress import no_track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.record import read_manifest
@@ -249,6 +251,53 @@ def test_large_texts_are_kept_without_being_asked(place: Path, tmp_path: Path, m
     monkeypatch.setattr(training_texts, "LARGE", 1000)
     assert isinstance(read(place, "text.jsonl"), StoredSequences)
     assert kept(Path(os.environ["HF_HOME"]) / "datasets")
+
+
+# ids that the embedding does not have
+
+
+def test_a_text_with_an_id_above_the_embedding_is_refused_before_anything_is_written(
+    place: Path, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "base"))
+    rows = json.loads((base / "config.json").read_text())["vocab_size"]
+    with edited(base / "tokenizer.json") as tokenizer:
+        odd = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": rows, "content": "<odd>", "special": True, **odd})
+    wide = expand(base, Request("last:1"), tmp_path / "wide").path
+    for name, text in (("odd", "A dog <odd> was there.\n"), ("plain", "A dog was there.\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    odd_text, plain = tmp_path / "odd.txt", tmp_path / "plain.txt"
+    asked = TrainingSettings(**SHORT, rehearse=(str(odd_text),))
+    begun = TrainingSettings(**SHORT, rehearse=("self",), rehearsal_samples=2, rehearsal_prompts=str(odd_text))
+    in_cache = TrainingStart(cache_dir=tmp_path / "cache")
+    usual = TrainingSettings(**SHORT)
+    for called, data, settings, options in (
+        ("training text", odd_text, usual, {}),
+        ("training text", odd_text, usual, {"start": in_cache}),
+        ("training text", odd_text, usual, {"start": in_cache}),  # now it is there
+        ("rehearsal text", plain, asked, {}),
+        ("rehearsal prompts", plain, begun, {}),
+        ("old text", plain, usual, {"eval_data": EvalData(old=[odd_text])}),
+        ("new text", plain, usual, {"eval_data": EvalData(new=[odd_text])}),
+    ):
+        assert refusal(train, wide, [data], tmp_path / "out", settings, error=DataError, **options) == (
+            f"wide: its tokenizer gives the id {rows} for the {called}, expected ids below {rows}, the size of its "
+            "embedding. Use the tokenizer that the model was trained with."
+        )
+        assert not (tmp_path / "out").exists()
+    assert kept(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("cached", (False, True))
+def test_added_tokens_are_in_the_embedding(tmp_path: Path, cached: bool) -> None:
+    request = Request("last:1", variant="adapt", new_tokens=NewTokens(("Xylophone",)))
+    wide = expand(SHIPPED_MODEL, request, tmp_path / "wide").path
+    (tmp_path / "text.txt").write_text("A Xylophone, a dog.\n")
+    start = TrainingStart(cache_dir=tmp_path / "cache" if cached else None)
+    text = [tmp_path / "text.txt"]
+    settings = TrainingSettings(**SHORT, rehearse=(str(text[0]),))
+    train(wide, text, tmp_path / "out", settings, eval_data=EvalData(old=text, new=text), start=start)
 
 
 # training
