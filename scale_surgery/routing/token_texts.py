@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from scale_surgery.text.documents import Document
 
 REPLACEMENT = "\ufffd"
-# most bytes of a character in UTF-8, and so most tokens to wait for its end
-MOST_BYTES = 4
+# most tokens to wait for the end of a character: its bytes in UTF-8, and before the first of a text a space that some
+# tokenizers put there and decode to nothing
+MOST_TOKENS = 1 + 4
 
 
 def token_texts(document: Document, ids: Sequence[int], tokenizer: Any) -> list[str]:
@@ -68,7 +69,7 @@ class TextReader:
         self.ids.append(id_)
         known, now = self._decode(self.done), self._decode(len(self.ids))
         # some tokenizers show a character that has only begun as a replacement, others not at all
-        is_part = (now.endswith(REPLACEMENT) or now == known) and len(self.ids) - self.done < MOST_BYTES
+        is_part = (now.endswith(REPLACEMENT) or now == known) and len(self.ids) - self.done < MOST_TOKENS
         if is_part and not is_last:
             return ""
         self.start, self.done = self.done, len(self.ids)

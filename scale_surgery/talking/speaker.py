@@ -36,8 +36,6 @@ ONE_BY_ONE = {
     "prompt_lookup_num_tokens": None,
     "disable_compile": True,
 }
-# tokens before an answer that decide whether it begins with a space
-TOKENS_BEFORE = 8
 
 
 class TokenStreamer:
@@ -117,7 +115,7 @@ class Speaker:
         tokenizer = self.subject.tokenizer
         ends = self._ends()
         # what goes on with a text is read behind it, an answer by itself
-        reader = TextReader(tokenizer, [] if has_template(self.subject, settings) else ids[-TOKENS_BEFORE:])
+        reader = TextReader(tokenizer, [] if has_template(self.subject, settings) else ids)
         most = min(settings.max_new_tokens, (self.subject.context or 10**9) - len(ids))
         with watched(self.network) as weights:
             special = set(tokenizer.all_special_ids) | ends

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from scale_surgery import (
@@ -32,7 +32,7 @@ from scale_surgery import (
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report, write_tokens
-from scale_surgery.routing.token_texts import token_texts
+from scale_surgery.routing.token_texts import TextReader, token_texts
 from scale_surgery.show.pages.routing import render_page, write_page
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
 from scale_surgery.show.visible import visible, visible_line, visible_text
@@ -230,6 +230,24 @@ def test_a_tokenizer_without_spaces_or_with_its_own_ends_loses_nothing() -> None
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     assert texts_of(document, tokenizer) == ["who", " is", " it", "? "]
+
+
+def fallback_tokenizer(first: str = "▁") -> PreTrainedTokenizerFast:
+    """A tokenizer as Llama 2 had: it begins a text with a space, and knows few characters but all bytes."""
+    names = sorted(["▁", *"ahi", *(f"<0x{byte:02X}>" for byte in range(256))], key=lambda name: name != first)
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_text_may_begin_with_a_space_that_decodes_to_nothing() -> None:
+    tokenizer = fallback_tokenizer()
+    for text in ("😀 hi", "hi 😀", "東 a", "🇩🇪 a"):
+        reader, ids = TextReader(tokenizer), tokenizer(text)["input_ids"]
+        assert tokenizer.convert_ids_to_tokens(ids)[0] == "▁"
+        assert "".join(map(reader.read, ids)) == text
 
 
 def test_other_tokens_than_the_tokenizer_s_are_decoded() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, SurgeryError, generate
@@ -20,6 +21,8 @@ from scale_surgery.talking.settings import USUAL
 from tests.command import run
 from tests.conftest import load
 from tests.each import mostly
+from tests.routing.test_report import fallback_tokenizer
+from tests.tiny import save_tiny
 
 KINDS = ("base", "wide", "posterior", "cosine", "fused", "deep")
 ROUTED = ("posterior", "cosine")
@@ -68,6 +71,16 @@ def test_drawn_answers_are_those_of_transformers_with_that_seed(place: Path, kin
     for prompt, answer in zip(PROMPTS, first, strict=True):
         assert ids_of(answer) == by_transformers(place / kind, prompt, do_sample=True, **options)
     torch.random.set_rng_state(before)
+
+
+def test_an_answer_is_read_behind_all_of_its_prompt(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "bytes", "llama", vocab_size=260)
+    fallback_tokenizer(first="<0x61>").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    # where all logits are equal, the first token is taken: a byte, which is read with those before it
+    save_file(weights | {"lm_head.weight": torch.zeros(260, 40)}, folder / "model.safetensors", {"format": "pt"})
+    (answer,) = generate(folder, "東京東京", replace(GREEDY, max_new_tokens=3)).answers
+    assert (answer.read, answer.text) == (1 + 12, "aaa")
 
 
 def test_options_of_drawing() -> None:
