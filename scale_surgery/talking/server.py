@@ -6,80 +6,97 @@ mix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
+from jinja2 import TemplateError
+from tokenizers.decoders import DecodeStream
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import GenerateManager, InferenceThread
+from transformers.cli.serving.utils import GenerateManager, InferenceThread, get_response_template
 
 from scale_surgery.errors import DataError
 from scale_surgery.running.context import check_room, context_of
+from scale_surgery.running.tokenizer import check_token_ids
+from scale_surgery.talking.request_fields import CHAT, COMPLETIONS, RESPONSES, Refusal, check_fields
 
-# fields that transformers' server reads, by endpoint; it accepts others and ignores them
-EVERYWHERE = frozenset({"generation_config", "model", "seed", "stream", "temperature", "top_p"})
-COMPLETIONS = EVERYWHERE | {"frequency_penalty", "max_tokens", "prompt", "stop", "suffix"}
-CHAT = EVERYWHERE | {"chat_template_kwargs", "frequency_penalty", "logit_bias", "max_completion_tokens", "max_tokens"}
-CHAT |= {"messages", "stop", "tools"}
-RESPONSES = EVERYWHERE | {"input", "instructions", "max_output_tokens", "tools"}
-# fields that change nothing in an answer
-LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"})
-# values that ask for what the server does anyway; clients send them unasked
-USUAL = {
-    "background": False,
-    "best_of": 1,
-    "echo": False,
-    "logprobs": False,
-    "n": 1,
-    "parallel_tool_calls": True,
-    "presence_penalty": 0,
-    "response_format": {"type": "text"},
-    "store": False,
-    "stream_options": {"include_usage": True},
-    "tool_choice": "auto",
-}
+# tokens of an answer where neither the request nor the model says how many; transformers' server has the same
+DEFAULT_TOKENS = 1024
 
 
-class Refusal(Exception):  # noqa: N818
-    """A request that is refused, with the fields of an error of OpenAI."""
-
-    def __init__(self, message: str, parameter: str | None, code: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.parameter, self.code, self.status = parameter, code, status
-
-
-def check_fields(read: Collection[str], body: Mapping[str, Any]) -> None:
-    """Check that a request asks for nothing that the server would ignore."""
-    asked = {name for name, value in body.items() if value is not None and not _is_usual(name, value)}
-    if ignored := sorted(asked - LABELS - set(read)):
-        raise Refusal(
-            f"{', '.join(ignored)}: not offered by this server, expected some of {', '.join(sorted(read))}. Leave out "
-            "what it does not offer; generation_config takes what transformers' GenerationConfig does.",
-            ignored[0],
-            "unsupported_parameter",
-        )
-
-
-def _is_usual(name: str, value: Any) -> bool:
-    """Whether a field asks for what the server does anyway; 0 is no false: it asks for the logprobs of one token."""
-    usual = USUAL.get(name)
-    return bool(value == usual) and isinstance(value, bool) == isinstance(usual, bool)
-
-
-def _check_length(model: Any, inputs: Any) -> None:
+@contextmanager
+def _refused(code: str) -> Iterator[None]:
     try:
-        check_room(inputs["input_ids"].shape[-1], context_of(model.config), "the model")
+        yield
     except DataError as error:
-        raise Refusal(str(error), None, "context_length_exceeded") from error
+        raise Refusal(str(error), None, code) from error
+
+
+def _fit(model: Any, inputs: Any, config: Any) -> list[int]:
+    """Check the tokens of a prompt, and let the answer end where the model's context does."""
+    ids: list[int] = inputs["input_ids"].flatten().tolist()
+    if not ids:
+        raise Refusal("The prompt has no token, expected at least one.", None, "invalid_value")
+    context = context_of(model.config)
+    with _refused("invalid_value"):
+        check_token_ids("The model", max(ids), model.config.get_text_config().vocab_size)
+    with _refused("context_length_exceeded"):
+        check_room(len(ids), context, "the model")
+    most = config.max_new_tokens
+    # transformers' server fills this in only for a request that has no generation config of its own
+    if most is None and config.max_length is None:
+        most = max(DEFAULT_TOKENS, model.generation_config.max_new_tokens or 0)
+    elif most is None:
+        most = config.max_length - len(ids)
+    config.max_new_tokens = most if context is None else min(most, context - len(ids))
+    return ids
+
+
+class AnswerText:
+    """The text of an answer, which comes in pieces, up to where a stop begins; what may begin one is held back."""
+
+    def __init__(self, config: Any) -> None:
+        stops = config.stop_strings or ()
+        self.config, self.stops = config, (stops,) if isinstance(stops, str) else tuple(stops)
+        self.held, self.is_over = "", False
+
+    def take(self, piece: str, *, is_last: bool = False) -> str:
+        """The text that can be shown after the next piece."""
+        if self.is_over:
+            return ""
+        text = self.held + piece
+        if found := [place for stop in self.stops if (place := text.find(stop)) >= 0]:
+            self.is_over = True
+            # the server says that an answer of this length was cut
+            self.config.max_new_tokens = None
+            return text[: min(found)]
+        begun = (place for place in range(len(text)) if any(stop.startswith(text[place:]) for stop in self.stops))
+        end = len(text) if is_last else next(begun, len(text))
+        self.held = text[end:]
+        return text[:end]
+
+    def hand_on(self, enqueue: Callable[[Any], None], item: Any) -> None:
+        """Put the next item of a stream into its queue; all but pieces of the text go as they are."""
+        # reasoning is a kind of text
+        is_piece = type(item) is str
+        if text := self.take(item) if is_piece else self.take("", is_last=True):
+            enqueue(text)
+        if not is_piece:
+            enqueue(item)
 
 
 class OnePath(GenerateManager):
     """Generates by one path of a composed model on a given thread; None is all paths."""
 
-    def __init__(self, thread: InferenceThread, model: Any, path: str | None) -> None:
+    def __init__(
+        self, thread: InferenceThread, model: Any, path: str | None, *, continues_prompt: bool = False
+    ) -> None:
+        """Begin; an answer that continues its prompt is read behind it, which decides about a space."""
         self._thread, self.model, self.path = thread, model, path
+        self.continues_prompt = continues_prompt
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute; for a stream."""
@@ -89,15 +106,43 @@ class OnePath(GenerateManager):
         """Compute, to be awaited."""
         return super().async_submit(self._by_path(fn), *args, **kwargs)
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Begin a stream, unless the prompt is too long."""
-        _check_length(model, inputs)
-        return super().generate_streaming(model, processor, inputs, *args, **kwargs)
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Begin a stream."""
+        ids = _fit(model, inputs, gen_config)
 
-    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute an answer to a prompt that is not too long."""
-        _check_length(model, inputs)
-        return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
+        def generate(*, streamer: Any, **options: Any) -> None:
+            if self.continues_prompt:
+                streamer._decode_stream = DecodeStream(ids, skip_special_tokens=True)
+            streamer._enqueue = partial(AnswerText(gen_config).hand_on, streamer._enqueue)
+            try:
+                model.generate(streamer=streamer, **options)
+            except Exception as error:
+                # the server puts the message between quotes as it is
+                error.args = (" ".join(str(error).replace("\\", "/").replace('"', "'").split()),)
+                raise
+
+        # the server makes the streamer, and hands it to generate alone
+        stand_in: Any = SimpleNamespace(generate=generate)
+        return super().generate_streaming(stand_in, processor, inputs, gen_config, *args, **kwargs)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute an answer."""
+        ids = _fit(model, inputs, gen_config)
+        _, length, made = await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        decode = partial(processor.decode, clean_up_tokenization_spaces=False)
+        before = ids if self.continues_prompt else []
+        known, whole = (decode(some, skip_special_tokens=True) for some in (before, [*before, *made.tolist()]))
+        answer = AnswerText(gen_config)
+        text = answer.take(whole[len(known) :], is_last=True)
+        if answer.is_over and get_response_template(processor, model) is not None:
+            # then the server reads the text from the tokens
+            rest = AnswerText(gen_config).take(decode(made), is_last=True)
+            made = made.new_tensor(processor(rest, add_special_tokens=False)["input_ids"])
+        return text, length, made
 
     def _by_path(self, run: Callable[..., Any]) -> Callable[..., Any]:
         if self.path is None:
@@ -120,16 +165,24 @@ class Server(Serve):
 
     def start_server(self) -> None:
         """Serve until Ctrl-C."""
+        from fastapi.exceptions import RequestValidationError
+        from starlette.exceptions import HTTPException
+
         manager: Any = self._model_manager
         handlers: tuple[Any, ...] = (self._chat_handler, self._completion_handler, self._response_handler)
         for handler, read in zip(handlers, (CHAT, COMPLETIONS, RESPONSES), strict=True):
             handler._validate_request = partial(check_fields, read)
+            handler.get_processor_inputs_from_messages = partial(_read, handler.get_processor_inputs_from_messages)
+        responses = handlers[-1]
+        responses._normalize_input = partial(_read, responses._normalize_input)
         # a request to /load_model may name any model; its code was not trusted
         manager.trust_remote_code = False
         manager.get_gen_models = self._listed
         for handler in (*handlers, self._systemone_handler):
             handler._resolve_model = partial(self._resolve, handler._resolve_model, handler)
-        self.server.config.app.add_exception_handler(Refusal, _refuse)
+        # transformers refuses values, and chat templates conversations, by errors that would else be the server's own
+        for kind in (Refusal, HTTPException, RequestValidationError, TemplateError, TypeError, ValueError):
+            self.server.config.app.add_exception_handler(kind, _refuse)
         self.ready()
         with suppress(KeyboardInterrupt):
             self.server.run()
@@ -158,15 +211,50 @@ class Server(Serve):
                 "messages",
                 "no_chat_template",
             )
+        _fit_bias(model, body)
         body["model"] = name
         # the server looks up the manager of a model here
-        self._generation_state._generate_managers[name] = OnePath(self.thread, model, self.paths[name])
+        self._generation_state._generate_managers[name] = OnePath(
+            self.thread, model, self.paths[name], continues_prompt=handler is self._completion_handler
+        )
         return name, model, processor
 
 
-def _refuse(request: Any, error: Refusal) -> Any:
-    """An error in the form of OpenAI."""
-    from fastapi.responses import JSONResponse
+def _fit_bias(model: Any, body: dict[str, Any]) -> None:
+    """Check that a model has the tokens that a request favours."""
+    bias, vocabulary = body.get("logit_bias", {}), model.config.get_text_config().vocab_size
+    if missing := [token for token in bias if int(token) >= vocabulary]:
+        raise Refusal(
+            f"logit_bias names the token {missing[0]}, expected token ids below {vocabulary}, the size of the model's "
+            "embedding.",
+            "logit_bias",
+            "invalid_value",
+        )
+    # transformers takes no whole numbers
+    bias.update({token: float(value) for token, value in bias.items()})
 
+
+def _read(stock: Callable[..., Any], *args: Any) -> Any:
+    """Let the server read the parts of a conversation."""
+    try:
+        return stock(*args)
+    except (AttributeError, LookupError) as error:
+        message = f"The conversation cannot be read ({error!r}), expected messages as OpenAI's documentation has them."
+        raise Refusal(message, None, "invalid_value") from error
+
+
+def _refuse(request: Any, error: Exception) -> Any:
+    """An error in the form of OpenAI."""
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from starlette.exceptions import HTTPException
+
+    if isinstance(error, HTTPException):
+        error = Refusal(str(error.detail), None, None, error.status_code)
+    elif isinstance(error, RequestValidationError):
+        found = error.errors()[0]["msg"]
+        error = Refusal(f"The body of the request: {found}, expected an object in JSON.", None, "invalid_value")
+    elif not isinstance(error, Refusal):
+        error = Refusal(f"The request cannot be answered: {error}", None, "invalid_value")
     content = {"message": str(error), "type": "invalid_request_error", "param": error.parameter, "code": error.code}
     return JSONResponse({"error": content}, status_code=error.status)

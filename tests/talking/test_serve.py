@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import importlib.util
@@ -60,6 +61,7 @@ CHAT = "{% for message in messages %}Q: {{ message.content }}\n{% endfor %}A:"
 # prompts of different lengths, each with the number of tokens to generate
 QUESTIONS = [question.prompt for person in people(3) for question in questions(person)]
 ASKED = [(QUESTIONS[0], 5), ("\n".join(QUESTIONS[:4]), 40), (QUESTIONS[1], 24), ("Q:", 60), (QUESTIONS[2], 12)]
+GREEDY = GenerationSettings(temperature=0, max_new_tokens=20)
 # never ends by itself
 ENDLESS = {"generation_config": json.dumps({"min_new_tokens": 10**7, "max_new_tokens": 10**7, "do_sample": False})}
 
@@ -161,10 +163,10 @@ def test_missing_packages_are_named_with_how_to_get_them(monkeypatch: pytest.Mon
 
 
 def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
-    from scale_surgery.talking.server import CHAT, COMPLETIONS, Refusal, check_fields
+    from scale_surgery.talking.request_fields import CHAT, COMPLETIONS, Refusal, check_fields
 
     usual = {"n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0.0, "tool_choice": "auto"}
-    check_fields(CHAT, usual | {"messages": [], "max_tokens": 5, "response_format": {"type": "text"}})
+    check_fields(CHAT, usual | {"messages": [{}], "max_tokens": 5, "response_format": {"type": "text"}})
     for fields, named in (
         ({"n": 2, "logprobs": True, "prompt": "Q:"}, "logprobs, n"),
         ({"logprobs": 0}, "logprobs"),  # of one token each
@@ -174,6 +176,148 @@ def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
         with pytest.raises(Refusal, match=rf"^{named}: not offered by this server, expected some of ") as refused:
             check_fields(COMPLETIONS, usual | fields)
         assert (refused.value.status, refused.value.code) == (400, "unsupported_parameter")
+
+
+# a field, a value that it may not have, one that it may, and what is expected
+@pytest.mark.parametrize(
+    ("name", "wrong", "right", "expected"),
+    (
+        ("prompt", ["Once"], "", "one text"),
+        ("max_tokens", 0, 1, "a whole number, at least 1"),
+        ("max_tokens", "ten", 10, "a whole number, at least 1"),
+        ("temperature", -1, 0, "a number, at least 0"),
+        ("temperature", True, 1.5, "a number, at least 0"),
+        ("top_p", 1.5, 1, "a number, from 0 to 1"),
+        ("frequency_penalty", -1, -0.5, "a number, more than -1"),
+        ("seed", 0.5, -1, "a whole number, from -9223372036854775808 to 18446744073709551615"),
+        ("stop", [], ".", "text, or a list of texts, none of them empty"),
+        ("stop", ["."] * 2 + [""], ["."], "text, or a list of texts, none of them empty"),
+        ("stream", 1, False, "true or false"),
+        ("suffix", 1, "", "text"),
+        ("generation_config", "{do}", "{}", "text that is an object in JSON"),
+        ("generation_config", {}, '{"top_k": 1}', "text that is an object in JSON"),
+    ),
+)
+def test_fields_hold_what_they_should(name: str, wrong: Any, right: Any, expected: str) -> None:
+    from scale_surgery.talking.request_fields import COMPLETIONS, Refusal, check_fields
+
+    with pytest.raises(Refusal) as refused:
+        check_fields(COMPLETIONS, {"prompt": "Q:", name: wrong})
+    assert str(refused.value) == f"{name} is {wrong!r}, expected {expected}."
+    assert (refused.value.parameter, refused.value.code, refused.value.status) == (name, "invalid_value", 400)
+    check_fields(COMPLETIONS, {"prompt": "Q:", name: right})
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    from scale_surgery.talking.request_fields import CHAT, RESPONSES, Refusal, check_fields
+
+    body = {"messages": [{}], "chat_template_kwargs": None, "stop": None}
+    check_fields(CHAT, body)
+    assert body == {"messages": [{}]}
+    for read, body, message in (
+        (CHAT, {"messages": None}, r"^messages is missing, expected a list of objects, at least one\.$"),
+        (
+            CHAT,
+            {"messages": [{}], "logit_bias": {}},
+            r"^logit_bias is {}, expected an object of token ids, each with a",
+        ),
+        (CHAT, {"messages": [{}], "logit_bias": {"Q": 1}}, "^logit_bias is {'Q': 1}, expected an object of token ids"),
+        (RESPONSES, {}, r"^input is missing, expected text, or a list of objects\.$"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            check_fields(read, body)
+
+
+@pytest.fixture(scope="module")
+def short_stories(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose context ends soon, and whose tokenizer writes no space where a text begins."""
+    folder = Path(shutil.copytree(stories, tmp_path_factory.mktemp("short") / "stories"))
+    with edited(folder / "config.json") as config:
+        config["max_position_embeddings"] = 32
+    return folder
+
+
+def answers_of(folder: Path, prompt: str, **settings: Any) -> list[tuple[str, int, bool]]:
+    """Text of an answer, its tokens, and whether the server says that it was cut: at once, and streamed."""
+    from scale_surgery.talking.server import InferenceThread, OnePath
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    path, inputs = (
+        OnePath(InferenceThread(), model, None, continues_prompt=True),
+        tokenizer(prompt, return_tensors="pt"),
+    )
+    configs = [transformers.GenerationConfig(do_sample=False, **settings) for _ in range(2)]
+
+    async def asked() -> list[tuple[str, int]]:
+        whole, _, ids = await path.generate_non_streaming(model, tokenizer, inputs, configs[0], request_id="1")
+        queue, streamer = path.generate_streaming(model, tokenizer, inputs, configs[1], request_id="2")
+        pieces = []
+        while (piece := await queue.get()) is not None:
+            pieces.append(piece)
+        return [(whole, len(ids)), ("".join(pieces), streamer.total_tokens)]
+
+    # as the server decides
+    return [
+        (text, count, config.max_new_tokens is not None and count >= config.max_new_tokens)
+        for (text, count), config in zip(asyncio.run(asked()), configs, strict=True)
+    ]
+
+
+def test_an_answer_ends_where_the_context_does(short_stories: Path) -> None:
+    prompt, read = "Once upon a time", 5
+    (expected,) = generate(short_stories, prompt, GenerationSettings(temperature=0)).answers
+    assert (expected.read, len(expected.tokens), expected.ended) == (read, 32 - read, "context")
+    # without a length it is the server's, not the 20 tokens of transformers
+    for settings in ({"max_new_tokens": 60}, {}, {"max_length": 60}):
+        assert answers_of(short_stories, prompt, **settings) == [(expected.text, 32 - read, True)] * 2
+    assert [count for _, count, _ in answers_of(short_stories, prompt, max_length=9)] == [9 - read] * 2
+
+
+def test_a_prompt_needs_tokens_that_the_model_has(short_stories: Path) -> None:
+    from scale_surgery.talking.server import Refusal, _fit
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(short_stories)
+    for ids, message in (
+        ([], "^The prompt has no token, expected"),
+        ([1, 512], r"^The model: .* the id 512, expected"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            _fit(model, {"input_ids": torch.tensor([ids])}, transformers.GenerationConfig())
+
+
+def test_an_answer_goes_on_with_its_prompt_up_to_a_stop(short_stories: Path) -> None:
+    prompt, story = "Once upon a", " time, there was a little girl named Lily."
+    for length, stops, text in (
+        (2, None, " time,"),
+        (24, ["."], story[:-1]),
+        (24, ["girl named", "Lily"], " time, there was a little "),
+        # what may begin a stop and begins none is not lost
+        (12, ["Lily. And"], story),
+        (2, [","], " time"),
+    ):
+        answers = answers_of(short_stories, prompt, max_new_tokens=length, stop_strings=stops)
+        is_cut = text in (" time,", story)
+        assert [(answer, cut) for answer, _, cut in answers] == [(text, is_cut)] * 2
+        assert (generate(short_stories, prompt, GREEDY).answers[0].text).startswith(text)
+
+
+def test_an_error_in_a_stream_can_stand_between_quotes(short_stories: Path) -> None:
+    from scale_surgery.talking.server import InferenceThread, OnePath
+
+    def fail(**options: Any) -> None:
+        raise ValueError('no "such"\nthing \\ here')
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(short_stories)
+    model.generate = fail
+    tokenizer = transformers.AutoTokenizer.from_pretrained(short_stories)
+    inputs, config = tokenizer("Once", return_tensors="pt"), transformers.GenerationConfig()
+
+    async def asked() -> Any:
+        path = OnePath(InferenceThread(), model, None)
+        return await path.generate_streaming(model, tokenizer, inputs, config, request_id="1")[0].get()
+
+    assert json.loads(f'"{asyncio.run(asked()).msg}"') == "no 'such' thing / here"
 
 
 def test_what_is_shown_of_a_server() -> None:
@@ -205,6 +349,10 @@ class Running:
         name = model or self.served["model"]
         return self.client.completions.create(model=name, prompt=prompt, max_tokens=tokens, temperature=0, **options)
 
+    @property
+    def tokenizer(self) -> Any:
+        return transformers.AutoTokenizer.from_pretrained(self.folder)
+
     def answer(self, asked: tuple[str, int], model: str | None = None) -> str:
         return str(self.complete(*asked, model).choices[0].text)
 
@@ -219,7 +367,7 @@ class Running:
 
     def alone(self, *asked: tuple[str, int]) -> list[str]:
         """What `generate` gives without a server."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        tokenizer = self.tokenizer
         model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).eval()
         answers = []
         for prompt, tokens in asked:
@@ -326,6 +474,58 @@ def test_a_request_that_cannot_be_answered_is_a_bad_one(server: Running) -> None
         create(model=name, prompt="Q:", max_tokens=2, n=2, logprobs=1)
     assert refused.value.code == "unsupported_parameter"
     assert create(model=name, prompt="Q:", max_tokens=2, n=1).choices, "and the next one is answered"
+
+
+@needs_server
+def test_mistakes_are_errors_in_the_form_of_openai(server: Running) -> None:
+    import openai
+
+    def failed(path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+        with pytest.raises(openai.APIStatusError) as refused:
+            server.client.post(path, cast_to=object, body=body, **options)
+        error = refused.value.response.json()["error"]
+        assert list(error) == ["message", "type", "param", "code"]
+        return refused.value.status_code, error
+
+    question = {"prompt": "Q:"}
+    for body, named, message in (
+        ({"prompt": ["Q:"]}, "prompt", "prompt is ['Q:'], expected one text."),
+        (question | {"max_tokens": 0}, "max_tokens", "max_tokens is 0, expected a whole number, at least 1."),
+        (question | {"generation_config": '{"max_length": 1}'}, None, "`max_new_tokens` must be greater than 0"),
+        (["Q:"], None, "Input should be a valid dictionary, expected an object in JSON."),
+    ):
+        status, error = failed("/completions", body)
+        assert (status, error["param"], error["code"]) == (400, named, "invalid_value") and message in error["message"]
+    status, error = failed("/chat/completions", {"stream": True})
+    assert (status, error["param"], error["code"]) == (400, "messages", "missing_required_parameter")
+    assert failed("/nowhere", {})[0] == 404
+    if server.served["has_chat_template"]:
+        asked = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 1}
+        status, error = failed("/chat/completions", asked | {"logit_bias": {"9999999": 1}})
+        assert (status, error["param"]) == (400, "logit_bias") and "names the token 9999999" in error["message"]
+        status, error = failed("/chat/completions", {"messages": [{"content": "Who?"}]})
+        assert status == 400 and "The conversation cannot be read (KeyError('role'))" in error["message"]
+        biased = server.client.chat.completions.create(
+            model=server.served["model"], logit_bias={"5": 100}, **asked, temperature=0
+        )
+        assert biased.choices[0].message.content == server.tokenizer.decode([5])
+
+
+@needs_server
+def test_answers_end_at_a_stop_or_where_the_context_does(server: Running) -> None:
+    context = json.loads((server.folder / "config.json").read_text())["max_position_embeddings"]
+    (whole,) = server.alone(ASKED[1])
+    assert len(whole) > 4
+    stop = whole[3:5]
+    for options in ({"stop": stop}, {"stop": ["nowhere", stop], "stream": True}):
+        made = server.complete(*ASKED[1], **options)
+        parts = list(made) if "stream" in options else [made]
+        assert "".join(part.choices[0].text for part in parts) == whole[: whole.index(stop)]
+        assert parts[-1].choices[0].finish_reason == "stop"
+    # a generation config that says nothing of the length
+    endless = {"generation_config": json.dumps({"min_new_tokens": 10**7, "do_sample": False})}
+    made = server.client.completions.create(model=server.served["model"], prompt="Q:", extra_body=endless)
+    assert (made.usage.total_tokens, made.choices[0].finish_reason) == (context, "length")
 
 
 @pytest.fixture(scope="module")
