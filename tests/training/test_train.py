@@ -97,8 +97,8 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def stopping_at(step: int) -> Track:
-    """A progress bar in front of which somebody presses Ctrl-C."""
+def at_step(step: int, act: Callable[[], object]) -> Track:
+    """A progress bar in front of which something happens when a step of the training is done, and after it."""
 
     @contextmanager
     def track(label: str, total: int) -> Iterator[Progress]:
@@ -108,11 +108,20 @@ def stopping_at(step: int) -> Track:
             nonlocal done
             done += amount
             if label == "training" and done >= step:
-                raise KeyboardInterrupt
+                act()
 
         yield advance
 
     return track
+
+
+def stopping_at(step: int) -> Track:
+    """A progress bar in front of which somebody presses Ctrl-C."""
+
+    def press() -> None:
+        raise KeyboardInterrupt
+
+    return at_step(step, press)
 
 
 # what training does and leaves
@@ -195,21 +204,9 @@ def test_a_run_is_recorded_and_can_be_followed_by_another(place: Path, trained: 
 
 def test_what_was_verified_in_the_middle_of_a_run_is_other_tensors(place: Path, tmp_path: Path) -> None:
     seen = []
-
-    @contextmanager
-    def verifying(label: str, total: int) -> Iterator[Progress]:
-        done = 0
-
-        def advance(amount: int, note: str = "") -> None:
-            nonlocal done
-            done += amount
-            if label == "training" and done == 5:
-                seen.append(verify(tmp_path / "out", probes=None).recorded)
-
-        yield advance
-
+    verifying = at_step(5, lambda: seen.append(verify(tmp_path / "out", probes=None).recorded))
     train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, track=verifying)
-    assert seen == [True]
+    assert seen and all(seen)
     assert read_manifest(tmp_path / "out").verification is None
     assert inspect(tmp_path / "out").expanded.verified is None  # type: ignore[union-attr]
 
