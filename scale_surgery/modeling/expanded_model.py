@@ -284,6 +284,8 @@ class ExpandedPreTrainedModel(LoadedModel):
                     f"{', '.join(router)}: is for a list of expansions, but {names!r} is none. Leave it out."
                 )
             return Choice(self._known([] if names is None else [names]))
+        if not isinstance(names, Sequence):
+            raise ValueError(f"{names!r}: is no choice of expansions, expected a name, a list of names, or None.")
         known = self._known(names)
         self._check_beside(known)
         return Choice(known, make_router(router, len(known)))
@@ -356,6 +358,10 @@ class ExpandedPreTrainedModel(LoadedModel):
     def delete_expansion(self, name: str) -> None:
         """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
+        if (call := self.running.thread.call) is not None and name in call.choice.names:
+            raise ValueError(
+                f"{name}: runs inside a with block, expected none that chooses it. Delete it behind the block."
+            )
         for module in expanded_modules(self):
             if name in module.expansions:
                 del module.expansions[name]
@@ -540,6 +546,10 @@ class ExpandedPreTrainedModel(LoadedModel):
         refuse_adapter_names(options, A_NAME_A_ROW)
         if expansion_names is None:
             return super().generate(*args, **options)
+        prompts = [*args[:1], *(options.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        rows = next((len(prompt) for prompt in prompts if prompt is not None), len(expansion_names))
+        if rows != len(expansion_names):
+            raise number_of_names(len(expansion_names), rows)
         with self.use_choice(self.choice_of_rows(expansion_names)):
             return super().generate(*args, **options)
 
@@ -688,9 +698,9 @@ def number_of_names(names: int, rows: int) -> ValueError:
     return ValueError(f"expansion_names: {names} names for {rows} rows, expected one for each, None for the base.")
 
 
-def unknown_name(name: str, known: list[str]) -> str:
+def unknown_name(name: Any, known: list[str]) -> str:
     """The problem of a name that no expansion has, with the nearest names or all."""
-    near = get_close_matches(name, known, 3, 0.5) or known[:MOST_NAMED]
+    near = get_close_matches(str(name), known, 3, 0.5) or known[:MOST_NAMED]
     return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
 
 

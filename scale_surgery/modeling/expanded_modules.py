@@ -82,6 +82,11 @@ class Blocks(nn.Module):
         Returns:
             The output for the base stream, and the up stream or None.
         """
+        # reading is a part of it: accelerate brings offloaded tensors for a forward alone
+        return self.compute(base, self.read(base, up), y, has_w12)
+
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute both streams, of what was read of the up stream."""
         raise NotImplementedError
 
     def read(self, base: Tensor, up: Tensor) -> Tensor:
@@ -120,7 +125,7 @@ class LinearBlocks(Blocks):
         super().__init__(stock, spec, up_in)
         self.up_sections = [up for _, up in spec["out_features"]]
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         # each is looked up once: a token at a time, that costs as much as a small product
         tensors = self._parameters
         w12, w21, w22, bias = tensors["w12"], tensors["w21"], tensors["w22"], tensors["up_bias"]
@@ -171,7 +176,7 @@ class GrownBlocks(LinearBlocks):
         super().__init__(stock, spec, up_in)
         self.share, self.replaces_base = spec.get("share", 1.0), spec.get("trains_base", False)
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if y is None:
             y = self.copied(base, self.w11, self.bias11, base)
         if has_w12 and self.w12 is not None:
@@ -210,7 +215,7 @@ class NormBlocks(Blocks):
         super().__init__(stock, spec, up_in)
         self.style, self.epsilon = spec["style"], spec["epsilon"]
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         bias = None if self.up_bias is None else self.up_bias.float()
         return y, normalise(up.float(), self.style, self.epsilon, self.up_weight.float(), bias).to(y.dtype)
 
@@ -223,7 +228,7 @@ class EmbeddingBlocks(Blocks):
 
     group_of = {"up_weight": "embedding", "new_rows": "new_tokens"}
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.up_weight is None:
             return y, None
         # what it reads are token ids, some of which may be of tokens that another expansion adds
@@ -254,6 +259,10 @@ class HeadBlocks(Blocks):
         return rows
 
     def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+        # a router reads once what the head may multiply several times: without logits, that
+        return (None, self.read(base, up)) if y is None else self.compute(base, up, y, has_w12)
+
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.up_weight is None:
             return y, None
         known = len(self.up_weight)
@@ -268,7 +277,7 @@ class SameBlocks(Blocks):
     Each runs alone: vector and tail lanes of one kernel may round differently.
     """
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         return y, self.stock.run_stock(up)
 
 
@@ -284,7 +293,7 @@ class PassingBlocks(Blocks):
         super().__init__(stock, spec, up_in)
         self.up_out = spec["up"]
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
 
 
@@ -306,7 +315,7 @@ class DenseBlocks(Blocks):
         """All of it: what W12 reads here is h."""
         return up
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.w21 is None:
             return y, y.new_zeros(*y.shape[:-1], self.up_out)
         h = product(base, self.w21, y)
@@ -404,7 +413,7 @@ class ExpandedModule:
                 if added is None:
                     ups.append(None)
                 else:
-                    y, y_up = added(base, added.read(base, up), y, group.has_w12)
+                    y, y_up = added(base, up, y, group.has_w12)
                     ups.append(y_up)
             outputs.append([y, *ups])
         return self.join(outputs, layout)

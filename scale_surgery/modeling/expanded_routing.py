@@ -59,7 +59,7 @@ class Features:
             blocks, read = head.expansions._modules.get(path.expansion), None
             if up is not None:
                 read = streams[number][1 + up]
-                read = read if blocks is None else blocks.read(streams[number][0], read)
+                read = read if blocks is None else blocks(streams[number][0], read, None, False)[1]
             path_features.append(PathFeatures(number, read, blocks))
         return cls(head, tuple(bases), tuple(path_features), stacked[0])
 

@@ -11,7 +11,7 @@ from scale_surgery.fields import NO_OPTION, problems_of
 from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
 from scale_surgery.planning.new_tokens import NewTokens, problems_of_tokens
-from scale_surgery.planning.scale import RATIO, WIDTH
+from scale_surgery.planning.scale import NO_LAYERS, RATIO, WIDTH
 from scale_surgery.planning.selection import select_layers
 
 ChosenInit = Literal["svd", "random", "zero"]
@@ -90,6 +90,8 @@ def complete(request: Request, layers: int | None = None) -> Request:
 
 
 def _layer_problems(request: Request, layers: int | None) -> list[str]:
+    if request.method == "scale" and request.layers == NO_LAYERS:
+        return []
     try:
         select_layers(request.layers, layers) if layers is not None else None
     except PlanError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 from transformers import AutoModel
 
@@ -62,6 +63,20 @@ def set_gates(model: Any, bias: float) -> list[tuple[str, Tensor]]:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
     return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("routing", (None, PosteriorRouter()))
+def test_offloaded_gates_come_with_their_blocks(
+    gated_of: Callable[..., tuple[Any, Path]], tmp_path: Path, routing: PosteriorRouter | None
+) -> None:
+    """Tensors lie elsewhere, as by device_map="auto", and are there for the forward of their module alone."""
+    _, path = gated_of("llama")
+    path = path if routing is None else route_export(path, tmp_path / "routed", routing).path
+    model = load(path).eval()
+    expected = logits(model)
+    cpu_offload(model, execution_device="cpu")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(logits(model), expected)
 
 
 def test_a_gate_reaches_zero_and_one() -> None:

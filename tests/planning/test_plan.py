@@ -74,6 +74,9 @@ def test_without_layers_only_tokens_are_added(refuse, variant):
     assert refuse("none", ratio=0.5, init_w21="random", new_tokens=NewTokens(("Xylophone",))) == [
         "--layers none: --ratio, init_w21 needs layers. Choose some, or leave it out."
     ]
+    # beside another problem it is a selection all the same
+    (problem,) = refuse("none", copies=3, new_tokens=NewTokens(("Xylophone",)))
+    assert problem.startswith("--copies"), problem
     assert refuse("0", new_tokens_init="random") == [
         "--new-tokens-init random: no tokens are added. Add some, or leave it out."
     ]

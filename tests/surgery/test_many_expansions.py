@@ -97,6 +97,9 @@ def test_choices(llama):
         assert torch.equal(model(ids).logits, llama.alone(None)(ids).logits)
     assert torch.equal(model(ids).logits, law)
     assert torch.equal(model(ids, expansion_names=["law", "law"]).logits, law)
+    with model.use_expansion("law"):
+        text = refusal(model.delete_expansion, "law", error=ValueError)
+    assert text == "law: runs inside a with block, expected none that chooses it. Delete it behind the block."
     model.delete_expansion("law")
     assert model.expansions == ["medicine"]
     assert torch.equal(model(ids).logits, llama.alone(None)(ids).logits), "what was chosen is no more"
@@ -112,6 +115,8 @@ def test_choices_that_make_no_sense_are_refused(llama):
             "medicin: is no expansion of this model, expected medicine.\nlaw: is named 2 times, expected once.",
         ),
         ("x", {}, "x: is no expansion of this model, expected medicine or law."),
+        ([None, "law"], {}, "None: is no expansion of this model, expected medicine or law."),
+        (3, {}, "3: is no choice of expansions, expected a name, a list of names, or None."),
         ([], {}, "A list of no names: expected at least one. None gives the base."),
         (
             ["law"],
@@ -137,6 +142,12 @@ def test_choices_that_make_no_sense_are_refused(llama):
         ("law", "expected a list, a name or None for each"),
     ):
         assert expected in refusal(model, ids, expansion_names=names, error=ValueError)
+    # beams of a row lie one after the other, so a divisor of the rows would fit later
+    for names in (["law"], ["law", "law"], ["law", None], ["law"] * 8):
+        expected = f"expansion_names: {len(names)} names for 4 rows, expected one for each, None for the base."
+        for prompts in ({"input_ids": random_ids(4, 3)}, {"inputs": random_ids(4, 3)}):
+            assert refusal(model.generate, **prompts, expansion_names=names, error=ValueError) == expected
+        assert refusal(model.generate, random_ids(4, 3), expansion_names=names, error=ValueError) == expected
     assert "One path runs now" in refusal(model.score_tokens, ids, error=ValueError)
     cache = model(ids, use_cache=True).past_key_values
     with model.use_expansion("medicine"):
