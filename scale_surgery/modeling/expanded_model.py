@@ -553,6 +553,9 @@ class ExpandedPreTrainedModel(LoadedModel):
         with self.use_choice(self.choice_of_rows(expansion_names)):
             return super().generate(*args, **options)
 
+    def _get_static_cache_init_shape(self) -> None:
+        """No shape for all layers: those with new heads keep more, so each begins with what it is given."""
+
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         """As transformers; what a backward pass computes again runs the paths that ran the first time."""
         checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)

@@ -185,6 +185,9 @@ def test_caches_of_other_kinds(model_of: Callable[..., Any], family: str, run: s
     model, prompt = model_of(family, run), padded(random_ids(2, 9), (0, 4))
     wanted = model.generate(**prompt, **GREEDY)
     assert_same_generation(model.generate(**prompt, **GREEDY, cache_implementation="static"), wanted)
+    # the cache would be made before the first layer says how many heads it keeps
+    chunked = model.generate(**prompt, **GREEDY, cache_implementation="static", prefill_chunk_size=3)
+    assert torch.equal(chunked.sequences, wanted.sequences)
     cache = StaticCache(config=model.config, max_cache_len=30)
     for _ in range(2):
         assert_same_generation(model.generate(**prompt, **GREEDY, past_key_values=cache), wanted)
