@@ -258,9 +258,10 @@ class HeadBlocks(Blocks):
         rows: Tensor | None = (self if embedding is None else embedding).new_rows
         return rows
 
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        # a router reads once what the head may multiply several times: without logits, that
-        return (None, self.read(base, up)) if y is None else self.compute(base, up, y, has_w12)
+    def forward(self, base, up, y, has_w12, is_read=False):
+        # paths side by side are read once, without logits, and may be multiplied several times
+        read = up if is_read else self.read(base, up)
+        return (None, read) if y is None else self.compute(base, read, y, has_w12)
 
     def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.up_weight is None:

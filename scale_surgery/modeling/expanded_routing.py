@@ -95,7 +95,7 @@ class Features:
         logits, path = side.logits, side.path
         if path.blocks is not None:
             up = aligned_contiguous(path.up)
-            logits, _ = path.blocks(up, up, logits, False)
+            logits, _ = path.blocks(up, up, logits, False, is_read=True)
         return self.head.without_new_tokens(self.head.capped_in_place(logits), path.blocks)
 
     def of_base(self) -> Tensor:
