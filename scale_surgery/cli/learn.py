@@ -100,7 +100,8 @@ def learn_command(
     model a router and sets it, measures, verifies, and writes one page. Each stage is a command, whose line is shown.
     With --old, text with what MODEL knows, the router is set by it and forgetting is measured.
 
-    The same line typed again goes on with the stage that was interrupted. All settings can stand in a YAML file.
+    The same line typed again, without --overwrite, goes on with the stage that was interrupted. All
+    settings can stand in a YAML file.
 
     \b
     Example: scale-surgery learn MODEL --data new.jsonl --old old.txt -o OUT

@@ -5,9 +5,9 @@
     OUT/...             a folder or a file for each stage
     OUT/learn.html      the page
 
-A stage counts when learn.json says so, which is written after its outputs are whole. The same line typed again goes on
-with the first one that does not. It is the first file there, and says too whether another job has to go: so a folder
-that was left at any moment is known again.
+A stage counts when learn.json says so, which is written after its outputs are whole. The same line typed again,
+without --overwrite, goes on with the first one that does not. It is the first file there, and says too whether
+another job has to go: so a folder that was left at any moment is known again.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
 from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
 from scale_surgery.learning.presets import JobFacts, with_preset
+from scale_surgery.learning.processes import GO_ON
 from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, stages_of
@@ -58,7 +59,6 @@ from scale_surgery.training.settings import check_gates, check_settings
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # files before learn.json: the lock, and learn.json half written
 BEFORE = (f".{LOCK}.lock", UNFINISHED)
-GO_ON = "Type the same line again to go on."
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from typing import Any
 from scale_surgery.errors import TrainingError
 from scale_surgery.show.commands import command
 
+# with --overwrite a job begins anew each time
+GO_ON = "Type the same line again to go on, without --overwrite if it has that."
 # that the launcher handles, as far as this system has them
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
@@ -77,7 +79,7 @@ def _as_it_was() -> Iterator[None]:
 
 def _ended(code: int, output: str) -> str:
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}. Type the same line again to go on."
+        return f"was ended by {signal.Signals(-code).name}. {GO_ON}"
     _, is_said, reason = output.rpartition("error: ")
     return f"failed: {' '.join(reason.split())}" if is_said else f"failed with exit code {code}."
 

@@ -222,7 +222,9 @@ def test_the_lines_typed_by_hand_make_the_same(done, tmp_path, monkeypatch):
 def test_an_interrupt_in_any_stage_says_how_to_go_on(done):
     folder = done.learned.path
     assert done.interruptions == {
-        stage: f"{folder}: interrupted in the stage {stage}. Type the same line again to go on." for stage in done.lines
+        stage: f"{folder}: interrupted in the stage {stage}. Type the same line again to go on, without --overwrite if "
+        "it has that."
+        for stage in done.lines
     }
     assert not list(folder.rglob("*.partial"))
 
