@@ -16,6 +16,7 @@ from typing import Any
 
 from scale_surgery.errors import PlanError
 from scale_surgery.learning.recipe import PresetName
+from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.scale import NO_LAYERS
 from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
@@ -37,6 +38,7 @@ class JobFacts:
         tokens: About how many tokens there are to learn, if known.
         processes: How many processes train.
         batch_size: The batch size, if given.
+        sequence_length: The length of sequences, if given.
         rehearses_texts: Whether texts are rehearsed that are given.
     """
 
@@ -45,11 +47,12 @@ class JobFacts:
     tokens: int | None
     processes: int = 1
     batch_size: int | None = None
+    sequence_length: int | None = None
     rehearses_texts: bool = False
 
 
 def _default(facts: JobFacts) -> PresetValues:
-    length = min(DEFAULT_LENGTH, facts.context)
+    length = facts.sequence_length or min(DEFAULT_LENGTH, facts.context)
     usual, row_tokens = TrainingSettings.batch_size, length * facts.processes
     # a text whose end nobody knows is taken for a long one
     tokens = STEPS * usual * row_tokens if facts.tokens is None else facts.tokens
@@ -106,11 +109,18 @@ def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> Pre
     """A preset with overrides."""
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
-    values = PRESETS[name](replace(facts, batch_size=overrides.get("training.batch_size")))
+    given = {name: overrides.get(f"training.{name}") for name in ("batch_size", "sequence_length")}
+    values = PRESETS[name](replace(facts, **given))
+    # an empty variant is none that was said
+    said = {key: value for key, value in overrides.items() if (key, value) != ("expansion.variant", None)}
     # steps go in place of passes
-    dropped = {"training.epochs"} if overrides.get("training.steps") is not None else set()
-    # a method or variant, or no layers, drops the expansion of the preset but for its layers, and the router for it
-    is_without = overrides.get("expansion.layers") == NO_LAYERS
-    if is_without or overrides.keys() & {"expansion.method", "expansion.variant"}:
+    dropped = {"training.epochs"} if said.get("training.steps") is not None else set()
+    # a preset says which of all layers have W12; where layers are chosen, each has it
+    if said.get("expansion.layers", "all") != "all":
+        dropped.add("expansion.collaborative_layers")
+    # another method or variant, or no layers, drops the expansion of the preset but for its layers, and its router
+    usual = {"expansion.method": DEFAULT_METHOD} | values
+    is_other = any(said.get(key, usual[key]) != usual[key] for key in ("expansion.method", "expansion.variant"))
+    if is_other or said.get("expansion.layers") == NO_LAYERS:
         dropped |= {key for key in values if key.startswith(("expansion.", "routing.")) and key != "expansion.layers"}
-    return {key: value for key, value in values.items() if key not in dropped} | dict(overrides)
+    return {key: value for key, value in values.items() if key not in dropped} | said

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scale_surgery import PlanError, read_recipe, resolve_recipe, write_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
+from scale_surgery.learning.learn import prepare
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
 from scale_surgery.learning.recipe_file import recipe_text
@@ -122,6 +123,41 @@ def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
     assert (grown.expansion.variant, grown.expansion.collaborate) == (None, None)
     with pytest.raises(PlanError, match="preset is 'best', expected one of: default, one-path, paper"):
         resolve_recipe(values | {"preset": "best"})
+
+
+@pytest.mark.parametrize("preset", ["default", "one-path", "paper"])
+def test_what_a_preset_has_may_be_said_too(preset):
+    """Its own method or variant, or an empty one, drops nothing of it; the control is another."""
+    facts = JobFacts(16, 4096, 9_000)
+    usual = with_preset(preset, SAID, facts)
+    variant = usual["expansion.variant"]
+    for said in ({"expansion.method": "scale"}, {"expansion.variant": variant}, {"expansion.variant": None}):
+        assert with_preset(preset, SAID | said, facts) == usual | said | {"expansion.variant": variant}
+    for said in ({"expansion.method": "grow"}, {"expansion.variant": "preserve"}, {"expansion.method": "depth"}):
+        made = make_recipe(with_preset(preset, SAID | said, facts))
+        assert (made.expansion.collaborate, made.expansion.collaborative_layers) == (None, None)
+        assert made.routing.router == "posterior"
+    grown = {"expansion.method": "grow", "expansion.variant": None}
+    assert make_recipe(with_preset(preset, SAID | grown, facts)).expansion.variant is None
+
+
+def test_each_layer_that_is_said_has_w12(data):
+    """The paper leaves out the lowest of all layers; of some, or of those that a pilot chooses, it leaves out none."""
+    said = {"model": str(SHIPPED_MODEL), "data": str(data), "preset": "paper"}
+    for layers, collaborative in (("last:2", None), ("auto", None), (0, None), ("all", "last:3")):
+        recipe = resolve_recipe(said | {"expansion.layers": layers})
+        assert (recipe.expansion.variant, recipe.expansion.collaborative_layers) == ("adapt", collaborative)
+        prepare(recipe, data.parent / "job")
+    chosen = {"expansion.layers": "last:2", "expansion.collaborative_layers": "-1"}
+    assert resolve_recipe(said | chosen).expansion.collaborative_layers == "-1", "what is said counts"
+
+
+def test_a_preset_goes_by_the_length_that_is_said():
+    """Of short sequences a step learns few tokens: so many more of them make a hundred steps."""
+    facts = JobFacts(32, 4096, 100_000)
+    for length, expected in ((None, (9.0, 8)), (128, (2.0, 8)), (4096, (12.0, 2))):
+        training = make_recipe(with_preset("default", SAID | {"training.sequence_length": length}, facts)).training
+        assert (training.epochs, training.batch_size) == expected
 
 
 def test_steps_go_in_place_of_passes_and_other_lengths_replace_themselves_alone():
