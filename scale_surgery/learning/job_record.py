@@ -47,10 +47,11 @@ def take_up(record: Record, recipe: Recipe) -> Record:
     else:
         changed = list(differences(recipe, before.recipe))
         problems = [f"{record.file.parent}: was begun with {difference}." for difference in changed]
-        problems += [
-            f"{name}: has changed since {record.file.parent} was begun."
-            for name, stamp in record.read.items()
-            if before.read.get(name) != stamp
+        # another recipe may name other files
+        problems = problems or [
+            f"{name}: {'has changed' if name in record.read else 'is gone'} since {record.file.parent} was begun."
+            for name in {**before.read, **record.read}
+            if before.read.get(name) != record.read.get(name)
         ]
     if problems:
         raise CheckpointError.from_problems(

@@ -287,6 +287,23 @@ def test_another_recipe_and_other_texts_are_refused(done, settings, recipe, text
     os.utime(texts / "old.jsonl", ns=(stamp[1], stamp[1]))
 
 
+def test_a_text_that_is_gone_of_a_folder_is_refused(settings, texts, tmp_path):
+    folder, job = tmp_path / "texts", tmp_path / "job"
+    folder.mkdir()
+    for name in ("first", "second"):
+        shutil.copy(texts / "new.jsonl", folder / f"{name}.jsonl")
+    recipe = resolve_recipe(settings | {"data": (str(folder),)})
+    with pytest.raises(EnoughError):
+        learn(recipe, job, events=JobEvents(begins=enough))
+    (folder / "second.jsonl").unlink()
+    (folder / "third.jsonl").write_bytes((folder / "first.jsonl").read_bytes())
+    lines = refusal(learn, recipe, job, error=CheckpointError).split("\n")
+    assert lines[:2] == [
+        f"{folder}/second.jsonl: is gone since {job} was begun.",
+        f"{folder}/third.jsonl: has changed since {job} was begun.",
+    ]
+
+
 def test_a_changed_base_byte_is_found_and_nothing_is_lost(recipe, tmp_path):
     """Between two stages somebody changes one byte of the base."""
     folder = tmp_path / "job"
