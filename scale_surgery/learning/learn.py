@@ -27,7 +27,7 @@ from scale_surgery.checkpoint.folder import LAYER_KEYS, Checkpoint
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.sources import find_beside_weights, open_model
+from scale_surgery.checkpoint.sources import Source, find_beside_weights, open_model
 from scale_surgery.checkpoint.staging import touches
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
@@ -53,8 +53,9 @@ from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.surgery.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.text.sources import parse_source
-from scale_surgery.training.rank_layers import read_budget
-from scale_surgery.training.settings import check_gates, check_settings
+from scale_surgery.training.arguments import check_device
+from scale_surgery.training.rank_layers import plan_candidates, read_budget
+from scale_surgery.training.settings import check_gates, check_groups, check_settings
 
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # files before learn.json: the lock, and learn.json half written
@@ -146,7 +147,8 @@ def prepare(
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
     if record.file.is_file() and not overwrite:
         record = take_up(record, recipe)
-    checkpoint, made = _first_plan(recipe, record.kept, track)
+    source, checkpoint, made = _first_plan(recipe, record.kept, track)
+    check_groups(recipe.model, made, recipe.training)
     check_gates(recipe.model, made, recipe.training)
     has_pilot = recipe.chooses_layers and ("layers" in record.kept or not _pays_for_all(recipe, made))
     problems = _route_problems(made) if recipe.route else []
@@ -155,6 +157,8 @@ def prepare(
     if routes:
         _check_router(recipe, made, 1 + len(others))
     work = Work(recipe, folder, routes, has_pilot, is_one_of_several=bool(others))
+    if has_pilot and "layers" not in record.kept:
+        plan_candidates(source, checkpoint, work.candidates, recipe.ranking, recipe.running)
     stages = tuple(stages_of(work))
     check_there(work, stages, record)
     notes = [f"no router: {problem}" for problem in problems]
@@ -323,6 +327,7 @@ def _check_settings(recipe: Recipe) -> None:
     checks: list[Callable[[], object]] = [
         *([recipe.routing.make] if recipe.route else []),
         lambda: check_settings(recipe.training),
+        lambda: check_device(recipe.running),
         lambda: check_source(recipe.tokens),
     ]
     problems: list[str] = []
@@ -393,8 +398,8 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
 
 
-def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Checkpoint, Plan]:
-    """The plan, or that of all layers where none are chosen yet, so that misfits are errors now."""
+def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Source, Checkpoint, Plan]:
+    """The model and its plan, or that of all layers where none are chosen yet, so that misfits are errors now."""
     request = recipe.expansion
     if recipe.chooses_layers:
         request = replace(request, layers=kept.get("layers", {}).get("layers", "all"))
@@ -404,7 +409,7 @@ def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple
     source, checkpoint = open_model(recipe.model, recipe.revision)
     choose_length(recipe.training.sequence_length, {recipe.model: context_of(checkpoint.config)})
     given: dict[str, Any] = {"revision": source.revision, "run": recipe.running, "track": track}
-    return checkpoint, make_plan(checkpoint, request, name=source.name, **given)
+    return source, checkpoint, make_plan(checkpoint, request, name=source.name, **given)
 
 
 def _pays_for_all(recipe: Recipe, made: Plan) -> bool:

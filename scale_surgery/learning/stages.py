@@ -128,6 +128,11 @@ class Work:
         return [str(part_file(self.new, LEARN))] if self.new_parts else list(self.recipe.data)
 
     @property
+    def candidates(self) -> Request:
+        """What a pilot ranks: all layers, without new tokens, which are no part of one."""
+        return replace(self.recipe.expansion, layers="all", new_tokens_init=Request.new_tokens_init)
+
+    @property
     def tokens(self) -> TokenSource:
         """Where new tokens come from; of the text to learn, without what is set aside."""
         wanted = self.recipe.tokens
@@ -219,13 +224,11 @@ def _hold_out(work: Work, name: str, files: Sequence[str], settings: HoldOutSett
 
 def _rank_layers(work: Work) -> Stage:
     recipe, file = work.recipe, work.folder / "layers.json"
-    # new tokens are no part of a layer
-    expansion = replace(recipe.expansion, layers="all", new_tokens_init=Request.new_tokens_init)
     line = command(
         "rank-layers",
         recipe.model,
         *_texts("--data", work.to_learn),
-        *changed_options(expansion, Request("all"), {"seed", "name"}),
+        *changed_options(work.candidates, Request("all"), {"seed", "name"}),
         *changed_options(recipe.ranking, RankingSettings()),
         *_revision(recipe),
         *work.running("device", "trust_remote_code"),
@@ -235,7 +238,7 @@ def _rank_layers(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         given: dict[str, Any] = {"run": recipe.running, "revision": recipe.revision, "track": track}
-        ranking = rank_layers(recipe.model, work.to_learn, expansion, recipe.ranking, **given)
+        ranking = rank_layers(recipe.model, work.to_learn, work.candidates, recipe.ranking, **given)
         write_json(file, _plain(ranking))
         return ranking, {"layers": ranking.argument}
 

@@ -31,6 +31,7 @@ from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
 from scale_surgery.training.ranking import LayerChange, Ranking, RankingSettings
 
 if TYPE_CHECKING:
+    from scale_surgery.planning.plan import Plan
     from scale_surgery.text.sequences import Sequences
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -79,19 +80,9 @@ def rank_layers(
         DataError: If texts cannot be read, or the model has no tokenizer.
         TrainingError: If the loss, or a weight at the end, is not a number.
     """
-    request = _checked(request, settings)
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.path)
-    if CONFIG_KEY in checkpoint.config or checkpoint.manifest is not None:
-        refuse_form(model, "expanded", "base")  # layers are chosen before an expansion
-    plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
-
-    def price(layers: Sequence[int]) -> int:
-        wanted = replace(request, layers=",".join(map(str, layers)))
-        return make_plan(checkpoint, wanted, name=source.name, run=run).costs.parameters_added
-
-    budget = read_budget(settings.budget, plan.costs.parameters_before)
-    check_budget(budget, plan.layers, price, settings.budget)
+    plan, budget, price = plan_candidates(source, checkpoint, request, settings, run)
     text = _read_text(source, checkpoint, data, settings, run, plan.sizes.vocabulary)
     steps_a_pass = ceil(len(text) / settings.batch_size)
     steps = settings.steps or min(USUAL_STEPS, USUAL_PASSES * steps_a_pass)
@@ -124,6 +115,25 @@ def rank_layers(
         parameters_added=price(proposed),
         tied=tied,
     )
+
+
+def plan_candidates(
+    source: Source, checkpoint: Checkpoint, request: Request, settings: RankingSettings, run: RunOptions
+) -> tuple[Plan, int, Price]:
+    """The plan of all candidates, the budget, and what some of them cost; refuses all but texts."""
+    request = _checked(request, settings)
+    if CONFIG_KEY in checkpoint.config or checkpoint.manifest is not None:
+        refuse_form(source.path, "expanded", "base")  # layers are chosen before an expansion
+    choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
+    plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
+
+    def price(layers: Sequence[int]) -> int:
+        wanted = replace(request, layers=",".join(map(str, layers)))
+        return make_plan(checkpoint, wanted, name=source.name, run=run).costs.parameters_added
+
+    budget = read_budget(settings.budget, plan.costs.parameters_before)
+    check_budget(budget, plan.layers, price, settings.budget)
+    return plan, budget, price
 
 
 def _checked(request: Request, settings: RankingSettings) -> Request:
@@ -172,14 +182,15 @@ def read_budget(text: str, parameters: int) -> int:
 
 def check_budget(budget: int, layers: Sequence[int], price: Price, text: str) -> None:
     """Check that a budget pays for at least one layer."""
+    if any(price([layer]) <= budget for layer in reversed(layers)):  # the lowest often costs most
+        return
     costs = {layer: price([layer]) for layer in layers}
     cheapest = min(costs, key=lambda layer: costs[layer])
-    if costs[cheapest] > budget:
-        raise PlanError(
-            f"--budget {text} is {budget:,} parameters, expected at least {costs[cheapest]:,}, what layer {cheapest} "
-            "alone costs with what is added outside the layers. Raise it; with --method scale, a smaller --ratio makes "
-            "layers cheaper."
-        )
+    raise PlanError(
+        f"--budget {text} is {budget:,} parameters, expected at least {costs[cheapest]:,}, what layer {cheapest} "
+        "alone costs with what is added outside the layers. Raise it; with --method scale, a smaller --ratio makes "
+        "layers cheaper."
+    )
 
 
 def order_layers(changes: Mapping[int, float]) -> list[int]:

@@ -174,6 +174,30 @@ def check_settings(settings: TrainingSettings) -> None:
         raise TrainingError.from_problems(problems)
 
 
+# the block that tells of a group, where there is one
+BLOCK_OF_GROUP: dict[TensorGroup, str] = {
+    "w12": "w12",
+    "w21": "w21",
+    "w22": "w22",
+    "w11": "w11",
+    "gates": "gate",
+    "new_tokens": "new_rows",
+    "attn": "weight",  # of a copied layer
+    "ffn": "weight",
+}
+
+
+def check_groups(path: str | Path, plan: Plan, settings: TrainingSettings) -> None:
+    """Refuse groups of which a plan adds nothing."""
+    blocks = {tensor.block for tensor in plan.tensors}
+    present = [group for group in GROUPS if BLOCK_OF_GROUP.get(group) in blocks]
+    if all(group in BLOCK_OF_GROUP and group not in present for group in settings.groups):
+        raise TrainingError(
+            f"{path}: nothing would train; no tensor of the chosen groups ({', '.join(settings.groups) or 'none'}) is "
+            f"added. Choose others, such as {', '.join(present)}; w12 needs the variant adapt or gated."
+        )
+
+
 def check_gates(path: str | Path, plan: Plan, settings: TrainingSettings) -> None:
     """Refuse to train gates with nothing to rehearse."""
     if plan.has_gates and "gates" in settings.groups and not settings.rehearse:

@@ -497,6 +497,17 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
             "--switch-rate does not go with --router cosine.",
         ),
         (("--set", "training.groups=w99"), "train-only: w99 is no group of expansion tensors"),
+        (("--set", "training.groups=[]"), "nothing would train; no tensor of the chosen groups (none) is added"),
+        (
+            ("--set", "training.groups=w12", "--set", "expansion.variant=preserve"),
+            "nothing would train; no tensor of the chosen groups (w12) is added. Choose others, such as w21, w22; w12",
+        ),
+        (("--set", "training.groups=attn"), "nothing would train; no tensor of the chosen groups (attn) is added"),
+        (("--device", "nonsense"), "--device is 'nonsense', expected auto, cpu, cuda or another that torch knows."),
+        (("--device", "hpu"), "--device is hpu, found"),
+        (("--layers", "auto", "--budget", "0.01%"), "--budget 0.01% is 73 parameters, expected at least"),
+        (("--layers", "auto", "--set", "expansion.collaborative_layers=0"), "cannot be said before layers are chosen."),
+        (("--layers", "auto", "--set", "ranking.sequence_length=5000"), "--sequence-length is 5000, expected at most"),
         (("--set", "training.routed=true"), "training.routed is True, and learn writes the router after the training"),
         (("--rehearse", "nosuch.txt"), "nosuch.txt: there is no such file."),
         (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: there is no such file"),
@@ -508,7 +519,7 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
 def test_what_a_later_stage_would_refuse_is_said_first(words, message, settings, tmp_path):
     job = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
     given = (settings["old"][0] if word == "OLD" else word for word in words)
-    said = " ".join(command.run(*learn_words(settings, *given, *job), code=1).output.split())
+    said = " ".join(command.run(*learn_words(settings, *job, *given), code=1).output.split())
     assert said.startswith("error: ") and message in said
     assert not (tmp_path / "job").exists()
 
