@@ -19,8 +19,9 @@ from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.chat_template import tokenize_chat
-from scale_surgery.text.documents import read_documents
-from scale_surgery.text.sources import parse_source
+from scale_surgery.text.documents import Document, read_documents
+from scale_surgery.text.saved_datasets import share_of_rows
+from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.training.rank_layers import read_budget
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class Estimate:
     Attributes:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
-        is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub that is longer than
-            a sample of it.
+        is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub, or a
+            folder of compressed or .json files, that is longer than a sample of it.
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
         disk_bytes: Bytes of its folder, without base shards that reflinks or links share with MODEL.
         free_bytes: Free bytes there.
@@ -136,7 +137,10 @@ def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> To
 
 
 def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
-    documents = list(islice(read_documents([file]), SAMPLED_DOCUMENTS))
+    source = parse_source(file)
+    # a file of JSON is read whole, as it may be one array
+    is_read_whole = source.path.suffix.lower() == ".json" and not source.path.is_dir()
+    documents = list(islice(read_documents([file]), None if is_read_whole else SAMPLED_DOCUMENTS))
     if not documents:
         raise DataError(f"{file}: holds no text, expected at least one document.")
     for document in documents:
@@ -147,10 +151,11 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
     sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
     characters = sum(map(len, texts)) + len(texts) - 1
-    # documents beyond the sample count by their bytes, of which a dataset of the Hub has none here
-    size = parse_source(file).bytes
-    is_all = len(texts) < SAMPLED_DOCUMENTS
-    more = 1.0 if is_all or not size else size / sum(len(text.encode()) for text in texts)
-    return TokenCount(
-        max(1, round(tokens * characters / len(sample) * max(1.0, more))), is_least=not is_all and not size
-    )
+    share = 1.0 if is_read_whole or len(documents) < SAMPLED_DOCUMENTS else _share(source, documents[-1])
+    return TokenCount(max(1, round(tokens * characters / len(sample) / (share or 1.0))), is_least=share is None)
+
+
+def _share(source: TextSource, last: Document) -> float | None:
+    """What share of a text there is up to a document; None where nobody knows."""
+    # where a document stands ends with the number of its row
+    return None if source.is_on_hub else share_of_rows(source, int(last.source.rpartition(" ")[2]))

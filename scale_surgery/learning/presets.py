@@ -109,8 +109,8 @@ def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> Pre
     """A preset with overrides."""
     if name not in PRESETS:
         raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
-    given = {name: overrides.get(f"training.{name}") for name in ("batch_size", "sequence_length")}
-    values = PRESETS[name](replace(facts, **given))
+    batch_size, length = (overrides.get(f"training.{setting}") for setting in ("batch_size", "sequence_length"))
+    values = PRESETS[name](replace(facts, batch_size=batch_size, sequence_length=length))
     # an empty variant is none that was said
     said = {key: value for key, value in overrides.items() if (key, value) != ("expansion.variant", None)}
     # steps go in place of passes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ FORMATS = ("json", "parquet", "csv", "text", "arrow")
 # suffixes of data files, and the name of their format in the library
 DATA_FILES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+# suffixes of files with a row a line
+LINE_FILES = {".jsonl", ".txt", *SEPARATORS}
 # files by which a saved dataset is known, of one split or of several
 SAVED_FILES = ("state.json", "dataset_dict.json")
 # most characters of a library's error in ours
@@ -55,6 +57,64 @@ def read_rows(source: TextSource) -> Iterator[Any]:
         ) from error
 
 
+def share_of_rows(source: TextSource, rows: int) -> float | None:
+    """What share of a text its first rows are, about; None where only reading all of it would say."""
+    from pyarrow.parquet import read_metadata
+
+    try:
+        with quiet_datasets():
+            if _is_saved(source.path):
+                return rows / len(_saved(source))
+            files = _data_files(source)
+        suffixes = {file.suffix.lower() for file in files}
+        if suffixes == {".parquet"}:
+            return rows / sum(int(read_metadata(file).num_rows) for file in files)
+        if suffixes == {".arrow"}:
+            return rows / sum(map(_arrow_rows, files))
+        if suffixes <= LINE_FILES:
+            return _bytes_of_rows(files, rows) / sum(file.stat().st_size for file in files)
+        return None
+    except DataError:
+        raise
+    except Exception as error:  # of pyarrow, about a file behind those rows
+        raise DataError(
+            f"{source.name}: cannot be read to its end ({library_error(error)}). {_advice(source)}"
+        ) from error
+
+
+def _data_files(source: TextSource) -> list[Path]:
+    """The files that are read, of which a folder may hold others."""
+    if not source.path.is_dir():
+        return [source.path]
+    splits = _builder(source).config.data_files
+    return list(map(Path, splits[next(iter(splits)) if source.split is None else source.split]))
+
+
+def _arrow_rows(file: Path) -> int:
+    import pyarrow
+
+    # no batch is read, but the headers of all
+    with pyarrow.memory_map(str(file)) as content:
+        try:
+            return int(pyarrow.ipc.open_stream(content).read_all().num_rows)
+        except pyarrow.ArrowInvalid:
+            return int(pyarrow.ipc.open_file(content).read_all().num_rows)
+
+
+def _bytes_of_rows(files: Sequence[Path], rows: int) -> int:
+    """Bytes of the first rows of files with a row a line; a field of a table in quotes may hold lines too."""
+    taken = quotes = 0
+    for file in files:
+        with file.open("rb") as lines:
+            for line in lines:
+                taken += len(line)
+                quotes += line.count(b'"') * (file.suffix.lower() in SEPARATORS)
+                rows -= quotes % 2 == 0
+                if not rows:
+                    return taken
+    return taken
+
+
 def digest_of(source: TextSource) -> str:
     """A sha256 that changes with the commit of a dataset on the Hub, and with the files that are read of it."""
     with quiet_datasets():
@@ -64,7 +124,7 @@ def digest_of(source: TextSource) -> str:
 
 
 def _load(source: TextSource) -> Any:
-    if source.path.is_dir() and any((source.path / name).exists() for name in SAVED_FILES):
+    if _is_saved(source.path):
         return _saved(source)
     builder = _builder(source)
     try:
@@ -74,6 +134,10 @@ def _load(source: TextSource) -> Any:
     rows = _choose(splits, source)
     # other columns may hold what needs other libraries, such as images
     return rows.select_columns([source.column]) if source.column in (rows.column_names or ()) else rows
+
+
+def _is_saved(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in SAVED_FILES)
 
 
 def _saved(source: TextSource) -> Any:

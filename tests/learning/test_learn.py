@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
+import hashlib
 import json
 import os
 import re
@@ -16,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pyarrow
 import pytest
+from datasets import Dataset
+from pyarrow import ipc, parquet
 
 from scale_surgery import (
     CheckpointError,
@@ -37,6 +43,8 @@ from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEven
 from scale_surgery.learning.stages import stages_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.learned_tokens import choose_new_tokens
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.show.pages.learned import _sections
 from scale_surgery.show.tables_learn import render_estimate
 from scale_surgery.text.documents import Document
@@ -576,6 +584,63 @@ def test_a_dataset_whose_end_nobody_knows_is_read_once(documents, epochs, about,
     assert (recipe.training.epochs, recipe.training.batch_size) == (epochs, 8)
     made = prepare(recipe, tmp_path / "job").estimate
     assert re.search(rf"to learn +{about} [\d.]+ k tokens", shown(render_estimate(made)))
+
+
+def write_rows(rows: Dataset, path: Path) -> None:
+    """Write rows in the form that the name of a file or a folder says."""
+    match path.suffix:
+        case ".jsonl":
+            rows.to_json(path)
+        case ".json":
+            path.write_text(json.dumps(rows.to_list()))
+        case ".csv":
+            rows.to_csv(path)
+        case ".parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows.to_list()), path, compression="zstd")
+        case ".arrow":
+            table = pyarrow.Table.from_pylist(rows.to_list())
+            new = ipc.new_stream if path.stem.endswith("stream") else ipc.new_file
+            with new(path, table.schema) as writer:
+                writer.write_table(table, 500)
+        case ".txt":
+            path.write_text("".join(text.replace("\n", " ") + "\n" for text in rows["text"]))
+        case _:
+            rows.save_to_disk(path)
+
+
+# datasets leaves a table open that is not read to its end
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize(
+    ("name", "in_files"),
+    [
+        *((name, 1) for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "file.arrow", "stream.arrow", "saved")),
+        *((name, 3) for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "a.txt")),
+    ],
+)
+def test_a_text_behind_the_sample_is_counted_by_its_rows(name, in_files, tmp_path):
+    """Whatever else stands in a row, and however it is packed: of a text of 6,000 documents 1,000 are read."""
+    texts = [f'A short text\nabout {number % 89} "things".' for number in range(6000)]
+    others = [hashlib.sha512(text.encode()).hexdigest() * 9 for text in texts]
+    rows, path = Dataset.from_dict({"text": texts, "other": others}), tmp_path / name
+    if in_files == 1:
+        write_rows(rows, path)
+    else:
+        path = tmp_path / "folder"
+        path.mkdir()
+        (path / "README.md").write_text("Rows." * 10_000)
+        for number in range(3):
+            write_rows(rows.select(range(2000 * number, 2000 * number + 2000)), path / f"{number}-{name}")
+    tokenizer = need_tokenizer(SHIPPED_MODEL, "model", RunOptions())
+    count = estimate.count_tokens([str(path)], tokenizer)
+    gc.collect()
+    assert not count.is_least
+    assert count.tokens == pytest.approx(len(tokenizer("\n".join(texts))["input_ids"]), rel=0.15)
+
+
+def test_a_text_whose_end_is_not_known_has_at_least_what_was_read(tmp_path):
+    lines = "".join(json.dumps({"text": f"A short text about {number}."}) + "\n" for number in range(1500))
+    (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert estimate.count_tokens([str(tmp_path)], need_tokenizer(SHIPPED_MODEL, "model", RunOptions())).is_least
 
 
 def test_the_command_shows_what_it_would_do(settings, tmp_path):
