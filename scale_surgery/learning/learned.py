@@ -101,7 +101,9 @@ def _side(score: Mapping[str, Any], side: str, change: str) -> Side | None:
     measured = score.get(side)
     if measured is None:
         return None
-    return Side(measured["nats_per_token"], measured["accuracy"], score[change])
+    # JSON has the text "NaN" in place of a number that is not finite
+    changed = None if score[change] is None else float(score[change])
+    return Side(float(measured["nats_per_token"]), measured["accuracy"], changed)
 
 
 def warnings_of(kept: Mapping[str, Mapping[str, Any]], *, has_old: bool, routed: bool) -> tuple[str, ...]:
