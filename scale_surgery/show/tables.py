@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 def format_bytes(count: float) -> str:
     """Write a number of bytes for people, in decimal units: 163.0 kB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        # as it is printed: 999,950 are 1.0 MB
+        if round(count, 1) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
@@ -42,11 +43,12 @@ def format_bytes(count: float) -> str:
 
 def format_count(count: float) -> str:
     """Write a number of parameters for people: 40.8 k, 1.24 B."""
-    for unit in ("", "k", "M"):
-        if count < 1000:
+    for unit in ("", "k", "M", "B"):
+        # as it is printed: 999,500 are 1 M
+        if float(f"{count:.3g}") < 1000:
             return f"{count:.3g} {unit}".rstrip()
         count /= 1000
-    return f"{count:.3g} B"
+    return f"{count:.3g} T"
 
 
 def format_seconds(seconds: float) -> str:
