@@ -25,6 +25,8 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 KIND_NAMES: dict[type, str] = {bool: "True or False", str: "text", int: "a whole number", float: "a number"}
+# 0200 is 128 to some and 200 to others
+WHOLE = re.compile("[-+]?(0|[1-9][0-9]*)")
 ENTRY = re.compile(r"^(\w+): (.+?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -125,16 +127,12 @@ class Field:
         return f"--{self.option}" if self.has_option else self.name
 
     def read(self, value: Any) -> Any:
-        """Make what YAML read its value; what it cannot be is said by `expects`."""
-        # YAML reads --layers 4 as a number
+        """Make what was typed, or came from Python, its value; what it cannot be is said by `expects`."""
+        # in Python layers may be the number 4
         if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
-        # YAML reads 1e-3 as text
-        if self.kind is float and isinstance(value, str):
-            try:
-                return float(value)
-            except ValueError:
-                return value
+        if self.kind in (int, float):
+            return _number(value, self.kind)
         # one text needs no list, and names may be one line with commas
         if self.kind is tuple:
             # the name of a text may hold commas
@@ -205,6 +203,16 @@ def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
         is_optional=is_optional,
         help=line,
     )
+
+
+def _number(value: Any, kind: type) -> Any:
+    """The number that a text says, whole where it looks so; what says none of this kind stays as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(value) if WHOLE.fullmatch(value) else value if kind is int else float(value)
+    except ValueError:  # also of a whole number with thousands of digits
+        return value
 
 
 def _is_number(value: object) -> bool:

@@ -108,6 +108,28 @@ def test_what_a_field_may_not_hold_is_said(values: dict[str, Any], problem: str)
     assert problems_of(Bread(**values)) == [problem]
 
 
+@pytest.mark.parametrize(
+    ("name", "typed", "value"),
+    [
+        ("minutes", "30", 30),
+        ("minutes", "-7", -7),
+        ("minutes", 30, 30),
+        *(("minutes", text, text) for text in ("0100", "1:30", "1_000", "0x10", "1.0", "9" * 5000, "")),
+        ("minutes", True, True),
+        ("salt", "1e-3", 1e-3),
+        ("salt", "2", 2),
+        ("salt", "1:30", "1:30"),
+        ("colour", "1.10", "1.10"),
+        ("colour", 4, "4"),
+        ("seeds", "poppy, sesame", ("poppy", "sesame")),
+    ],
+)
+def test_a_number_is_read_where_one_is_expected(name: str, typed: Any, value: Any):
+    """What says no number without a doubt stays text, which is refused."""
+    read = fields_of(Bread)[name].read(typed)
+    assert read == value and type(read) is type(value)
+
+
 def test_what_a_field_may_hold_is_fine():
     assert problems_of(Bread()) == problems_of(Bread("rye", 1, 0.5, ("poppy",), "blue", True)) == []
 

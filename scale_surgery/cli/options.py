@@ -78,9 +78,9 @@ def set_option(owner: type, without: Collection[str] = ()) -> Callable[[Command]
             if name not in fields:
                 problems.append(f"--set {name}: there is no such setting, expected one of: {', '.join(fields)}.")
                 continue
-            context.params[name] = fields[name].read(value)
-            if (expected := fields[name].expects(context.params[name])) is not None:
-                problems.append(f"--set {name} is {value!r}, expected {expected}.")
+            context.params[name] = read = fields[name].read(value)
+            if (expected := fields[name].expects(read)) is not None:
+                problems.append(f"--set {name} is {read!r}, expected {expected}.")
         if problems:
             raise click.UsageError("\n".join(problems), context)
 
@@ -97,13 +97,15 @@ def read_settings(given: Sequence[str]) -> dict[str, Any]:
     """Read KEY=VALUE of --set; values are written as in YAML."""
     import yaml
 
+    from scale_surgery.checkpoint.plain_yaml import PlainLoader
+
     settings: dict[str, Any] = {}
     for text in given:
         name, separator, value = text.partition("=")
         if not separator:
             raise click.UsageError(f"--set {text} is not KEY=VALUE, for example warmup=0.1.")
         try:
-            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
+            settings[name.strip().replace("-", "_")] = yaml.load(value, Loader=PlainLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise click.UsageError(f"--set {text}: the value is no YAML.") from error
     return settings

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import PlanError
@@ -136,15 +136,25 @@ def value_problem(name: str, value: Any) -> str | None:
     return None if expected is None else f"{name} is {value!r}, expected {expected}."
 
 
+def preset_problem(name: Any) -> str | None:
+    """The error for the name of a preset; None where there is one of that name, or none is named."""
+    known = get_args(PresetName)
+    return None if name is None or name in known else f"preset is {name!r}, expected one of: {', '.join(known)}."
+
+
+def missing_settings(values: RecipeValues) -> list[str]:
+    """The errors for settings that every job needs and that are not there."""
+    required = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}
+    missing = {name: what for name, what in required.items() if not values.get(name)}
+    return [f"{name}: there is {what}, or {name} in a recipe." for name, what in missing.items()]
+
+
 def make_recipe(values: RecipeValues) -> Recipe:
     """Make a recipe of settings by name, with defaults for missing ones; all problems are one PlanError."""
     unknown = [unknown_setting(name) for name in values if name not in settings()]
     known = {name: settings()[name].read(value) for name, value in values.items() if name in settings()}
     problems = [*unknown, *filter(None, (value_problem(name, value) for name, value in known.items()))]
-    required = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}
-    missing = {name: what for name, what in required.items() if not known.get(name)}
-    problems += [f"{name}: there is {what}, or {name} in a recipe." for name, what in missing.items()]
-    if problems:
+    if problems := [*problems, *missing_settings(known)]:
         raise PlanError.from_problems(problems)
     sections = {section: kind(**_of_section(known, section)) for section, kind in SECTIONS.items()}
     return Recipe(**{name: known[name] for name in known if "." not in name}, **sections)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from scale_surgery.checkpoint.files import write_text
+from scale_surgery.checkpoint.plain_yaml import PlainLoader
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import PlanError
 from scale_surgery.fields import Field, fields_of
@@ -18,6 +19,7 @@ from scale_surgery.learning.recipe import (
     SECTIONS,
     Recipe,
     RecipeValues,
+    preset_problem,
     settings,
     unknown_setting,
     value_problem,
@@ -65,7 +67,7 @@ def _read(name: str, node: yaml.Node) -> tuple[Any, str | None]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return None, f"{name}: {_first_line(error)}, expected a plain value."
     if name == PRESET:
-        return value, None
+        return value, preset_problem(value)
     if name in SECTIONS:
         return value, f"{name} is a section, expected its settings below it."
     if name not in settings():
@@ -77,7 +79,7 @@ def _read(name: str, node: yaml.Node) -> tuple[Any, str | None]:
 def _parse(path: Path) -> yaml.Node | None:
     try:
         text = read_bytes(path, most=MOST_BYTES).decode()
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=PlainLoader)
     except OSError as error:
         raise PlanError(f"{path}: cannot be read ({error.strerror or error}). {FORM}") from error
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
