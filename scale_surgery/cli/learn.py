@@ -47,12 +47,17 @@ USUAL = dict.fromkeys(("epochs", "learning_rate", "batch_size"), "that of the pr
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     """Settings that were given, by their names in a recipe: options, then those of --set, then those of the recipe."""
+    from scale_surgery.learning.recipe import missing_settings, preset_problem
     from scale_surgery.learning.recipe_file import read_recipe
 
     recipe, given = options.pop("recipe"), options.pop("given")
     settings = {} if recipe is None else read_recipe(recipe)
     settings |= {name: value for name in ("model", "preset") if (value := options.pop(name)) is not None}
-    return settings | _from_options(options) | read_settings(given)
+    settings |= _from_options(options) | read_settings(given)
+    # a recipe may give them as well as the command line
+    if problems := [*missing_settings(settings), *filter(None, [preset_problem(settings.get("preset"))])]:
+        raise click.UsageError("\n".join(problems))
+    return settings
 
 
 def _from_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +122,7 @@ def learn_command(
         render_estimate,
         render_learned,
         render_lines,
+        render_recipe,
         render_result,
         render_stage,
     )
@@ -128,7 +134,7 @@ def learn_command(
     if write_recipe is not None:
         check_output_files([write_recipe], [*inputs_of(resolved).values(), *filter(None, [recipe_file])])
         write(resolved, write_recipe)
-        out.say_file("written", write_recipe)
+        out.show(resolved, render_recipe(write_recipe))
         return
     job = prepare(resolved, output or default_output(resolved), overwrite=overwrite, started=started, track=out.track)
     if dry_run:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.errors import counted
-from scale_surgery.show.commands import running_command, verify_command
+from scale_surgery.show.commands import command, running_command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, heading, sentence
 from scale_surgery.show.tables import (
     format_bytes,
@@ -28,6 +28,8 @@ from scale_surgery.show.tables_rank_layers import render_ranking
 from scale_surgery.show.tables_verify import render_verification
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from scale_surgery.learning.estimate import Estimate
     from scale_surgery.learning.hold_out import HeldOut
     from scale_surgery.learning.learned import Learned, Row, Side
@@ -65,6 +67,11 @@ def render_lines(estimate: Estimate) -> RenderableType:
     """The commands of all stages, to type by hand."""
     lines = [Text(stage.line, no_wrap=True, overflow="ignore") for stage in estimate.stages]
     return Group(heading("stages"), *lines)
+
+
+def render_recipe(file: Path) -> RenderableType:
+    """Where a recipe was written, and how it is run."""
+    return Facts("recipe", [("written", str(file)), (NEXT, command("learn", "--recipe", file))])
 
 
 def render_stage(name: str, line: str, number: int) -> RenderableType:

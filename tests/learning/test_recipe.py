@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from scale_surgery import PlanError, read_recipe, resolve_recipe, write_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.cli.options import read_settings
 from scale_surgery.cli.program import main
 from scale_surgery.learning.learn import prepare
 from scale_surgery.learning.presets import JobFacts, with_preset
@@ -96,7 +97,9 @@ def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
         ("data: [", "recipe.yaml: is no YAML (line 1: "),
         ("model: &x [*x]\n", "recipe.yaml, line 1: model is [[...]], expected text."),
         ("model: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
-        ("model: 2020-01-01\n", "expected text."),
+        ("training: {steps: 0100}\n", "line 1: training.steps is '0100', expected a whole number."),
+        ("training: {batch_size: 1:30}\n", "line 1: training.batch_size is '1:30', expected a whole number."),
+        ("preset: [a]\n", "line 1: preset is ['a'], expected one of: default, one-path, paper."),
         ("model: m\ndata: d\nwarmup: 0.1\n", "line 3: warmup is no setting of a recipe. Did you mean training.warmup?"),
         (b"model: \xff\n", "is no YAML"),
         (None, "cannot be read"),
@@ -107,6 +110,24 @@ def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
 )
 def test_hostile_files_are_refused(text, message, tmp_path):
     assert message in "\n".join(problems(text, tmp_path))
+
+
+def test_text_is_what_was_typed_whatever_number_or_date_it_looks_like(tmp_path):
+    texts = {"model": "2020-01-01", "revision": "0123456", "ranking.budget": "0200", "expansion.layers": "010"}
+    texts |= {"expansion.name": "1.10", "data": ("1.10", "7")}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "model: 2020-01-01\nrevision: 0123456\ndata: [1.10, 7]\n"
+        "ranking: {budget: 0200}\nexpansion: {layers: 010, name: 1.10}\n"
+    )
+    assert read_recipe(file) == texts
+    typed = [f"{name}={value}" for name, value in texts.items() if name != "data"]
+    settings = read_settings([*typed, "data=[1.10, 7]", "training.epochs=3", "training.warmup=1e-1", "route=false"])
+    recipe = values_of(make_recipe(settings))
+    assert {name: recipe[name] for name in texts} == texts
+    assert (recipe["training.epochs"], recipe["training.warmup"], recipe["route"]) == (3, 0.1, False)
+    write_recipe(make_recipe(settings), file)
+    assert values_of(make_recipe(read_recipe(file))) == recipe
 
 
 def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
@@ -216,7 +237,10 @@ def test_one_path_has_gates_and_rehearsal_in_place_of_a_router(data):
 def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
     file = tmp_path / "recipe.yaml"
     words = ["learn", SHIPPED_MODEL, "--data", data, "--set", "training.warmup=1e-1", "--steps", "7", "--device", "cpu"]
-    assert f"written to {file}" in run(*words, "--write-recipe", file).output.replace("\n", "")
+    written = run(*words, "--write-recipe", file).stdout
+    assert str(file) in "".join(written.split()) and f"next     scale-surgery learn --recipe {file}" in written
+    made = json.loads(run(*words, "--write-recipe", file, "--json").stdout)
+    assert (made["model"], made["training"]["steps"], made["running"]["device"]) == (str(SHIPPED_MODEL), 7, "cpu")
     values = values_of(make_recipe(read_recipe(file)))
     assert (values["training.warmup"], values["training.steps"], values["running.device"]) == (0.1, 7, "cpu")
     run("learn", "--recipe", file, "--write-recipe", tmp_path / "again.yaml")
@@ -233,7 +257,9 @@ def test_the_command_writes_a_recipe_and_takes_it(data, tmp_path):
         (["--set", "steps=3"], "steps is no setting of a recipe. Did you mean ranking.steps or training.steps?"),
         (["--set", "training.steps"], "--set training.steps is not KEY=VALUE"),
         (["--set", "training.steps=["], "the value is no YAML"),
-        (["--set", "training.warmup=2024-99-99"], "--set training.warmup=2024-99-99: the value is no YAML."),
+        (["--set", "training.warmup=2024-99-99"], "training.warmup is '2024-99-99', expected a number."),
+        (["--set", "training.steps=0100"], "training.steps is '0100', expected a whole number."),
+        (["--set", "preset=[a]"], "preset is ['a'], expected one of: default, one-path, paper."),
         (["--set", f"training.warmup={'[' * 2000}"], "the value is no YAML."),
         (["--steps", "0"], "training.steps is 0, expected at least 1."),
         (["--epochs", "0"], "training.epochs is 0.0, expected more than 0."),
@@ -251,3 +277,13 @@ def test_wrong_options_are_refused(words, message, data, tmp_path):
     )
     assert result.exit_code in (1, 2) and message in " ".join(result.output.split())
     assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("missing", ("model", "data"))
+def test_what_neither_the_line_nor_a_recipe_gives_is_wrong_usage(missing, data, tmp_path):
+    """As a missing argument is in every other command."""
+    words = {"model": [SHIPPED_MODEL], "data": ["--data", data]}
+    rest = [word for name, some in words.items() if name != missing for word in some]
+    assert f"or {missing} in a recipe." in run("learn", *rest, "-o", tmp_path / "job", code=2).output
+    (tmp_path / "r.yaml").write_text(json.dumps({missing: str(words[missing][-1])}))
+    run("learn", *rest, "--recipe", tmp_path / "r.yaml", "--write-recipe", tmp_path / "again.yaml")

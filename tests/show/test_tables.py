@@ -107,5 +107,5 @@ def test_a_loss_that_is_not_finite_is_shown_as_it_reads_in_a_record() -> None:
         warnings=(),
     )
     assert cells_of("old", learned) == [("base", "inf", "", "50.0%"), ("learned", "nan", "+nan", "50.0%")]
-    assert [fact.value for fact in _facts(learned)][0] == "+nan"
+    assert next(fact.value for fact in _facts(learned)) == "+nan"
     assert re.search(r"learned +nan +\+nan +50\.0%", shown(render_learned(learned)))
