@@ -5,8 +5,6 @@ YAML 1.1 reads 0200 as 128, 1:30 as 90 and the revision 1.10 as 1.1, and says no
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import yaml
 
 LEFT_AS_TYPED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
@@ -15,7 +13,8 @@ LEFT_AS_TYPED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "times
 class PlainLoader(yaml.SafeLoader):
     """Reads lists, mappings, texts, true, false and null."""
 
-    yaml_implicit_resolvers: ClassVar[Any] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in LEFT_AS_TYPED]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+
+PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in LEFT_AS_TYPED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
