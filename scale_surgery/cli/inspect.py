@@ -25,7 +25,10 @@ def inspect_command(model: str, revision: str | None, out: Output, **options: An
     """
     from scale_surgery.evidence.inspect import inspect
     from scale_surgery.running.options import RunOptions
+    from scale_surgery.show.commands import changed_options, of_revision
     from scale_surgery.show.tables import render_inspection
 
-    inspection = inspect(model, revision=revision, run=take_fields(RunOptions, options))
-    out.show(inspection, render_inspection(inspection, model))
+    run = take_fields(RunOptions, options)
+    inspection = inspect(model, revision=revision, run=run)
+    passed_on = [*of_revision(revision), *changed_options(run, RunOptions())]
+    out.show(inspection, render_inspection(inspection, model, passed_on))

@@ -42,7 +42,7 @@ from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.learned_tokens import ChosenTokens
 from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import RunOptions
-from scale_surgery.show.commands import changed_options, command
+from scale_surgery.show.commands import changed_options, command, of_revision
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.routers import RouterOptions, describe_router
@@ -230,7 +230,7 @@ def _rank_layers(work: Work) -> Stage:
         *_texts("--data", work.to_learn),
         *changed_options(work.candidates, Request("all"), {"seed", "name"}),
         *changed_options(recipe.ranking, RankingSettings()),
-        *_revision(recipe),
+        *of_revision(recipe.revision),
         *work.running("device", "trust_remote_code"),
         "-o",
         file,
@@ -243,10 +243,6 @@ def _rank_layers(work: Work) -> Stage:
         return ranking, {"layers": ranking.argument}
 
     return Stage("layers", lambda kept: line, [file], run)
-
-
-def _revision(recipe: Recipe) -> list[str]:
-    return [] if recipe.revision is None else ["--revision", recipe.revision]
 
 
 def _request(work: Work, kept: Kept) -> Request:
@@ -264,7 +260,7 @@ def _plan(work: Work) -> Stage:
         request = _request(work, kept)
         options = list(changed_options(request, Request(request.layers), {"layers"}))
         options += changed_options(work.tokens, TokenSource())
-        running = (*_revision(recipe), *work.running("trust_remote_code"))
+        running = (*of_revision(recipe.revision), *work.running("trust_remote_code"))
         return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
@@ -291,7 +287,7 @@ def _expand(work: Work) -> Stage:
         recipe.model,
         "--plan",
         work.plan_file,
-        *_revision(recipe),
+        *of_revision(recipe.revision),
         "--base-weights",
         recipe.base_weights,
         *work.running("device", "trust_remote_code"),

@@ -34,6 +34,7 @@ from scale_surgery.routing.choice import (
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.sweep import SweepTexts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
+from scale_surgery.show.commands import changed_options
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
 from scale_surgery.surgery.routers import is_even, routing_of, weights_of
@@ -73,6 +74,7 @@ class Calibration:
         dtype: Dtype that weights were cast to; None where they stayed as stored.
         plot: File of the figure, or None.
         written: Whether the proposed setting was written into the model; not where it was there already.
+        reading: The options that read the texts so once more.
     """
 
     path: Path
@@ -96,6 +98,7 @@ class Calibration:
     dtype: Dtype | None
     plot: Path | None
     written: bool
+    reading: tuple[str, ...] = ()
 
     @property
     def has_several(self) -> bool:
@@ -111,8 +114,8 @@ class Calibration:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options that the same limits need once more."""
-        return given_options(self.limits, self.present)
+        """The options that the same sweep needs once more."""
+        return (*given_options(self.limits, self.present), *self.reading)
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
@@ -199,6 +202,10 @@ def route_calibrate(
         dtype=run.dtype,
         plot=drawn,
         written=settings.write and best.routing != present,
+        reading=(
+            *([] if sequence_length is None else ["--sequence-length", str(sequence_length)]),
+            *changed_options(run, RunOptions(), {"memory_bytes"}),
+        ),
     )
     _write(result)
     return result

@@ -58,6 +58,11 @@ def as_yaml(value: Any) -> str:
     return str(yaml.safe_dump(value, width=math.inf)).removesuffix("\n").removesuffix("\n...")
 
 
+def of_revision(revision: str | None) -> list[str]:
+    """The option that names a revision of a Hub repository."""
+    return ["--revision", revision] if revision else []
+
+
 def trusting(architecture: Architecture) -> list[str]:
     """The option with which a command runs classes in the model's folder."""
     return ["--trust-remote-code"] if architecture.own_code else []
@@ -82,12 +87,12 @@ def expand_command(
     if plan is None:
         options = (*expand_options(made.request, revision), *changed_options(tokens, TokenSource()))
         return command("expand", model, *options, *trust)
-    return command("expand", model, *(["--revision", revision] if revision else []), "--plan", plan, *trust)
+    return command("expand", model, *of_revision(revision), "--plan", plan, *trust)
 
 
 def expand_options(request: Request, revision: str | None) -> Iterator[str]:
     """The options of expand that ask for what a request does."""
-    yield from ["--revision", revision] if revision else []
+    yield from of_revision(revision)
     yield from ("--layers", request.layers)
     yield from [] if request.method == DEFAULT_METHOD else ["--method", request.method]
     yield from changed_options(complete(request), complete(Request(request.layers, method=request.method)))

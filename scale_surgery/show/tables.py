@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -61,8 +62,8 @@ def format_nats(value: float) -> str:
     return "0" if value == 0 else f"{value:+z.{4 if abs(value) < 10 else 3}f}"
 
 
-def render_inspection(inspection: Inspection, model: str | None = None) -> RenderableType:
-    """An inspection as a table; with the name under which the model was given, the command to type next."""
+def render_inspection(inspection: Inspection, model: str | None = None, options: Sequence[str] = ()) -> RenderableType:
+    """An inspection as a table; with the name and options by which the model was given, the command to type next."""
     sizes = inspection.sizes
     rows = [
         ("family", inspection.family),
@@ -82,7 +83,7 @@ def render_inspection(inspection: Inspection, model: str | None = None) -> Rende
     if inspection.expanded is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
-        planned = "" if model is None or inspection.quantisation else command("plan", model, "--layers", last)
+        planned = "" if model is None or inspection.quantisation else command("plan", model, "--layers", last, *options)
         rows += [("not expandable", inspection.quantisation or ""), (NEXT, planned)]
         return Facts(inspection.name, rows)
     return Group(Facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
@@ -94,7 +95,7 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
     router = ("router", "none" if added.routing is None else describe_router(added.routing, list(added.expansions)))
     rows = [("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since])))]
-    rows.append((NEXT, added.adopt or ("" if model is None or added.is_current else command("verify", model))))
+    rows.append((NEXT, added.adopt or ("" if model is None or added.is_current else verify_command(Path(model)))))
     if len(added.expansions) == 1:
         ((name, only),) = added.expansions.items()
         first, *others = _expansion_rows(only, router)

@@ -66,4 +66,5 @@ def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
 def next_command(result: Ranking) -> str:
     """The command that makes the proposed expansion."""
     request = replace(result.request, layers=result.argument)
-    return command("expand", result.model, *expand_options(request, result.revision))
+    trust = ["--trust-remote-code"] * result.trust_remote_code
+    return command("expand", result.model, *expand_options(request, result.revision), *trust)

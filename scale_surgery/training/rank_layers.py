@@ -98,6 +98,7 @@ def rank_layers(
         name=source.name,
         model=str(model),
         revision=revision,
+        trust_remote_code=run.trust_remote_code,
         family=plan.family,
         request=plan.request,
         settings=settings,

@@ -60,6 +60,7 @@ class Ranking:
         name: Hub id, or name of the model's folder.
         model: The model as it was given.
         revision: Branch, tag or commit that was given.
+        trust_remote_code: Whether the model's own code was allowed to run.
         family: Its `model_type`.
         request: The expansion to be, as it was asked for; its layers are those that were ranked.
         settings: Settings of the pilot.
@@ -82,6 +83,7 @@ class Ranking:
     name: str
     model: str
     revision: str | None
+    trust_remote_code: bool
     family: str
     request: Request
     settings: RankingSettings

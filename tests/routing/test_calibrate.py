@@ -746,6 +746,16 @@ def test_the_options_that_set_the_same_limits_once_more() -> None:
         assert given_options(read_limits(settings, present.routing), present) == options
 
 
+def test_the_command_that_writes_reads_the_texts_as_they_were_read(place: Path) -> None:
+    """With other windows or another dtype another setting may be the best."""
+    run = RunOptions(device="cpu", dtype="bfloat16", trust_remote_code=True, batch_size=3)
+    result = route_calibrate(place / "posterior", old(place), new(place), sequence_length=20, run=run)
+    present = replace(result.present, routing=PosteriorRouter((0.125, 0.875)).for_expansions(1))
+    (line,) = (line for line in shown_of(replace(result, present=present)) if line.startswith("next "))
+    options = "--sequence-length 20 --device cpu --dtype bfloat16 --trust-remote-code --batch-size 3 --write"
+    assert line.endswith(f" {options}")
+
+
 def test_settings_that_are_beaten_or_hardly_differ_are_left_out() -> None:
     present, best = outcome(0.4, 0.5, 0.1), outcome(0.1, 0.0, 1.0)
     near, beaten, far, default = (

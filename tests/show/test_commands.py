@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from scale_surgery import Request, RunOptions, expand
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.show.commands import changed_options
 from scale_surgery.training.settings import TrainingSettings
 from tests.command import run
 from tests.conftest import shake
+from tests.surgery.test_own_code import save_speaking
 
 
 def proposed(text: str) -> list[str]:
@@ -68,6 +70,25 @@ def test_what_report_proposes_in_a_folder_of_several(tmp_path: Path) -> None:
     assert untrained == ["train", str(two), "--name", "music", "--data", "FILE"]
     trained = proposed(run("report", two, "--name", "law", "--files-only").stdout)
     assert trained == ["route-report", str(two), "--text", "FILE"], "it routes already"
+
+
+def test_what_inspect_proposes_has_what_the_model_needs(tmp_path: Path) -> None:
+    pine = save_speaking(tmp_path / "pine")
+    trust = ["--trust-remote-code"]
+    words = proposed(run("inspect", pine, *trust, "--revision", "main").stdout)
+    assert words == ["plan", str(pine), "--layers", "last:1", "--revision", "main", *trust]
+    assert proposed(run(*words).stdout)[0] == "expand", "and it is a plan"
+    assert "--" not in " ".join(proposed(run("inspect", SHIPPED_MODEL).stdout)[4:]), "the control: nothing is added"
+    expand(pine, Request("last:1"), tmp_path / "wide", run=RunOptions(trust_remote_code=True))
+    assert proposed(run("inspect", tmp_path / "wide", *trust).stdout) == ["verify", str(tmp_path / "wide"), *trust]
+
+
+def test_what_rank_layers_proposes_has_what_the_model_needs(tmp_path: Path) -> None:
+    pine, text = save_speaking(tmp_path / "pine"), tmp_path / "text.txt"
+    text.write_text("The bark of a pine is grey. " * 40)
+    short = ["--data", text, "--steps", "1", "--batch-size", "1", "--sequence-length", "16", "--budget", "90%"]
+    words = proposed(run("rank-layers", pine, *short, "--trust-remote-code").stdout)
+    assert words[:2] == ["expand", str(pine)] and words[-1] == "--trust-remote-code"
 
 
 @pytest.mark.parametrize("command", (["plan"], ["expand", "--dry-run"]))
