@@ -6,6 +6,7 @@ learn; inspect -> plan -> expand -> verify -> reload in a fresh process -> train
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from scale_surgery.evidence.verify import verify
 from scale_surgery.learning.learn import learn, resolve_recipe
 from scale_surgery.planning.request import Request
 from scale_surgery.running.options import RunOptions
+from scale_surgery.show.commands import changed_options, command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import TrainingSettings
@@ -117,24 +119,24 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     base, expanded, trained, stripped = (folder / name for name in ("biographies", "expanded", "trained", "stripped"))
     request = Request(layers=LAYERS)
     _learn(folder, steps, out, tell)
-    tell(f"inspect {base}", "The same step by step, and what else can be done: look at the model")
+    tell("The same step by step, and what else can be done: look at the model", command("inspect", base))
     out.say(tables.render_inspection(inspect(base)))
-    tell(f"plan {base} --layers {LAYERS}", "Plan: nothing is written")
+    tell("Plan: nothing is written", command("plan", base, "--layers", LAYERS))
     out.say(render_plan(plan(base, request), tensors=False))
-    tell(f"expand {base} --layers {LAYERS} -o {expanded}", "Widen all its layers")
+    tell("Widen all its layers", command("expand", base, "--layers", LAYERS, "-o", expanded))
     out.say(tables.render_expansion(expand(base, request, expanded, track=out.track)))
-    tell(f"verify {expanded} --base {base}", "Prove that nothing changed")
+    tell("Prove that nothing changed", command("verify", expanded, "--base", base))
     verification = verify(expanded, base, track=out.track)
     out.say(render_verification(verification))
-    command = f'AutoModelForCausalLM.from_pretrained("{expanded}", trust_remote_code=True)'
-    tell(None, "Load it in a fresh process, without scale-surgery", command)
+    line = f'AutoModelForCausalLM.from_pretrained("{expanded}", trust_remote_code=True)'
+    tell("Load it in a fresh process, without scale-surgery", line)
     reloaded = _reload(base, expanded)
     out.say(tables_demo.render_reloaded(reloaded))
     lesson = _teach(folder, steps, out, tell)
-    tell(f"verify {trained} --base {base}", "Prove that the base has stayed what it was")
+    tell("Prove that the base has stayed what it was", command("verify", trained, "--base", base))
     after = verify(trained, base, track=out.track)
     out.say(render_verification(after))
-    tell(f"strip {trained} -o {stripped}", "Take it back")
+    tell("Take it back", command("strip", trained, "-o", stripped))
     out.say(tables.render_stripped(strip(trained, stripped, track=out.track)))
     files = sorted(set(list_files(base)) | set(list_files(stripped)))
     identical = [file for file in files if _is_identical(base / file, stripped / file)]
@@ -144,7 +146,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     result = Demo(
         folder, verification.passed, reloaded, lesson, after.passed, len(files), len(identical), tensors, kept, passed
     )
-    tell(None, "Compare every byte", f"diff -r {base} {stripped}")
+    tell("Compare every byte", shlex.join(["diff", "-r", str(base), str(stripped)]))
     out.say(tables_demo.render_demo(result))
     out.say(tables_demo.render_step(tell.number + 1, "What it learned, and what it forgot", None))
     out.show(result, tables_demo.render_lesson(result, NEW_PEOPLE))
@@ -178,12 +180,12 @@ class Teller:
     def __init__(self, out: Output) -> None:
         self.out, self.number = out, 0
 
-    def __call__(self, arguments: str | None, title: str, command: str | None = None) -> None:
-        """Say the next step: arguments of this program, or another command."""
+    def __call__(self, title: str, line: str) -> None:
+        """Say the next step, and what to type."""
         from scale_surgery.show import tables_demo
 
         self.number += 1
-        self.out.say(tables_demo.render_step(self.number, title, command or f"scale-surgery {arguments}"))
+        self.out.say(tables_demo.render_step(self.number, title, line))
 
 
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
@@ -192,18 +194,19 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
 
     base, data = folder / "biographies", folder / "new_people.jsonl"
     settings = TrainingSettings(steps=steps, sequence_length=SEQUENCE_LENGTH, learning_rate=LEARNING_RATES["preserve"])
-    options = f"--steps {steps} --sequence-length {SEQUENCE_LENGTH}"
-    tell(
-        f"train {folder / 'expanded'} --data {data} -o {folder / 'trained'} {options} --learning-rate 0.01",
-        f"Teach it {NEW_PEOPLE} new people: preserve",
-    )
-    out.say(tables.render_training(train(folder / "expanded", [data], folder / "trained", settings, track=out.track)))
-    tell(None, "The same people: full fine-tuning, which overwrites the model", "(the Trainer of transformers)")
+    expanded, trained = folder / "expanded", folder / "trained"
+    options = changed_options(settings, TrainingSettings())
+    line = command("train", expanded, "--data", data, "-o", trained, *options)
+    tell(f"Teach it {NEW_PEOPLE} new people: preserve", line)
+    out.say(tables.render_training(train(expanded, [data], trained, settings, track=out.track)))
+    tell("The same people: full fine-tuning, which overwrites the model", "(the Trainer of transformers)")
     _fine_tune(base, data, folder / OVERWRITTEN, replace(settings, learning_rate=LEARNING_RATES["full"]), out)
     models = [folder / name for name in ("trained", "job/routed", OVERWRITTEN)]
     old, new = folder / "old_questions.jsonl", folder / "new_questions.jsonl"
-    tell(f"evaluate {' '.join(map(str, models))} --old {old} --new {new}", "Ask for old and new people")
-    evaluation = evaluate(models, [old], [new], run=RunOptions(batch_size=64), track=out.track)
+    run = RunOptions(batch_size=64)
+    line = command("evaluate", *models, "--old", old, "--new", new, *changed_options(run, RunOptions()))
+    tell("Ask for old and new people", line)
+    evaluation = evaluate(models, [old], [new], run=run, track=out.track)
     out.say(tables.render_evaluation(evaluation))
     return evaluation
 
@@ -217,11 +220,10 @@ def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
     data, old = folder / "new_people.jsonl", folder / "other_questions.jsonl"
     # a preset has small batches for a short text, and as many steps are to read as much as in the ways beside this one
     rows = TrainingSettings.batch_size
-    options = f"--layers {LAYERS} --steps {steps} --batch-size {rows} --sequence-length {SEQUENCE_LENGTH}"
-    tell(
-        f"learn {base} --data {data} --old {old} {options} --learning-rate {rate:g} -o {folder / 'job'} --quiet",
-        f"The whole job in one command: teach it {NEW_PEOPLE} new people",
-    )
+    options = ("--layers", LAYERS, "--steps", steps, "--batch-size", rows, "--sequence-length", SEQUENCE_LENGTH)
+    texts = ("--data", data, "--old", old)
+    line = command("learn", base, *texts, *options, "--learning-rate", rate, "-o", folder / "job", "--quiet")
+    tell(f"The whole job in one command: teach it {NEW_PEOPLE} new people", line)
     settings = {
         "model": str(base),
         "data": str(data),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from scale_surgery import CheckpointError
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.cli.program import main
 from scale_surgery.demo import Demo, count_kept_tensors, demo, has_every_base
 from scale_surgery.show.console import Output
 from scale_surgery.show.tables_demo import render_lesson
@@ -30,8 +32,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Demo, str]:
         patch.chdir(tmp_path_factory.mktemp("place"))
         out = Output()
         out.results = Console(file=StringIO(), width=100, highlight=False, markup=False)
-        result = demo(Path("demo"), out, steps=2)
-        return replace(result, folder=Path("demo").resolve()), out.results.file.getvalue()
+        # what is printed is quoted for a shell
+        result = demo(Path("my demo"), out, steps=2)
+        return replace(result, folder=Path("my demo").resolve()), out.results.file.getvalue()
 
 
 def base_bytes(text: str) -> dict[str, str]:
@@ -69,15 +72,31 @@ def test_the_demo_keeps_every_promise(shown):
     assert result.reloaded.logits_bit_equal and not result.reloaded.imported_scale_surgery
     assert result.reloaded.answer == result.reloaded.expected
     assert digests(result.folder / "stripped") == digests(SHIPPED_MODEL)
-    for command in (
-        "learn demo/biographies",
-        "inspect demo/biographies",
-        "expand demo/biographies --layers all",
-        "train demo/expanded",
-        "strip demo/trained",
-    ):
-        assert f"$ scale-surgery {command}" in text
     assert "All promises kept." in text
+
+
+def test_what_the_demo_prints_can_be_typed(shown):
+    lines = [shlex.split(line)[1:] for line in shown[1].splitlines() if line.startswith("$ ")]
+    typed = {}
+    for program, name, *words in lines:
+        if program == "scale-surgery":
+            typed[name, words[0]] = main.commands[name].make_context(name, [*words]).params
+    place = "my demo"
+    assert list(typed) == [
+        ("learn", f"{place}/biographies"),
+        ("inspect", f"{place}/biographies"),
+        ("plan", f"{place}/biographies"),
+        ("expand", f"{place}/biographies"),
+        ("verify", f"{place}/expanded"),
+        ("train", f"{place}/expanded"),
+        ("evaluate", f"{place}/trained"),
+        ("verify", f"{place}/trained"),
+        ("strip", f"{place}/trained"),
+    ]
+    train, evaluate = typed["train", f"{place}/expanded"], typed["evaluate", f"{place}/trained"]
+    assert (train["steps"], train["sequence_length"], train["learning_rate"]) == (2, 128, 0.01)
+    assert evaluate["batch_size"] == 64 and len(evaluate["models"]) == 3
+    assert ["diff", "-r", f"{place}/biographies", f"{place}/stripped"] in lines
 
 
 def test_the_table_says_what_was_counted(shown):
