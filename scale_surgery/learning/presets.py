@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scale_surgery.errors import PlanError
-from scale_surgery.learning.recipe import PresetName
+from scale_surgery.learning.recipe import PresetName, preset_problem
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.scale import NO_LAYERS
 from scale_surgery.running.context import DEFAULT_LENGTH
@@ -105,10 +105,10 @@ PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {
 }
 
 
-def with_preset(name: str, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:
+def with_preset(name: PresetName, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:
     """A preset with overrides."""
-    if name not in PRESETS:
-        raise PlanError(f"preset is {name!r}, expected one of: {', '.join(PRESETS)}.")
+    if (problem := preset_problem(name)) is not None:
+        raise PlanError(problem)
     batch_size, length = (overrides.get(f"training.{setting}") for setting in ("batch_size", "sequence_length"))
     values = PRESETS[name](replace(facts, batch_size=batch_size, sequence_length=length))
     # an empty variant is none that was said

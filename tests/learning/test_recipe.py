@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -142,8 +143,11 @@ def test_options_go_before_a_recipe_and_a_recipe_before_the_preset(data):
     # another method brings its own variant
     grown = resolve_recipe(values | {"expansion.method": "grow", "training.steps": 3})
     assert (grown.expansion.variant, grown.expansion.collaborate) == (None, None)
-    with pytest.raises(PlanError, match="preset is 'best', expected one of: default, one-path, paper"):
-        resolve_recipe(values | {"preset": "best"})
+    for preset in ("best", ["paper"]):
+        with pytest.raises(
+            PlanError, match=re.escape(f"preset is {preset!r}, expected one of: default, one-path, paper")
+        ):
+            resolve_recipe(values | {"preset": preset})
 
 
 @pytest.mark.parametrize("preset", ["default", "one-path", "paper"])
