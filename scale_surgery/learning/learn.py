@@ -107,9 +107,12 @@ def resolve_recipe(overrides: Mapping[str, Any]) -> Recipe:
         DataError: If a text is not there or cannot be read, or the model has no tokenizer.
         CheckpointError: If the model cannot be found.
     """
-    settings = {name: value for name, value in overrides.items() if name != PRESET}
-    recipe = make_recipe(settings)
+    given = {name: value for name, value in overrides.items() if name != PRESET}
+    recipe = make_recipe(given)
     _stamp_texts(recipe)
+    # as they were read, since a number may have come as text
+    values = values_of(recipe)
+    settings = {name: values[name] for name in given}
     return make_recipe(with_preset(overrides.get(PRESET) or "default", settings, _facts(recipe)))
 
 

@@ -90,7 +90,7 @@ def complete(request: Request, layers: int | None = None) -> Request:
 
 
 def _layer_problems(request: Request, layers: int | None) -> list[str]:
-    if request.method == "scale" and request.layers == NO_LAYERS:
+    if request.layers == NO_LAYERS:
         return []
     try:
         select_layers(request.layers, layers) if layers is not None else None
