@@ -150,8 +150,9 @@ class TrainingRun:
         manifest = read_manifest(folder)
         changed = replace(manifest.expansions[self.name], **changes)
         expansions, verification = {**manifest.expansions, self.name: changed}, manifest.verification
-        # one from before this run stays, and its date says so; one of an earlier step is of other tensors
-        if verification is not None and str(verification.get("date")) >= self.record["begun"]:
+        # one of an earlier step is of other tensors; one from before this run stays, and by its date is known to be older,
+        # as is one of the second in which it began
+        if verification is not None and str(verification.get("date")) > self.record["begun"]:
             verification = None
         written = replace(manifest, expansions=expansions, verification=verification)
         write_json(folder / MANIFEST_FILE, written.to_json())

@@ -207,8 +207,9 @@ def test_what_was_verified_in_the_middle_of_a_run_is_other_tensors(place: Path, 
     verifying = at_step(5, lambda: seen.append(verify(tmp_path / "out", probes=None).recorded))
     train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, track=verifying)
     assert seen and all(seen)
-    assert read_manifest(tmp_path / "out").verification is None
-    assert inspect(tmp_path / "out").expanded.verified is None  # type: ignore[union-attr]
+    summary = inspect(tmp_path / "out").expanded
+    # of the second in which the run began it stays, and is known to be older
+    assert summary is not None and (summary.verified is None or summary.changed_since)
 
 
 def test_only_what_is_chosen_trains(place: Path, tmp_path: Path) -> None:
