@@ -150,8 +150,8 @@ class TrainingRun:
         manifest = read_manifest(folder)
         changed = replace(manifest.expansions[self.name], **changes)
         expansions, verification = {**manifest.expansions, self.name: changed}, manifest.verification
-        # one of an earlier step is of other tensors; one from before this run stays, and by its date is known to be older,
-        # as is one of the second in which it began
+        # one of an earlier step is of other tensors; one from before this run, or of the second in which it began,
+        # stays, and is known to be older by its date
         if verification is not None and str(verification.get("date")) > self.record["begun"]:
             verification = None
         written = replace(manifest, expansions=expansions, verification=verification)
