@@ -179,9 +179,8 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     left_out += tuple(link for link in links if not any(shard.startswith(f"{link}/") for shard in shards))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
-    read = {
-        path / file: stamps[path / file] for file in sorted({*files, *shards} & {*shards, *side_files, MANIFEST_FILE})
-    }
+    belonging = [path / file for file in (*shards, *side_files, MANIFEST_FILE)]
+    read = {file: stamps[file] for file in belonging if file in stamps}
     return Checkpoint(path, config, named, tuple(shards), side_files, left_out, read)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from scale_surgery.checkpoint.files import UNFINISHED
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside, is_unicode
+from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, as_unicode, is_inside, is_unicode
 from scale_surgery.checkpoint.reading import other_kind
 from scale_surgery.errors import CheckpointError, shorten
 
@@ -100,8 +100,7 @@ def leads_out(path: Path, name: str) -> bool:
 def links_that_are_no_files(path: Path) -> tuple[str, ...]:
     """Links to folders, which are not walked into, and links to nothing, by name."""
     links = (link for link in _entries(path) if (path / link).is_symlink() and not (path / link).is_file())
-    # a name that is no UTF-8 could not be written into a record
-    return tuple(link.as_posix().encode(errors="backslashreplace").decode() for link in links)
+    return tuple(as_unicode(link.as_posix()) for link in links)
 
 
 def is_left_link(path: Path, name: str) -> bool:

@@ -68,3 +68,8 @@ def is_inside(name: object) -> bool:
 def is_unicode(name: str) -> bool:
     """Whether a name can be written as UTF-8; otherwise Python's form of it holds lone surrogates."""
     return HALF_A_CHARACTER.search(name) is None
+
+
+def as_unicode(name: str) -> str:
+    """A name as a record can hold it: what is no UTF-8 by its bytes."""
+    return name.encode(errors="backslashreplace").decode()

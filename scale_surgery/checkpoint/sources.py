@@ -15,7 +15,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, boundless, name_tensors,
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.listing import reached
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES, as_unicode
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError
 
@@ -71,8 +71,7 @@ def _local_source(model: str | Path) -> Source | None:
     path = Path(model)
     with reached(path):
         if path.exists():
-            # a record can name a folder only by what is UTF-8
-            return Source(path, path.resolve().name.encode(errors="backslashreplace").decode(), None)
+            return Source(path, as_unicode(path.resolve().name), None)
     parts = str(model).split("/")
     if len(parts) != 2 or not all(parts) or str(model).startswith((".", "~")):
         raise CheckpointError(f"{model}: not found. Give a model folder or a Hub id such as org/name.")
