@@ -37,6 +37,7 @@ CODE_FILES = (
     "expanded_model.py",
     "expanded_modules.py",
     "expanded_paths.py",
+    "expanded_releases.py",
     "expanded_routers.py",
     "expanded_routing.py",
     "expanded_shapes.py",
@@ -46,7 +47,13 @@ CODE_FILES = (
 )
 
 # code files that every fused checkpoint carries
-FUSED_CODE_FILES = ("configuration_fused.py", "configuration_scale.py", "expanded_stock.py", "modeling_fused.py")
+FUSED_CODE_FILES = (
+    "configuration_fused.py",
+    "configuration_scale.py",
+    "expanded_releases.py",
+    "expanded_stock.py",
+    "modeling_fused.py",
+)
 
 # one more where the classes of the base are its own and not of transformers: it names them, expanded or fused
 OWN_CODE_FILES = OWN_CODE_FILE, OWN_FUSED_FILE = "base_scale.py", "base_fused.py"

@@ -20,7 +20,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from .configuration_scale import find_stock_class, warn_of_old_release
+from .configuration_scale import find_stock_class
+from .expanded_releases import warn_of_old_release
 
 
 def config_of(stock: type, module: str = "") -> type:

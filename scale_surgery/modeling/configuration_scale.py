@@ -30,6 +30,9 @@ from typing import Any
 
 import transformers
 
+# transformers 4 copies the files that this one imports itself, and no others
+from .expanded_releases import warn_of_old_release
+
 
 def find_stock_class(name: str, kind: type, module: str, prefix: str = "Scale") -> Any:
     """The class of transformers that a class of ours is made of.
@@ -60,15 +63,6 @@ def config_of(stock: type, module: str = "") -> type:
         module: Where the class is found if not here; a model that is saved takes the files of that module along.
     """
     return _make_config(stock, module or __name__)
-
-
-def warn_of_old_release() -> None:
-    """Warn of a release of transformers that runs what a config.json names."""
-    if [int(number) for number in transformers.__version__.split(".")[:2]] < [5, 5]:
-        transformers.logging.get_logger("transformers").warning_once(
-            "transformers before 5.5 can run code that a config.json names (CVE-2026-4372, CVE-2026-5241). Install "
-            "a newer release, or load only files that you trust."
-        )
 
 
 @cache

@@ -11,12 +11,6 @@ from torch import nn
 from .expanded_modules import Blocks
 from .expanded_stock import StrictlyLoaded
 
-# what transformers' own adapters are called by
-ADAPTER_METHODS = (
-    *("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
-    *("active_adapter", "active_adapters", "get_adapter_state_dict"),
-)
-
 
 class LoadedModel(StrictlyLoaded):
     """Mixin before a stock model class: loads as transformers does, refuses what does not fit, and freezes the base."""

@@ -17,6 +17,7 @@ from .expanded_attention import ExpandedAttention, Heads, expand_attention
 from .expanded_loading import LoadedModel
 from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules, twin
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, memo, parting, streams_of_groups
+from .expanded_releases import count_tokens, find_cache
 from .expanded_routers import Router, make_router
 from .expanded_routing import Features, TokenScores, route, score_tokens
 from .expanded_shapes import shapes_of
@@ -428,11 +429,11 @@ class ExpandedPreTrainedModel(LoadedModel):
             return self._run(inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
-        choice, cache = self.choice, inputs.get("past_key_values")
+        choice, cache = self.choice, find_cache(inputs)
         check_cache(cache, choice)
         is_alone = choice.router is None and not choice.rows and not self._lacks_new_tokens(choice)
         output = self._run_stock(inputs) if is_alone else self._run_beside(inputs)
-        cache = cache_of(output) if cache is None else cache
+        cache = find_cache(output) if cache is None else cache
         if cache is not None:
             cache.expansion_choice = choice.key
         return output
@@ -475,8 +476,8 @@ class ExpandedPreTrainedModel(LoadedModel):
 
         with self.answering(answer):
             output = self._run_stock(inputs)
-        cache = inputs.get("past_key_values")
-        call.remember(cache_of(output) if cache is None else cache)
+        cache = find_cache(inputs)
+        call.remember(find_cache(output) if cache is None else cache)
         return output
 
     @contextmanager
@@ -677,10 +678,10 @@ def check_cache(cache: Cache | None, choice: Choice) -> None:
 
     One that another model filled may fit where a single path runs, and never where several do.
     """
-    past = 0 if cache is None else int(cache.get_seq_length())
+    past = count_tokens(cache)
     if past and getattr(cache, "expansion_choice", choice.key if len(choice.paths) == 1 else None) != choice.key:
         raise ValueError(
-            f"past_key_values: holds {past} tokens that were not read under this choice of expansions "
+            f"The KV cache holds {past} tokens that were not read under this choice of expansions "
             f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that "
             "was filled under it. Begin with an empty one."
         )
@@ -705,12 +706,6 @@ def unknown_name(name: Any, known: list[str]) -> str:
     """The problem of a name that no expansion has, with the nearest names or all."""
     near = get_close_matches(str(name), known, 3, 0.5) or known[:MOST_NAMED]
     return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
-
-
-def cache_of(output: Any) -> Cache | None:
-    """The KV cache that a forward gave out."""
-    values = output.values() if hasattr(output, "values") else output
-    return next((value for value in values if isinstance(value, Cache)), None)
 
 
 def separate(layers: nn.Module) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .expanded_paths import Paths, Running, memo
+from .expanded_releases import CACHES_OF_MODULES
 from .expanded_stock import View, normalise, through_gate
 from .expanded_streams import (
     CACHE_LINE,
@@ -40,8 +41,6 @@ from .expanded_streams import (
 # below the largest logit, a logit of probability 0: for what a router adds to it in float32, and where there is none
 # even after a stock model that makes its logits smaller
 NEAR, FAR = 200, 30_000
-# parameters of a forward that keeps a cache
-CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
 
 
 def twin(module: Any, **values: Any) -> Any:
@@ -520,7 +519,7 @@ class ExpandedBlock(ExpandedModule):
     """A whole block of a layer, run as it is on each base stream."""
 
     def make_layout(self, paths: Paths) -> Layout | None:
-        caches = CACHES.intersection(signature(stock_class(self).forward).parameters)
+        caches = CACHES_OF_MODULES.intersection(signature(stock_class(self).forward).parameters)
         if caches and len(paths.groups(self.place)) > 1:
             raise ValueError(
                 f"{type(self).__name__}: keeps a cache ({', '.join(sorted(caches))}) and runs as a whole, so two base "

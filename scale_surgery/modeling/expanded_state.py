@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.cache_utils import Cache, DynamicLayer
+
+from .expanded_releases import count_tokens, find_cache
 
 
 class RouterState(DynamicLayer):
@@ -41,6 +45,10 @@ class RouterState(DynamicLayer):
             remaining = max(0, self.keys.shape[-2] - removed)
             self.keys, self.values = self.keys[..., :remaining, :], self.values[..., :remaining, :]
             self.seen -= removed
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens were read: a cache of state-space layers alone asks the first layer that counts."""
+        return self.seen
 
     def reset(self) -> None:
         """Forget everything."""
@@ -76,20 +84,29 @@ class RouterCall:
             is_training: Whether the model trains.
 
         Raises:
-            ValueError: If there are no ids to read, or the cache holds tokens that this router has not read.
+            ValueError: If there are no ids to read, the cache holds tokens that this router has not read, or a text is
+                to go on and no cache holds its beginning.
         """
-        ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        ids, cache = inputs.get("input_ids"), find_cache(inputs)
         if ids is None and reads_tokens:
             raise ValueError("inputs_embeds: the router scores tokens, expected input_ids.")
-        past = 0 if cache is None else int(cache.get_seq_length())
+        past = count_tokens(cache)
         state = state_of(cache) if past else None
         if past and reads_tokens and (state is None or state.seen != past or not state.keys.shape[-2]):
             raise ValueError(
-                f"past_key_values: holds {past} tokens that this router has not read, or from which more were taken "
-                "back than it remembers, expected a cache that it filled itself. Begin with an empty one."
+                f"The KV cache holds {past} tokens that this router has not read, or from which more were taken back "
+                "than it remembers, expected a cache that it filled itself. Begin with an empty one."
             )
         like = inputs["inputs_embeds"] if ids is None else ids
-        restarts = find_restarts(inputs.get("attention_mask"), inputs.get("position_ids"), past, like)
+        mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
+        if reads_tokens and not past and goes_on(mask, places, like.shape[1]):
+            raise ValueError(
+                "The text goes on (its attention mask is longer than input_ids, or its first position is not 0), and "
+                "no KV cache holds the router's state for its beginning. Give the whole text, or the cache that the "
+                f"model filled. transformers {transformers.__version__} may name the cache in a way that this code "
+                "does not know; scale-surgery verify FOLDER checks it."
+            )
+        restarts = find_restarts(mask, places, past, like)
         positions = slice(-keep or None, None) if isinstance(keep, int) else keep
         is_cached = cache is not None or not (is_training or inputs.get("use_cache") is False)
         return cls(ids, restarts, state, positions, is_cached)
@@ -109,6 +126,21 @@ class RouterCall:
         # however an older cache was emptied, its next text begins anew
         state.seen = 0 if self.state is None else state.seen
         state.set(*self.result, tokens=self.ids.shape[1])
+
+
+def goes_on(mask: Tensor | None, positions: Tensor | None, length: int) -> bool:
+    """Return whether tokens came before those of a call that has no KV cache.
+
+    Args:
+        mask: 2-dimensional attention mask (b, earlier tokens + t) or None; any other mask is not read.
+        positions: Position ids (b or 1, t) or None.
+        length: Tokens of the call, t.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.shape[1] > length
+    # transformers 4 gives padding the position 1; a graph cannot ask for values
+    can_read = positions is not None and positions.dim() == 2 and not (positions.is_meta or is_compiling())
+    return can_read and bool((positions[:, 0] > 1).any())
 
 
 def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from torch.nn import functional
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from .configuration_scale import find_stock_class
+from .expanded_releases import ADDED_AFTER, ADDED_BEFORE, NO_WEIGHTS, warn_of_new_release
 
 # tensors that an error names
 MOST_NAMED = 5
-# what transformers says of a folder or repository without weights, and what such a one may be: this code opens no file
-NO_WEIGHTS = "file named"
+# what a folder or repository without weights may be: this code opens no file
 AN_EXTRACT = (
     "A folder with extract.json in place of weights is an extract: an expansion without its base, which extract.json "
     "names. Put it on that base: scale-surgery apply EXTRACT --base BASE -o FOLDER writes a model that loads so; or "
@@ -25,8 +25,6 @@ AN_EXTRACT = (
 )
 # a gate that nothing has trained is open: 2 sigmoid(3) - 0.5 is above 1
 BEGINS_OPEN, STRETCH, GATE_EPSILON = 3.0, 0.5, 1e-6
-# what models that see images add to the hidden state between layers, by the number of a layer: after it, or before it
-ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
 
 class View:
@@ -51,6 +49,7 @@ class StrictlyLoaded:
         `strict_loading=False` takes what is missing as it was initialised, as transformers does;
         `output_loading_info=True` then says what that is.
         """
+        warn_of_new_release(next(iter(args), kwargs.get("pretrained_model_name_or_path")))
         is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
         try:
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)

@@ -36,6 +36,7 @@ from .configuration_fused import config_of
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .configuration_scale import find_stock_class  # noqa: F401
+from .expanded_releases import find_cache  # noqa: F401
 from .expanded_stock import (
     StrictlyLoaded,
     View,

@@ -47,11 +47,12 @@ from .configuration_scale import config_of
 
 # transformers 4 copies the files that this one imports itself, and no others
 from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
-from .expanded_loading import ADAPTER_METHODS, refusing
+from .expanded_loading import refusing
 from .expanded_mixture import Mixture  # noqa: F401
 from .expanded_model import ExpandedPreTrainedModel
 from .expanded_modules import Blocks  # noqa: F401
 from .expanded_paths import Paths  # noqa: F401
+from .expanded_releases import ADAPTER_METHODS, name_cache
 from .expanded_routers import Router  # noqa: F401
 from .expanded_routing import route  # noqa: F401
 from .expanded_shapes import shapes_of  # noqa: F401
@@ -81,7 +82,9 @@ def _make_model(stock: Any, stock_config: type, config: type, module: str) -> ty
     # with the signature of the stock model, from which others learn what it takes
     @wraps(stock.forward)
     def forward(self, *args, **inputs):
-        return self.run(**dict(zip(names[: len(args)], args, strict=True)), **inputs)
+        inputs = dict(**dict(zip(names[: len(args)], args, strict=True)), **inputs)
+        name_cache(inputs, names)
+        return self.run(**inputs)
 
     attributes = {"config_class": config, "forward": forward, "__module__": module}
     attributes["__doc__"] = ExpandedPreTrainedModel.__doc__

@@ -213,7 +213,7 @@ def test_without_a_head_sizes_are_those_of_the_base(tmp_path: Path) -> None:
     # a server asks for the width of what comes out, and a setting of the user counts
     assert body.config.hidden_size == hidden.shape[-1] > SIZES["hidden_size"]
     body.config.use_cache = False
-    assert body(**prompt).past_key_values is None
+    assert body(**prompt).cache is None
 
 
 def test_no_layer_lies_on_two_devices(twins_of: Callable[..., Twins]) -> None:

@@ -69,10 +69,10 @@ def in_pieces(model: Any, prompt: dict[str, Tensor], sizes: tuple[int, ...], cac
             input_ids=ids[:, now],
             attention_mask=mask[:, : now.stop],
             position_ids=positions_of(mask)[:, now],
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
         )
-        cache, start, pieces = output.past_key_values, now.stop, [*pieces, output.logits]
+        cache, start, pieces = output.cache, now.stop, [*pieces, output.logits]
     return torch.cat(pieces, 1)
 
 
@@ -102,8 +102,8 @@ def test_pieces_give_what_the_whole_gives(
         # a cache goes on, whatever was kept
         with torch.no_grad():
             ids, kept = prompt["input_ids"][1:2], keep if isinstance(keep, int) else keep.clamp(max=9)
-            cache = model(ids[:, :10], logits_to_keep=kept, use_cache=True).past_key_values
-            assert_close(model(ids[:, 10:], past_key_values=cache).logits, whole[1:2, 10:])
+            cache = model(ids[:, :10], logits_to_keep=kept, use_cache=True).cache
+            assert_close(model(ids[:, 10:], cache=cache).logits, whole[1:2, 10:])
     # one call, whose logits are made, and of those that are not kept scored, some positions at a time
     monkeypatch.setattr(expanded_routing, "LOGITS_AT_ONCE", 4 * 3 * 5 * 97)
     assert_close(logits(model, prompt, **at)[:, 5:], whole[:, 5:])
@@ -190,7 +190,7 @@ def test_caches_of_other_kinds(model_of: Callable[..., Any], family: str, run: s
     assert torch.equal(chunked.sequences, wanted.sequences)
     cache = StaticCache(config=model.config, max_cache_len=30)
     for _ in range(2):
-        assert_same_generation(model.generate(**prompt, **GREEDY, past_key_values=cache), wanted)
+        assert_same_generation(model.generate(**prompt, **GREEDY, cache=cache), wanted)
         cache.reset()
     # without padding masks are left out where all layers of a cache grow, and this one's do not
     ids = random_ids(2, 14)
@@ -202,11 +202,11 @@ def test_caches_of_other_kinds(model_of: Callable[..., Any], family: str, run: s
     # a token that was written may be the one that pads
     later = GREEDY | {"attention_mask": torch.ones_like(asked)}
     wanted = model.generate(asked, **later)
-    copied = copy.deepcopy(first.past_key_values)
+    copied = copy.deepcopy(first.cache)
     with torch.no_grad():
-        model(random_ids(1, 4), past_key_values=copied)
-    for cache in (copy.deepcopy(first.past_key_values), first.past_key_values):
-        assert_same_generation(model.generate(asked, past_key_values=cache, **later), wanted)
+        model(random_ids(1, 4), cache=copied)
+    for cache in (copy.deepcopy(first.cache), first.cache):
+        assert_same_generation(model.generate(asked, cache=cache, **later), wanted)
 
 
 @pytest.mark.parametrize("only_full", (False, True))
@@ -218,7 +218,7 @@ def test_an_offloaded_cache_fetches_the_first_layer_after_the_last(
     fetches = []
     for model in trio_of(family).trained()[1:]:
         cache = DynamicCache(config=model.config)
-        model(random_ids(1, 6), past_key_values=cache, use_cache=True)
+        model(random_ids(1, 6), cache=cache, use_cache=True)
         cache.prefetch_stream, fetched = nullcontext(), []
         for index in range(3):
             cache.layers[index].prefetch = lambda index=index, fetched=fetched: fetched.append(index)
@@ -232,13 +232,13 @@ def test_an_offloaded_cache_fetches_the_first_layer_after_the_last(
 def test_rows_of_the_cache_move_together(model_of: Callable[..., Any], run: str) -> None:
     """Reordered, repeated and cropped: as if each row had been read so from its beginning."""
     model, ids, rows = model_of("llama", run), random_ids(3, 10, seed=1), torch.tensor([2, 0, 0])
-    cache = model(ids[:, :7], use_cache=True).past_key_values
+    cache = model(ids[:, :7], use_cache=True).cache
     cache.reorder_cache(rows)
     moved = copy.deepcopy(cache)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3, 5]))
     for changed_cache, picked in ((moved, rows), (cache, rows[[0, 1, 2]])):
-        actual = model(ids[:, 7:], past_key_values=changed_cache).logits
+        actual = model(ids[:, 7:], cache=changed_cache).logits
         whole = logits(model, {"input_ids": torch.cat((ids[picked, :7], ids[:, 7:]), 1)})
         assert_close(actual, whole[:, 7:])
     assert (actual[0] - actual[1]).abs().max() > DRIFT, "the control: rows differ"
@@ -248,27 +248,27 @@ def test_rows_of_the_cache_move_together(model_of: Callable[..., Any], run: str)
 @torch.no_grad()
 def test_a_cropped_cache_goes_on(model_of: Callable[..., Any], run: str) -> None:
     model, ids = model_of("llama", run), random_ids(2, 64)
-    cache = model(ids[:, :10], use_cache=True).past_key_values
+    cache = model(ids[:, :10], use_cache=True).cache
     for removed in (0, 3, 6):
         before = cache.get_seq_length()
         cache.crop(-removed)
         now = ids[:, before - removed : before + 4]
         # what several logits are asked for is remembered as long
-        actual = model(now, past_key_values=cache, logits_to_keep=now.shape[1]).logits
+        actual = model(now, cache=cache, logits_to_keep=now.shape[1]).logits
         assert_close(actual, logits(model, {"input_ids": ids[:, : before + 4]})[:, before - removed :])
     # as assisted generation asks: so many logits, and all guesses but the first few were wrong
     read = cache.get_seq_length()
-    model(ids[:, read : read + 41], past_key_values=cache, logits_to_keep=41)
+    model(ids[:, read : read + 41], cache=cache, logits_to_keep=41)
     cache.crop(-38)
-    actual = model(ids[:, read + 3 : read + 10], past_key_values=cache).logits
+    actual = model(ids[:, read + 3 : read + 10], cache=cache).logits
     assert_close(actual, logits(model, {"input_ids": ids})[:, read + 3 : read + 10])
     cache.crop(-20)
-    with pytest.raises(ValueError, match=r"^past_key_values: holds 12 tokens that this router has not read, or f"):
-        model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"^The KV cache holds 12 tokens that this router has not read, or f"):
+        model(ids[:, :1], cache=cache)
     cache.reset()
-    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, use_cache=True).logits)
+    assert torch.equal(model(ids, cache=cache).logits, model(ids, use_cache=True).logits)
     cache.crop(-64)
-    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, use_cache=True).logits)
+    assert torch.equal(model(ids, cache=cache).logits, model(ids, use_cache=True).logits)
 
 
 @pytest.mark.parametrize(
@@ -314,15 +314,15 @@ def test_a_cache_of_another_model_is_refused(
     base, expanded, model = trio_of(family, request_name, routing).trained()
     ids = random_ids(2, 9)
     for foreign_model in (base, expanded):
-        cache = foreign_model(ids, use_cache=True).past_key_values
-        with pytest.raises(ValueError, match=f"^past_key_values: holds 9 tokens {FOREIGN}.*Begin with an empty one"):
-            model(ids[:, :1], past_key_values=cache)
-    cache = model(ids, use_cache=True).past_key_values
+        cache = foreign_model(ids, use_cache=True).cache
+        with pytest.raises(ValueError, match=f"^The KV cache holds 9 tokens {FOREIGN}.*Begin with an empty one"):
+            model(ids[:, :1], cache=cache)
+    cache = model(ids, use_cache=True).cache
     assert (state_of(cache) is not None) == (routing == "posterior")
     with model.routing_disabled():
-        switched_off = model(ids, use_cache=True).past_key_values
+        switched_off = model(ids, use_cache=True).cache
         with pytest.raises(ValueError, match=f"holds 9 tokens {FOREIGN}"):
-            model(ids, past_key_values=copy.deepcopy(cache))
+            model(ids, cache=copy.deepcopy(cache))
     with pytest.raises(ValueError, match=FOREIGN):
-        model(ids[:, :1], past_key_values=switched_off)
-    assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all(), "the control"
+        model(ids[:, :1], cache=switched_off)
+    assert model(ids[:, :1], cache=cache).logits.isfinite().all(), "the control"

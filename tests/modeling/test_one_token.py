@@ -46,12 +46,12 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head, threads
     model, alone = made.composed(), [made.alone(name) for name in (None, *REQUESTS)]
     model.set_expansion(list(REQUESTS))
     ids = random_ids(1, 30)
-    caches = [reader(ids[:, :20], use_cache=True).past_key_values for reader in (model, *alone)]
+    caches = [reader(ids[:, :20], use_cache=True).cache for reader in (model, *alone)]
     for token in ids[:, 20:].unbind(1):
-        model(token[:, None], past_key_values=caches[0])
+        model(token[:, None], cache=caches[0])
         keys = state_of(caches[0]).keys[:, :, -1].unbind(1)
         logits = [
-            reader(token[:, None], past_key_values=kept).logits for reader, kept in zip(alone, caches[1:], strict=True)
+            reader(token[:, None], cache=kept).logits for reader, kept in zip(alone, caches[1:], strict=True)
         ]
         expected = [(path_logits.float() - normalizers(path_logits)[..., None])[:, -1] for path_logits in logits]
         assert all(map(torch.equal, keys, expected))
@@ -67,8 +67,8 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head, threads
 def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
     model, token = made_of("llama", LLAMA).composed("medicine", "music"), random_ids(1, 2)
     model.set_expansion(model.expansions)
-    cache = model(token[:, :1], use_cache=True).past_key_values
-    model(token[:, 1:], past_key_values=cache)
+    cache = model(token[:, :1], use_cache=True).cache
+    model(token[:, 1:], cache=cache)
     before = model(token[:, :1], use_cache=False).logits
     if give == "assign":
         model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()}, assign=True)

@@ -252,7 +252,7 @@ def test_it_goes_through_every_command(
     ids = AutoTokenizer.from_pretrained(routed)("the quick", return_tensors="pt")["input_ids"]
     alone = load(routed).generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
     assert [token.id for token in answer.tokens] == alone[0, ids.shape[1] :].tolist()
-    cache = load(routed)(ids, use_cache=True).past_key_values
+    cache = load(routed)(ids, use_cache=True).cache
     assert (state_of(cache) is not None) == kind.reads_tokens
     assert describe_router(router, LLAMA[:3]) in " ".join(
         shown(render_route_report(route_report(routed, text))).split()

@@ -47,8 +47,8 @@ def run_everywhere(model: Any) -> None:
     ids = torch.ones((2, 9), dtype=torch.long, device="meta")
     model(ids, labels=ids, use_cache=False).loss.backward()
     with torch.no_grad():
-        cache = model(ids, attention_mask=torch.ones_like(ids)).past_key_values
-        model(ids[:, :1], past_key_values=cache)
+        cache = model(ids, attention_mask=torch.ones_like(ids)).cache
+        model(ids[:, :1], cache=cache)
         if model.is_routing_enabled:
             model.score_tokens(ids)
             model.path_logits(ids)
@@ -84,8 +84,8 @@ def test_paths_side_by_side_on_two_devices(made_of: Callable[..., Any]) -> None:
     for names in ("law", None, list(LLAMA)):
         model.set_expansion(names)
         with torch.no_grad():
-            cache = model(ids, attention_mask=torch.ones_like(ids)).past_key_values
-            assert model(ids[:, :1], past_key_values=cache).logits.is_meta
+            cache = model(ids, attention_mask=torch.ones_like(ids)).cache
+            assert model(ids[:, :1], cache=cache).logits.is_meta
     model.score_tokens(ids)
     assert all(logits.is_meta for logits in model.path_logits(ids))
     assert model(ids, expansion_names=["law", None]).logits.is_meta

@@ -296,10 +296,10 @@ def paths_that_differ(alone: dict[str | None, Any], model: Any) -> set[str | Non
     for size in (6, 1, 2):
         now, start = ids[:, start : start + size], start + size
         cache = DynamicCache(config=model.config) if cache is None else cache
-        side_by_side = model.path_logits(now, past_key_values=cache)
+        side_by_side = model.path_logits(now, cache=cache)
         for number, (name, path_model) in enumerate(alone.items()):
-            output = path_model(now, past_key_values=caches[name], use_cache=True)
-            caches[name] = output.past_key_values
+            output = path_model(now, cache=caches[name], use_cache=True)
+            caches[name] = output.cache
             if not torch.equal(side_by_side[number], output.logits):
                 differing_paths.add(name)
     return differing_paths

@@ -20,6 +20,7 @@ from transformers import AutoModel, AutoTokenizer, DynamicCache, pipeline
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.expansions import expansion_of
+from scale_surgery.modeling.expanded_releases import CACHE
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
 from scale_surgery.modeling.expanded_state import state_of
 from scale_surgery.surgery.expand import expand
@@ -174,7 +175,7 @@ def test_a_tuple_and_a_loss(trio_of: Callable[..., Trio]) -> None:
         first_logits, cache = model(ids[:, :8], use_cache=True, return_dict=False)
         assert torch.equal(first_logits, model(ids[:, :8]).logits)
         assert state_of(cache) is not None
-        later = model(ids[:, 8:], past_key_values=cache, return_dict=False)[0]
+        later = model(ids[:, 8:], cache=cache, return_dict=False)[0]
         output = model(ids, labels=ids)
         torch.testing.assert_close(later, output.logits[:, 8:], atol=DRIFT, rtol=1e-4)
         wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -228,7 +229,7 @@ def test_the_signature_is_the_stock_one(trio_of: Callable[..., Trio], family: st
         with model.expansion_disabled():
             second = list(signature(type(base).forward).parameters)[2]
             given, repeated = (
-                DynamicCache() if second == "past_key_values" else torch.ones_like(ids) for _ in range(2)
+                DynamicCache() if second == CACHE else torch.ones_like(ids) for _ in range(2)
             )
             assert torch.equal(model(ids, given).logits, base(ids, repeated).logits)
 

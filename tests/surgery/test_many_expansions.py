@@ -58,7 +58,7 @@ def test_a_name_for_each_row(llama):
     for row, name in enumerate(rows):
         assert torch.equal(tokens[row], llama.alone(name).generate(**prompt, **GREEDY, num_beams=3)[row])
     model.set_expansion(list(LLAMA))
-    keys = model(random_ids(2, 5), use_cache=True).past_key_values.layers[1].keys
+    keys = model(random_ids(2, 5), use_cache=True).cache.layers[1].keys
     assert keys.shape[1] == 2 + 1 + 1 + 2 + 2, "the base's, new ones of medicine and music, those of law and chess"
 
 
@@ -149,10 +149,10 @@ def test_choices_that_make_no_sense_are_refused(llama):
             assert refusal(model.generate, **prompts, expansion_names=names, error=ValueError) == expected
         assert refusal(model.generate, random_ids(4, 3), expansion_names=names, error=ValueError) == expected
     assert "One path runs now" in refusal(model.score_tokens, ids, error=ValueError)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True).cache
     with model.use_expansion("medicine"):
-        assert refusal(model, ids, past_key_values=cache, error=ValueError).startswith(
-            "past_key_values: holds 4 tokens that were not read under this choice of expansions (medicine), expected a"
+        assert refusal(model, ids, cache=cache, error=ValueError).startswith(
+            "The KV cache holds 4 tokens that were not read under this choice of expansions (medicine), expected a"
         )
     for name in ("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "disable_adapters"):
         assert refusal(getattr(model, name), "law", error=NotImplementedError).startswith(
