@@ -29,6 +29,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_F
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
+from scale_surgery.evidence.kept_state import KeptState, measure_kept_state
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.progress import Track
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
@@ -136,6 +137,7 @@ class Numbers(LogitDrift):
         new_tokens: Tokens generated for each prompt.
         paths: The base's path, and that of each expansion; empty where the model has one path.
         mixture: Loss of its router's mixture; None without a router.
+        kept_state: What a router that reads tokens keeps with a KV cache; None without one.
         shut: Tokens up to which all gates are shut; None without gates, or with a router.
         load_problems: Tensors that were missing, unexpected or re-initialised on load.
         token_problems: Prompts whose token ids differ between the two tokenizers.
@@ -152,6 +154,7 @@ class Numbers(LogitDrift):
     new_tokens: int
     paths: tuple[PathNumbers, ...]
     mixture: MixtureLoss | None
+    kept_state: KeptState | None
     shut: ShutGates | None
     load_problems: tuple[str, ...]
     token_problems: tuple[str, ...]
@@ -211,7 +214,7 @@ def probe(
         with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
             expanded = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             advance(1)
-            paths, mixture = list[PathNumbers](), None
+            paths, mixture, kept_state = list[PathNumbers](), None, None
             if names:
                 beside = _beside(model, batch, sizes, run.device)
                 rounding = float(stock.logits[real].abs().max()) * torch.finfo(stock.logits.dtype).eps
@@ -221,6 +224,7 @@ def probe(
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
                     advance(1)
                 mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.max_new_tokens))
+                kept_state = measure_kept_state(model, batch, run.device, mixture.rounding)
                 advance(1)
     return Numbers(
         **vars(compare_logits(stock.logits, expanded.logits, batch, run.device)),
@@ -238,6 +242,7 @@ def probe(
         new_tokens=probes.max_new_tokens,
         paths=tuple(paths),
         mixture=mixture,
+        kept_state=kept_state,
         shut=None if expanded.shut is None or names else _compare_shut(stock.logits, expanded, real),
         load_problems=tuple(problem for problem in problems if problem not in known),
         token_problems=tokens,

@@ -196,6 +196,7 @@ def _judge(
     problems = integrity.structure + integrity.config + integrity.code + facts
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
+        problems += () if numbers.kept_state is None else tuple(numbers.kept_state.problems)
     promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
     decisive, passed = decide(promises, required, problems)
     return Verification(

@@ -88,6 +88,9 @@ def _render_numbers(result: Verification) -> RenderableType:
         texts = f"{counted(mixture.texts, 'text')} of up to {counted(mixture.longest, 'token')}"
         lost = f"{mixture.excess:z.3g} nats against {best}, rounding explains {mixture.rounding:.2g}: {mixture.worst}"
         rows += [("mixture", texts), ("worst loss", lost)]
+    if (state := numbers.kept_state) is not None:
+        kept = f"holds {state.tokens:,} of {counted(state.read, 'token')} with a KV cache"
+        rows.append(("router's state", f"{kept}, weights differ by {state.weight_difference:.2g}"))
     parts: list[RenderableType] = [Facts("numbers", rows)]
     parts += [] if worst.drift == 0 else [Text(), _render_layers(numbers.layers)]
     parts += [Text(), *_render_paths(numbers)] if numbers.paths else []

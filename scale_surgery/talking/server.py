@@ -177,7 +177,8 @@ class Server(Serve):
         responses._normalize_input = partial(_read, responses._normalize_input)
         # a request to /load_model may name any model; its code was not trusted
         manager.trust_remote_code = False
-        manager.get_gen_models = self._listed
+        # the second name is that of transformers before 5.24
+        manager.list_models = manager.get_gen_models = self._listed
         for handler in (*handlers, self._systemone_handler):
             handler._resolve_model = partial(self._resolve, handler._resolve_model, handler)
         # transformers refuses values, and chat templates conversations, by errors that would else be the server's own
@@ -187,7 +188,7 @@ class Server(Serve):
         with suppress(KeyboardInterrupt):
             self.server.run()
 
-    def _listed(self) -> list[dict[str, Any]]:
+    def _listed(self, *_: Any) -> list[dict[str, Any]]:
         """The answer of /v1/models."""
         facts = {"object": "model", "created": int(time()), "owned_by": "scale-surgery"}
         return [{"id": name, **facts} for name in self.paths]

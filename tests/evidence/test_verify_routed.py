@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from scale_surgery import (
+    CheckpointError,
     CosineRouter,
     PosteriorRouter,
     Probes,
@@ -141,6 +142,32 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
     assert not run.passed and not promise(run, "bounded_forgetting").holds
     assert any(problem.startswith("a text (prompt ") for problem in promise(run, "bounded_forgetting").problems)
     assert promise(run, "base_stream_always").problems == run.problems, "the paths are what they were"
+
+
+def test_a_router_that_finds_no_state_is_caught(place: Path, copy: Copy) -> None:
+    """As code does that knows the KV cache by a name which transformers gave up; the control keeps its state."""
+    kept = verify(place / "switching", record=False).numbers
+    assert kept is not None and (state := kept.kept_state) is not None
+    assert state.tokens == state.read > 20 and state.weight_difference <= 1e-6 < state.rounding == 1e-3
+    cosine = verify(place / "cosine", record=False).numbers
+    assert cosine is not None and cosine.kept_state is None, "it reads no tokens"
+    path = copy("switching")
+    change(path / "expanded_state.py", 'input_ids"), find_cache(inputs)', 'input_ids"), inputs.get("a_former_name")')
+    with pytest.raises(CheckpointError, match="no KV cache holds the router's state for its beginning"):
+        verify(path, run=RunOptions(trust_remote_code=True), record=False)
+    change(path / "expanded_state.py", "reads_tokens and not past and goes_on(", "False and goes_on(")
+    run = verify(path, run=RunOptions(trust_remote_code=True), record=False)
+    assert not run.passed and run.numbers is not None and not promise(run, "bounded_forgetting").claimed
+    assert any(f"its state holds 1 token of {state.read}, so generate" in problem for problem in run.problems)
+
+
+def test_a_router_whose_state_is_another_is_caught(copy: Copy) -> None:
+    """Its weights after each token are lost, and the count of tokens is right."""
+    path = copy("switching")
+    change(path / "expanded_state.py", "weights.transpose(1, 2)", "weights.transpose(1, 2) * 0")
+    run = verify(path, run=RunOptions(trust_remote_code=True), record=False)
+    assert not run.passed
+    assert any(problem.startswith("router: weights of the paths with and without") for problem in run.problems)
 
 
 def test_a_preserve_path_with_w12_is_caught(copy: Copy) -> None:

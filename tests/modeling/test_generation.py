@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from scale_surgery.modeling import expanded_routing
+from scale_surgery.modeling import expanded_routing, expanded_state
+from scale_surgery.modeling.expanded_releases import CACHE, OLD_CACHES, find_cache
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.modeling.expanded_state import RouterState, state_of
 from tests import routed
@@ -297,6 +298,49 @@ def test_assisted_generation(trio_of: Callable[..., Trio], model_of: Callable[..
         # it writes token by token, and is taken back by several
         with pytest.raises(ValueError, match="from which more were taken back than it remembers"):
             base.generate(prompt, **options, assistant_model=model)
+
+
+WITHOUT_STATE = "^The text goes on .* no KV cache holds the router's state"
+
+
+@pytest.mark.parametrize("run", ("posterior", "three"))
+@torch.no_grad()
+def test_a_text_that_goes_on_without_its_state_is_refused(model_of: Callable[..., Any], run: str) -> None:
+    model, ids = model_of("llama", run), random_ids(2, 14)
+    positions = torch.arange(14)[None]
+    for options in ({"attention_mask": torch.ones_like(ids)}, {"position_ids": positions[:, 9:]}):
+        with pytest.raises(ValueError, match=WITHOUT_STATE):
+            model(ids[:, 9:], **options)
+    wanted = model(ids[:, 9:]).logits
+    for options in ({"attention_mask": torch.ones_like(ids[:, 9:])}, {"position_ids": positions[:, :5]}):
+        assert torch.equal(model(ids[:, 9:], **options).logits, wanted), "the control: a whole text"
+    # padding may have the position 1, and a router that reads no tokens needs no state
+    assert model(ids[:, 9:], position_ids=torch.tensor([[1, 0, 1, 2, 3]])).logits.isfinite().all()
+    cosine = model_of("llama", "cosine")
+    assert cosine(ids[:, 9:], attention_mask=torch.ones_like(ids)).logits.isfinite().all()
+
+
+def test_a_release_that_renames_the_cache_is_noticed(model_of: Callable[..., Any], monkeypatch: Any) -> None:
+    """Nothing among the inputs is known as a cache: generation with one is refused, without one it is as before."""
+    model, prompt = model_of("llama", "posterior"), {"input_ids": random_ids(2, 9)}
+    wanted = model.generate(**prompt, **GREEDY)
+    monkeypatch.setattr(expanded_state, "find_cache", lambda inputs: None)
+    with pytest.raises(ValueError, match=WITHOUT_STATE):
+        model.generate(**prompt, **GREEDY)
+    assert_same_generation(model.generate(**prompt, **GREEDY, use_cache=False), wanted)
+
+
+@pytest.mark.parametrize("run", ("alone", "posterior"))
+@torch.no_grad()
+def test_a_cache_may_have_the_name_of_any_release(model_of: Callable[..., Any], run: str) -> None:
+    model, ids = model_of("llama", run), random_ids(2, 14)
+    wanted = in_pieces(model, {"input_ids": ids}, (9, 5))
+    for name in (CACHE, *OLD_CACHES):
+        cache = find_cache(model(ids[:, :9], use_cache=True))
+        assert torch.equal(model(ids[:, 9:], **{name: cache}).logits, wanted[:, 9:])
+        assert cache.get_seq_length() == 14
+    with pytest.raises(AssertionError):
+        assert_close(model(ids[:, 9:]).logits, wanted[:, 9:])  # the control: without the cache
 
 
 FOREIGN = "that were not read under this choice of expansions"
