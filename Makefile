@@ -2,15 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# of transformers, beside the installed one: each has constraints-RELEASE.txt
-COMPAT ?= 4.57 5.16 5.19
+# releases of transformers beside the installed one: each has constraints/RELEASE.txt
+COMPAT ?= 4.57 5.5 5.12 5.13 5.16 5.19 5.23
 # also read by pip for what builds the package
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 # images for containers set it; then each process that tests start would compile the package again
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install unpack-large unpack-others add-the-rest compile demo lint types test pytest test-fast test-slow \
-	test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve test-vllm docs demo-model clean
+	test-newest test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve test-vllm docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -81,10 +81,20 @@ test-fast: install  ## under a minute, for work in progress: rooms, planning, an
 test-slow: install  ## what make test leaves out: more families, types and forms, torch.compile, several processes
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m slow
 
-# each may fail without keeping the others from running; what failed is said at the end
-ALL := test test-slow test-recipes test-compat test-serve test-vllm test-families "fuzz COUNT=1000 JOBS=2" "torture COUNT=200"
+# what pip installs for a user, who has no constraints
+test-newest: export PIP_CONSTRAINT :=
+test-newest:  ## the fast tests and routed generation with the newest releases of all packages, in an environment of its own
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --editable '.[test]'
+	.venv-newest/bin/pip list | grep -E '^(accelerate|datasets|huggingface_hub|safetensors|torch|transformers) '
+	.venv-newest/bin/python -m pytest --numprocesses 2 --dist loadfile $(FAST) -k 'not ($(OTHER_FAMILIES))'
+	.venv-newest/bin/python -m pytest tests/modeling/test_generation.py -k posterior
 
-test-all: install  ## every test that needs no GPU, in order (about two hours); says at the end what failed
+# each may fail without keeping the others from running; what failed is said at the end
+ALL := test test-slow test-newest test-recipes test-compat test-serve test-vllm test-families "fuzz COUNT=1000 JOBS=2" "torture COUNT=200"
+
+test-all: install  ## every test that needs no GPU, in order (about three hours); says at the end what failed
 	@summary=; failed=0; for target in $(ALL); do \
 		start=$$(date +%s); result=passed; \
 		$(MAKE) $$target || { result=FAILED; failed=1; }; \
@@ -119,15 +129,21 @@ test-families: install  ## every model type that transformers knows goes the who
 
 # small models on one thread, as in tests/conftest.py: several wait for each other on a machine that is busy
 test-compat: export OMP_NUM_THREADS := 1
-test-compat: install  ## load exported checkpoints under transformers 4.57, 5.16 and 5.19, each in an environment of its own
+test-compat: install  ## load exported checkpoints under transformers 4.57 to 5.23, each in an environment of its own, and the installed one
 	rm -rf .compat-checkpoints
 	$(BIN)/python -m tests.compat_export .compat-checkpoints
-	$(MAKE) --keep-going $(COMPAT:%=compat-%)
+	$(MAKE) --keep-going $(COMPAT:%=compat-%) compat-installed
+
+# no warning of a name that a later release gives up: it would be of exported code
+CHECK_COMPAT := -W error::FutureWarning tests/compat_check.py .compat-checkpoints
+
+compat-installed:
+	$(BIN)/python $(CHECK_COMPAT)
 
 compat-%:
 	$(PYTHON) -m venv .venv-$*
-	PIP_CONSTRAINT=$(CURDIR)/constraints-$*.txt .venv-$*/bin/pip install --quiet torch transformers
-	.venv-$*/bin/python tests/compat_check.py .compat-checkpoints
+	PIP_CONSTRAINT=$(CURDIR)/constraints/$*.txt .venv-$*/bin/pip install --quiet torch transformers
+	.venv-$*/bin/python $(CHECK_COMPAT)
 
 test-recipes: install  ## the training recipes in the documentation, that for TRL included
 	$(BIN)/pip install --quiet --editable '.[recipes]'

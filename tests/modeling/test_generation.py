@@ -6,18 +6,23 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, Mamba2Config, StaticCache
 
 from scale_surgery.modeling import expanded_routing, expanded_state
 from scale_surgery.modeling.expanded_releases import CACHE, OLD_CACHES, find_cache
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.modeling.expanded_state import RouterState, state_of
+from scale_surgery.planning.request import Request
+from scale_surgery.surgery.expand import expand
+from scale_surgery.surgery.route import route_export
 from tests import routed
+from tests.by_hand import make_base
 from tests.conftest import load
 from tests.each import mostly
 from tests.routed import Trio, padded, put_router, random_ids, train
@@ -270,6 +275,19 @@ def test_a_cropped_cache_goes_on(model_of: Callable[..., Any], run: str) -> None
     assert torch.equal(model(ids, cache=cache).logits, model(ids, use_cache=True).logits)
     cache.crop(-64)
     assert torch.equal(model(ids, cache=cache).logits, model(ids, use_cache=True).logits)
+
+
+def test_a_cache_of_state_space_layers_alone_keeps_the_state(tmp_path: Path) -> None:
+    """Such a cache counts no tokens; before transformers 5.24 its argument is called cache_params."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97, "num_heads": 4, "head_dim": 16}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    base = make_base(tmp_path / "base", Mamba2Config(**sizes, state_size=8, n_groups=1, expand=2, **ends))
+    wide = expand(base, Request("all"), tmp_path / "wide").path
+    model = train(load(route_export(wide, tmp_path / "routed", PosteriorRouter(switch_rate=0.05)).path))
+    prompt = random_ids(2, 9)
+    made = model.generate(prompt, **GREEDY, min_new_tokens=8)
+    assert_same_generation(made, model.generate(prompt, **GREEDY, min_new_tokens=8, use_cache=False))
+    assert state_of(find_cache(made)).seen == find_cache(made).get_seq_length() == 16
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,15 @@ def test_exported_code_is_as_small_as_the_page_says() -> None:
     assert "import_module(type(module).__module__)" in modeling.code_text(importing_files[0])
 
 
+def test_the_releases_that_code_names_are_those_that_are_tested() -> None:
+    root = PAGE.parents[1]
+    others = re.search(r"^COMPAT \?= (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    installed = re.search(r"^transformers==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)
+    assert others is not None and installed is not None
+    assert expanded_releases.TESTED == (*others[1].split(), installed[1])
+    assert sorted(file.stem for file in (root / "constraints").iterdir()) == sorted(others[1].split())
+
+
 def messages_under(release: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What transformers logs, as if it were another release."""
     messages: list[str] = []
