@@ -1,11 +1,23 @@
-"""Whether two tensors hold the same numbers, whatever dtypes they are stored in."""
+"""Whether two tensors hold the same numbers: of any dtypes, or byte for byte as they are stored."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING
+
+from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def are_same_bytes(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint are the same byte for byte; a few MB of each are in memory at a time."""
+    infos = checkpoint.tensors[name], checkpoint.tensors[other]
+    if len({(info.dtype, info.shape) for info in infos}) > 1:
+        return False
+    chunks = (read_chunks(checkpoint.path / info.file, info.offset, info.bytes) for info in infos)
+    return all(one == two for one, two in zip_longest(*chunks))
 
 
 def difference(tensor: Tensor, wanted: Tensor) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.expansions import STOCK_KEY
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
+from scale_surgery.checkpoint.same_values import are_same_bytes
 from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling import stock_type
 from scale_surgery.planning.architecture import Architecture
-from scale_surgery.planning.base import Base, BaseFacts, check_layers
+from scale_surgery.planning.base import Base, BaseFacts, check_layers, quantisation_config
 from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
+    from scale_surgery.running.stored_names import Reading, TensorPlace
 
 # keys that count modules
 COUNTED = re.compile("^(num|n)_.*(layer|expert|head|block)|layers?$|experts?$|depth$")
@@ -37,9 +39,17 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
     derived = derive_config(
         checkpoint.config, str(checkpoint.path), len(checkpoint.tensors), code_folder(checkpoint, run)
     )
-    architecture, in_memory = _with_names(derived, checkpoint.tensors)
+    architecture, places = _with_names(derived, checkpoint.tensors)
     check_layers(architecture, derived.sizes.layers, checkpoint.tensors)
-    return Base(checkpoint, BaseFacts(architecture, derived.sizes, derived.proof, in_memory))
+    in_memory = {name: place.name for name, place in places.items() if place.name != name}
+    is_quantised = quantisation_config(checkpoint.config)[1] is not None
+    not_loaded = paths_not_loaded(derived.reading, places, architecture.unread, is_quantised=is_quantised)
+    both = stored_twice(derived, places)
+    # of a repository on the Hub, the weights may not be here yet
+    is_here = all((checkpoint.path / shard).is_file() for shard in checkpoint.shards)
+    has_own_head = both is not None and is_here and not are_same_bytes(checkpoint, *both)
+    sizes = replace(derived.sizes, is_tied=False) if has_own_head else derived.sizes
+    return Base(checkpoint, BaseFacts(architecture, sizes, derived.proof, in_memory, not_loaded, has_own_head))
 
 
 def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:
@@ -48,13 +58,60 @@ def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str],
     return replace(derived, architecture=_with_names(derived, names)[0])
 
 
-def _with_names(derived: Derived, names: Collection[str]) -> tuple[Architecture, dict[str, str]]:
-    """Facts with names on disk, and names in memory where they are others."""
+def _with_names(derived: Derived, names: Collection[str]) -> tuple[Architecture, dict[str, TensorPlace]]:
+    """Facts with names on disk, and where transformers puts the tensors of these names."""
     from scale_surgery.deriving.disk import with_stored_names
 
     places = derived.reading.places(names)
-    in_memory = {name: place.name for name, place in places.items() if place.name != name}
-    return with_stored_names(derived.architecture, derived.reading, places), in_memory
+    return with_stored_names(derived.architecture, derived.reading, places), places
+
+
+def paths_not_loaded(
+    reading: Reading, places: Mapping[str, TensorPlace], unread: Iterable[str], *, is_quantised: bool
+) -> tuple[str, ...]:
+    """Find the shortest paths of the tensors that no tensor of a model takes, on disk and in memory.
+
+    Those that its class passes over without a warning are left out; their patterns are `unread`.
+    """
+    patterns = [re.compile(pattern) for pattern in unread]
+    loaded = {*reading.tensors, *(name for name, place in places.items() if place.name in reading.tensors)}
+    left = {
+        name: place.name
+        for name, place in places.items()
+        if name not in loaded
+        and not (is_quantised and _is_part(name, loaded))
+        and not any(pattern.search(place.name) for pattern in patterns)
+    }
+    above = {name[:end] for name in loaded for end in (*_ends(name), len(name))}
+    paths = {
+        next((name[:end] for end in _ends(name) if name[:end] not in above), name) for name in (*left, *left.values())
+    }
+    return tuple(sorted(paths))
+
+
+def stored_twice(derived: Derived, places: Mapping[str, TensorPlace]) -> tuple[str, str] | None:
+    """Names on disk of the embedding, and of a head that config.json says is tied to it; None where one is not there.
+
+    transformers ties them where they are equal, and otherwise loads both.
+    """
+    facts = derived.architecture
+    embedding = f"{facts.base_model}.{facts.embedding}" if facts.base_model else facts.embedding
+    named = {place.name: name for name, place in places.items()}
+    both = named.get(f"{embedding}.weight"), named.get(f"{facts.head}.weight")
+    return both if derived.sizes.is_tied and None not in both else None  # type: ignore[return-value]
+
+
+def _is_part(name: str, loaded: Collection[str]) -> bool:
+    """Whether a tensor may be what a quantiser stores of one of these: experts_blocks, weight_scale_inv."""
+    module, _, parts = name.rpartition(".")
+    words = parts.split("_")
+    starts = ("_".join(words[:count]) for count in range(len(words), 0, -1))
+    return any((f"{module}.{start}" if module else start) in loaded for start in starts)
+
+
+def _ends(name: str) -> list[int]:
+    """Lengths of the paths of the modules that hold a tensor, the outermost first."""
+    return [place for place, letter in enumerate(name) if letter == "."]
 
 
 def code_folder(checkpoint: Checkpoint, run: RunOptions) -> Path | None:

@@ -30,6 +30,7 @@ from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.paths import base_specs
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.running.loading import quiet_transformers
+from scale_surgery.running.own_generation import generate_with
 
 DTYPES = (torch.float32, torch.bfloat16)
 # the second new token already needs the cache
@@ -195,7 +196,7 @@ def _differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterat
     for base, logits in zip(given.logits, _both_logits(expanded, ids), strict=True):
         if not torch.equal(base, logits):
             yield f"logits of {len(base)} rows in {dtype} differ by {float((base - logits).abs().max()):.1e}"
-    if given.tokens is not None and not torch.equal(given.tokens, expanded.generate(ids, **GENERATE)):
+    if given.tokens is not None and not torch.equal(given.tokens, _write(expanded, ids)):
         yield f"cached generation in {dtype} gives other tokens"
 
 
@@ -213,10 +214,13 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 def _generated(model: Any, ids: Tensor) -> Tensor | None:
     """Tokens that a model generates; None where it cannot, and then the expanded one need not."""
     try:
-        generated: Tensor = model.generate(ids, **GENERATE)
+        return _write(model, ids)
     except Exception:
         return None
-    return generated
+
+
+def _write(model: Any, ids: Tensor) -> Tensor:
+    return generate_with(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **GENERATE)
 
 
 def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:

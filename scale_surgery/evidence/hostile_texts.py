@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.running.context import context_of
+from scale_surgery.running.own_generation import continue_greedily
 from scale_surgery.running.prompts import Batch
 
 # texts that each path writes, how they begin, and how long they are, in tokens
@@ -67,13 +68,10 @@ def _beginnings(batch: Batch) -> Tensor:
     return torch.stack([row[:size] for row in rows])
 
 
-@torch.no_grad()
 def _write(model: Any, begun: Tensor, length: int) -> Tensor:
     """Greedy continuation to a length in tokens, without an end of text."""
-    new = length - begun.shape[1]
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    ids: Tensor = model.generate(begun, **options)
-    return ids.cpu()
+    inputs = {"input_ids": begun, "attention_mask": torch.ones_like(begun)}
+    return continue_greedily(model, inputs, length - begun.shape[1]).cpu()
 
 
 @torch.no_grad()

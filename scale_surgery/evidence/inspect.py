@@ -25,7 +25,7 @@ from scale_surgery.deriving.base import base_config, code_folder, derive_config,
 from scale_surgery.evidence.verification import changed_since
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.architecture import Architecture, Sizes
-from scale_surgery.planning.base import check_layers, quantisation_of
+from scale_surgery.planning.base import check_layers, quantisation_of, remarks_on
 from scale_surgery.planning.methods import method_of_variant
 from scale_surgery.planning.plan import Origin
 from scale_surgery.planning.specs import Collaboration, Widths
@@ -126,6 +126,9 @@ class Inspection:
         left_out: Files with weights in other formats, and links that lead out of the folder.
         expanded: The expansions, for an expanded model.
         quantisation: Why a base cannot be expanded as it is stored, or None.
+        not_loaded: Paths of tensors that a base's class does not load.
+        has_own_head: Whether a base has another head than its embedding, to which config.json says that it is tied.
+        remarks: What of a base may surprise: such tensors, and a head that is not tied after all.
     """
 
     name: str
@@ -141,6 +144,9 @@ class Inspection:
     left_out: tuple[str, ...]
     expanded: FolderSummary | None
     quantisation: str | None = None
+    not_loaded: tuple[str, ...] = ()
+    has_own_head: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 @open_record
@@ -185,6 +191,8 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         sizes = replace(sizes, layers=sizes.layers - len(numbering.new))
     check_layers(architecture, sizes.layers, checkpoint.tensors)
     is_base = CONFIG_KEY not in checkpoint.config
+    base = read_base(checkpoint, run) if is_base else None
+    sizes = sizes if base is None else base.sizes
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
@@ -202,7 +210,10 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
         expanded=None if is_base else _summarise(checkpoint, str(model)),
-        quantisation=quantisation_of(read_base(checkpoint, run)) if is_base else None,
+        quantisation=None if base is None else quantisation_of(base),
+        not_loaded=() if base is None else base.facts.not_loaded,
+        has_own_head=base is not None and base.facts.has_own_head,
+        remarks=() if base is None else remarks_on(base.facts),
     )
 
 

@@ -35,8 +35,9 @@ from scale_surgery.progress import Track
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
 from scale_surgery.running.gates import keeping_scores, shut_so_far
-from scale_surgery.running.loading import RUNNING, loaded, translated
+from scale_surgery.running.loading import RUNNING, is_strict, loaded, translated
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.own_generation import continue_greedily
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.config import make_index, written_config
@@ -212,6 +213,7 @@ def probe(
             alone.append(run_of_path)
             advance(1)
         with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
+            problems = _unlike_base(model, problems, known)
             expanded = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             advance(1)
             paths, mixture, kept_state = list[PathNumbers](), None, None
@@ -244,7 +246,7 @@ def probe(
         mixture=mixture,
         kept_state=kept_state,
         shut=None if expanded.shut is None or names else _compare_shut(stock.logits, expanded, real),
-        load_problems=tuple(problem for problem in problems if problem not in known),
+        load_problems=tuple(problems),
         token_problems=tokens,
     )
 
@@ -291,11 +293,9 @@ def _continue(
     """Greedy continuation by tokens of the base, with KV cache and without."""
     if not new_tokens:
         return None, None
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    if added := list(range(known, model.config.get_text_config(decoder=True).vocab_size)):
-        options["suppress_tokens"] = added
     cached, uncached = (
-        model.generate(**batch.inputs(device), **options, use_cache=use_cache).cpu() for use_cache in (True, False)
+        continue_greedily(model, batch.inputs(device), new_tokens, known=known, use_cache=use_cache).cpu()
+        for use_cache in (True, False)
     )
     return cached, uncached
 
@@ -337,13 +337,18 @@ def run_alone(
             # without own code of the base the folder holds none, and this program's code runs
             options = run if has_own_code else replace(run, trust_remote_code=False)
             with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
-                if unfit := [problem for problem in problems if problem not in known]:
+                if unfit := _unlike_base(model, problems, known):
                     advice = f"{name}: its tensors do not fit its class, so another model would be compared."
                     raise CheckpointError.from_problems([*shorten(unfit), advice])
                 path_run = run_path(model, batch, manifest.first_plan.sizes, new_tokens, run.device)
                 # free it before the next one is loaded
                 del model
         yield path_run
+
+
+def _unlike_base(model: Any, problems: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Problems for which a user cannot load a model; one of a stock class loads in spite of those that its base has."""
+    return [problem for problem in problems if is_strict(model) or problem not in known]
 
 
 def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:

@@ -45,7 +45,7 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = 
 
 def _differing(plan: Plan, facts: Derived) -> Iterator[str]:
     """Facts of a plan that differ from those that are derived again."""
-    sizes = differing_keys(plain_json(asdict(plan.sizes)), plain_json(asdict(facts.sizes)))
+    sizes = differing_keys(plain_json(asdict(plan.facts.sizes_by_config)), plain_json(asdict(facts.sizes)))
     recorded, derived = _facts(plan.architecture, facts.architecture), _facts(facts.architecture, plan.architecture)
     yield from (f"sizes.{key}" for key in sizes)
     yield from (f"architecture.{key}" for key in differing_keys(recorded, derived))

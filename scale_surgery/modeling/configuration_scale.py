@@ -8,6 +8,7 @@
         kind_of_layer, kinds          layers may be of several kinds: the kind of each, and what is said of a kind:
             modules                       a module's name: its kind, and widths of the parts of a fused projection
             attention                     an attention module's name: its heads, and what says how many there are
+        not_loaded              paths of tensors in the base's files that its class does not load, if there are any
         softcap, softcap_key          what caps the logits, and the key that says so in the config
     expansions          a list; of each expansion
         name, dtype

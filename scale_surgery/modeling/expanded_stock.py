@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
@@ -71,7 +71,7 @@ class StrictlyLoaded:
     def check_loaded(self, info: dict[str, Any]) -> None:
         """Refuse files whose tensors are not the model's; transformers warns, and initialises what is missing.
 
-        Tied tensors, and what the stock class leaves out itself, are not in `info`. A model without a head needs none.
+        Tied tensors, and what the stock class leaves out itself, are not in `info`.
 
         Args:
             info: What transformers says of loading.
@@ -79,11 +79,8 @@ class StrictlyLoaded:
         Raises:
             ValueError: If a tensor is missing, unexpected or of another shape.
         """
-        unexpected = set(info["unexpected_keys"])
-        if self.get_output_embeddings() is None and is_head(unexpected):
-            unexpected = set()
         problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-        problems += [f"{name} is unexpected" for name in sorted(unexpected)]
+        problems += [f"{name} is unexpected" for name in sorted(self.unexpected_tensors(info))]
         problems += [f"{name[0]} is of another shape" for name in sorted(info["mismatched_keys"])]
         if problems:
             more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
@@ -92,6 +89,15 @@ class StrictlyLoaded:
                 "Nothing may be initialised anew. Restore the files from where you got them, or load them with the "
                 "release of transformers that wrote them; strict_loading=False loads what there is."
             )
+
+    def unexpected_tensors(self, info: dict[str, Any]) -> set[str]:
+        """Name the tensors of the files that are not the model's, but for those that its base's class does not load.
+
+        A model without a head needs none.
+        """
+        left_out = self.config.scale_surgery.get("base", {}).get("not_loaded", ())
+        unexpected = {name for name in info["unexpected_keys"] if not is_under(name, left_out)}
+        return set() if self.get_output_embeddings() is None and is_head(unexpected) else unexpected
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -110,6 +116,11 @@ class StrictlyLoaded:
         """
         stock: Any = next(parent for parent in cls.__mro__ if not issubclass(parent, StrictlyLoaded))
         return stock._can_set_experts_implementation()
+
+
+def is_under(name: str, paths: Iterable[str]) -> bool:
+    """Whether a tensor that is no expansion's has one of these paths, or lies under it."""
+    return ".expansions." not in name and any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 def is_head(names: set[str]) -> bool:

@@ -16,9 +16,17 @@ from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError, PlanError, in_one_line
+from scale_surgery.errors import CheckpointError, PlanError, in_one_line, name_some
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
+
+QUANTISATION_KEY = "quantization_config"
+FLOATS = {*FLOAT_DTYPES.values(), "F64"}
+LEFT_OVER = (
+    "config.json: {place} says that the weights are quantised{method}, and all tensors of the files are floats. "
+    "transformers would quantise them as it loads the model, or fail. Delete {place} from config.json; the base can be "
+    "quantised while it trains: scale-surgery train --base-quantization int8, or nf4."
+)
 
 
 @dataclass(frozen=True)
@@ -30,12 +38,26 @@ class BaseFacts:
         sizes: Its sizes, by its config.
         proof: The proof of the facts on a tiny twin: checks, sizes of twins, versions.
         in_memory: Names of loaded tensors, where they differ from those on disk.
+        not_loaded: Paths of tensors that its class does not load, on disk and in memory; no loaded tensor lies under
+            one of them.
+        has_own_head: Whether its files hold another head than the embedding, to which config.json says that it is tied.
     """
 
     architecture: Architecture
     sizes: Sizes
     proof: Mapping[str, Any] = field(default_factory=dict)
     in_memory: Mapping[str, str] = field(default_factory=dict)
+    not_loaded: tuple[str, ...] = ()
+    has_own_head: bool = False
+
+    @property
+    def sizes_by_config(self) -> Sizes:
+        """Its sizes as config.json alone gives them."""
+        return replace(self.sizes, is_tied=self.sizes.is_tied or self.has_own_head)
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether the class of the model loads a tensor of its files."""
+        return not any(name == path or name.startswith(f"{path}.") for path in self.not_loaded)
 
 
 @dataclass(frozen=True)
@@ -166,6 +188,25 @@ def base_alone(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
+def remarks_on(facts: BaseFacts) -> tuple[str, ...]:
+    """Say what of a base may surprise: tensors that its class does not load, and a head that is not tied after all."""
+    remarks = []
+    if facts.not_loaded:
+        widest = list(facts.architecture.classes.values())[-1]
+        remarks.append(
+            f"the base has tensors that {widest} does not load: {name_some(facts.not_loaded)}. They keep their bytes "
+            "and take no part, in the base as in what is made of it. Expect transformers to name them when it loads."
+        )
+    if facts.has_own_head:
+        remarks.append(
+            f"config.json says that the head is tied to the embedding, and {facts.architecture.head}.weight has other "
+            "values. transformers 5 loads both, so the head counts as a tensor of its own; transformers 4 puts the "
+            "embedding in its place. Write tie_word_embeddings: false into config.json of the base, or delete the head "
+            "from its files if the embedding is meant."
+        )
+    return tuple(remarks)
+
+
 def check_base(base: Base) -> None:
     """Check that every tensor beside which something may be added is there, in the shape that its config says."""
     if (how := quantisation_of(base)) is not None:
@@ -186,20 +227,40 @@ def check_base(base: Base) -> None:
 
 
 def quantisation_of(base: Base) -> str | None:
-    """The error for a base with quantised weights beside which blocks would stand; None where there are none."""
-    tensors, quantisation = base.checkpoint.tensors, base.checkpoint.config.get("quantization_config")
+    """The error for a base whose weights, or whose config.json, are quantised; None for one that can be expanded."""
+    tensors, (place, quantisation) = base.checkpoint.tensors, quantisation_config(base.checkpoint.config)
     # experts may be quantised: beside a mixture stands a small MLP, which is computed from none of its weights
     needed = [tensors.get(name) for name in _needed_shapes(base)]
-    dtypes = sorted({info.dtype for info in needed if info is not None} - {*FLOAT_DTYPES.values(), "F64"})
+    dtypes = sorted({info.dtype for info in needed if info is not None} - FLOATS)
+    method = str(quantisation.get("quant_method", "")) if isinstance(quantisation, Mapping) else ""
     # some quantisers store other tensors in place of a weight
     if not dtypes and (not isinstance(quantisation, Mapping) or None not in needed):
-        return None
-    method = str(quantisation.get("quant_method", "")) if isinstance(quantisation, Mapping) else ""
+        is_left_over = quantisation is not None and _dtypes(base) <= {*FLOATS, "I64", "BOOL"}
+        return LEFT_OVER.format(place=place, method=f" ({method})" if method else "") if is_left_over else None
     return (
         f"is quantised ({', '.join([*filter(None, [method]), *dtypes])}), expected floating-point weights, from which "
         "new blocks are computed. Expand the unquantised model; its base can be quantised while it trains: "
         "scale-surgery train --base-quantization int8, or nf4."
     )
+
+
+def _dtypes(base: Base) -> set[str]:
+    """Dtypes of the tensors that a model is made of."""
+    unread = [re.compile(pattern) for pattern in base.architecture.unread]
+    return {
+        info.dtype
+        for name, info in base.checkpoint.tensors.items()
+        if base.facts.is_loaded(name) and not any(pattern.search(name) for pattern in unread)
+    }
+
+
+def quantisation_config(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Where config.json says how weights are quantised, and what it says there; None where it does not."""
+    text = config.get("text_config")
+    inside = text.get(QUANTISATION_KEY) if isinstance(text, Mapping) else None
+    if config.get(QUANTISATION_KEY) is None and inside is not None:
+        return f"text_config.{QUANTISATION_KEY}", inside
+    return QUANTISATION_KEY, config.get(QUANTISATION_KEY)
 
 
 def _needed_shapes(base: Base) -> dict[str, tuple[int, ...]]:

@@ -220,8 +220,10 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
         for source in (
             info
             for name, info in tensors.items()
-            # no module holds what only old files have
-            if name.startswith(path) and not any(re.search(pattern, name) for pattern in architecture.unread)
+            # no module holds what only old files have, or what its class does not load
+            if name.startswith(path)
+            and base.facts.is_loaded(name)
+            and not any(re.search(pattern, name) for pattern in architecture.unread)
         ):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")

@@ -15,6 +15,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import RUNNING, translated
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.own_generation import continue_greedily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +153,7 @@ def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[T
                 logits.append(model(**inputs, use_cache=False).logits.cpu())
         if not new_tokens:
             return logits, None
-        new = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+        new = continue_greedily(model, inputs, new_tokens)
     return logits, new[:, batch.ids.shape[1] :].cpu()
 
 

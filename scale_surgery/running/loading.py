@@ -88,7 +88,7 @@ def loaded(
                 options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
                 model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
                 model.eval()
-            yield model, _load_problems(info)
+            yield model, _load_problems(model, info)
             del model
         gc.collect()
 
@@ -186,9 +186,19 @@ def _is_expanded(checkpoint: Checkpoint) -> bool:
     return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
 
 
-def _load_problems(info: dict[str, Any]) -> list[str]:
-    words = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "of a wrong shape"}
-    return [f"{key}: {word} on load." for kind, word in words.items() for key in sorted(map(str, info.get(kind, ())))]
+def _load_problems(model: Any, info: dict[str, Any]) -> list[str]:
+    """Tensors for which a user could not load an expanded model, or got another stock model than the files hold."""
+    problems = {"missing": info.get("missing_keys", ()), "of a wrong shape": info.get("mismatched_keys", ())}
+    if is_strict(model):
+        # code in the folder may be of an older release
+        unexpected = getattr(model, "unexpected_tensors", lambda info: info["unexpected_keys"])
+        problems["unexpected"] = unexpected(info)
+    return [f"{key}: {word} on load." for word, keys in problems.items() for key in sorted(map(str, keys))]
+
+
+def is_strict(model: Any) -> bool:
+    """Whether a model refuses files with other tensors than its own; stock classes leave them out, with a warning."""
+    return hasattr(model, "check_loaded")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
-from scale_surgery.errors import counted
+from scale_surgery.errors import counted, name_some
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
@@ -72,13 +72,14 @@ def render_inspection(inspection: Inspection, model: str | None = None, options:
         ("heads", _heads(sizes)),
         *inspection.treatments.items(),
         ("dtype", inspection.dtype),
-        ("head", "tied to the embedding" if sizes.is_tied else "its own tensor"),
+        ("head", describe_head(sizes.is_tied, inspection.has_own_head)),
         ("parameters", f"{inspection.parameters_stored:,} stored, {inspection.parameters_unique:,} unique"),
         (
             "shards",
             f"{len(inspection.shards)}, {counted(inspection.tensors, 'tensor')}, {format_bytes(inspection.bytes)}",
         ),
         ("not taken along", ", ".join(inspection.left_out)),
+        ("not loaded", name_some(inspection.not_loaded)),
     ]
     if inspection.expanded is None:
         # the last quarter is what the quick start begins with
@@ -87,6 +88,12 @@ def render_inspection(inspection: Inspection, model: str | None = None, options:
         rows += [("not expandable", inspection.quantisation or ""), (NEXT, planned)]
         return Facts(inspection.name, rows)
     return Group(Facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
+
+
+def describe_head(is_tied: bool, has_own_head: bool) -> str:
+    """Where the head lies, in a few words."""
+    other = ", with other values than the embedding, to which config.json says that it is tied" * has_own_head
+    return "tied to the embedding" if is_tied else f"its own tensor{other}"
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:

@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.checkpoint.expansions import nameless
-from scale_surgery.errors import counted
+from scale_surgery.errors import counted, name_some
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.layout import Facts, NamedRows, heading
-from scale_surgery.show.tables import format_bytes
+from scale_surgery.show.tables import describe_head, format_bytes
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
@@ -40,6 +40,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("variant", plan.variant),
         (f"{plan.method.verb} layers", f"{format_layers(plan.layers)}  ({len(plan.layers)} of {plan.sizes.layers})"),
         *_new_tokens(plan),
+        *_odd(plan),
         *treatment_rows(plan.architecture, _added_by_layer(plan)),
         *plan.method.rows(plan),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
@@ -61,6 +62,13 @@ def _new_tokens(plan: Plan) -> list[tuple[str, str]]:
     how = "learned from a text" if new.merges else "as they stand"
     rows = "a row each in the embedding, which is the head too" if plan.sizes.is_tied else "a row in embedding and head"
     return [("new tokens", f"{len(new.tokens):,}, {how}, {rows}; {plan.sizes.vocabulary:,} of the base stay")]
+
+
+def _odd(plan: Plan) -> list[tuple[str, str]]:
+    """What of the base may surprise."""
+    facts = plan.facts
+    head = [("head", describe_head(plan.sizes.is_tied, facts.has_own_head))] * facts.has_own_head
+    return [*head, ("not loaded", name_some(facts.not_loaded))]
 
 
 def _added_by_layer(plan: Plan) -> dict[int, int]:

@@ -51,7 +51,7 @@ def expanded_config(
             "model_type": architecture.expanded_type,
             "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
             CONFIG_KEY: {
-                BASE_KEY: base_specs(architecture, facts.sizes, config),
+                BASE_KEY: {**base_specs(architecture, facts.sizes, config), **_not_loaded(plans)},
                 # in the order of the paths
                 EXPANSIONS_KEY: [_expansion_specs(plan) for plan in plans],
             },
@@ -65,6 +65,12 @@ def expanded_config(
 
         edited["torch_dtype"] = str(TORCH_DTYPES[running_dtype(tensors.values())]).removeprefix("torch.")
     return edited if routing is None else with_router(edited, routing)
+
+
+def _not_loaded(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Paths of tensors of the base that its class does not load, which no loader is to take for damage."""
+    paths = sorted({path for plan in plans for path in plan.facts.not_loaded})
+    return {"not_loaded": paths} if paths else {}
 
 
 def _with_vocabulary(config: dict[str, Any], plan: Plan, new_tokens: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import counted
-from scale_surgery.planning.base import base_in
+from scale_surgery.planning.base import base_in, remarks_on
 from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.reserved import check_clashes
@@ -46,7 +46,8 @@ class Expansion:
         base_bytes_written: Bytes of base shards that were written; 0 with hard links.
         left_out: Base files that were not taken along: weights in another format, links that lead out of its folder.
         pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
-        warnings: What may surprise: tokens that were added to the base and never trained.
+        warnings: What may surprise: tensors that the base's class does not load, a head that is not tied after all,
+            tokens that were added to the base and never trained.
     """
 
     path: Path
@@ -130,7 +131,7 @@ def expand(
         base_bytes_written=written.base_bytes,
         left_out=given.left_out,
         pinned_tokenizer=written.pinned_tokenizer,
-        warnings=_warn_of_untrained_tokens(base, made, tokenizer),
+        warnings=(*remarks_on(made.facts), *_warn_of_untrained_tokens(base, made, tokenizer)),
     )
 
 

@@ -91,7 +91,7 @@ def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -
         yield from (f"config.json: {key} is not that of the base that it was made on." for key in differing)
         return
     given = asdict(derive_config(config, name, len(manifest.base_tensors)).sizes)
-    for key, expected in asdict(manifest.plan.sizes).items():
+    for key, expected in asdict(manifest.plan.facts.sizes_by_config).items():
         if given[key] != expected:
             yield f"config.json: {key} is {given[key]}, expected {expected}."
 

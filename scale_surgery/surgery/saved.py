@@ -194,7 +194,9 @@ def match_tensors(saved: Saved, trained: Trained) -> Match:
     plan = trained.first_plan
     stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
     wanted = {plan.stored_name(name): name for name in trained.tensors}
-    by_files = match_names(stored, wanted, plan.architecture.unread, trained.model)
+    # no trainer saves what the class of the base does not load
+    left = (rf"^{re.escape(path)}(\.|$)" for path in plan.facts.not_loaded)
+    by_files = match_names(stored, wanted, (*plan.architecture.unread, *left), trained.model)
     # each with its name in this package
     match = Match(
         pairs=tuple(Pair(stored[pair.saved], wanted[pair.wanted], pair.part) for pair in by_files.pairs),

@@ -34,6 +34,9 @@ ONE_BY_ONE = {
     "num_return_sequences": 1,
     "prefill_chunk_size": None,
     "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": None,
+    "speculation_type": None,
     "disable_compile": True,
 }
 
@@ -166,7 +169,10 @@ class Speaker:
         is_stopped: Callable[[], bool],
     ) -> None:
         import torch
+        from transformers import GenerationConfig
 
+        # releases of transformers know more and more ways
+        known = vars(GenerationConfig())  # type: ignore[no-untyped-call]
         read = torch.tensor([list(ids)], device=self.network.device)
         ends = sorted(self._ends())
         with translated(self.subject.name, *RUNNING[1:]):
@@ -180,7 +186,7 @@ class Speaker:
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], is_stopped(), device=ids.device)],
                 tokenizer=self.subject.tokenizer,
                 **settings.options(),
-                **ONE_BY_ONE,
+                **{name: value for name, value in ONE_BY_ONE.items() if name in known},
             )
 
     def _ends(self) -> set[int]:

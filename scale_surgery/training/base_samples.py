@@ -6,8 +6,7 @@ The file has a line of JSON for each sample, with the text to read and the token
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,6 +24,7 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.loss import evaluating
+from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.text.documents import read_questions
 from scale_surgery.text.sequences import Sequences, concatenate
@@ -128,7 +128,6 @@ def sample_texts(
     with (
         torch.random.fork_rng(devices),
         evaluating(model),
-        _default_generation(model),
         track("samples", sampling.count) as advance,
     ):
         torch.manual_seed(sampling.seed)
@@ -137,19 +136,6 @@ def sample_texts(
             parts += [_row(ids, len(begin), tokenizer.eos_token_id) for ids in made.cpu()]
             advance(len(places))
     return concatenate(parts)
-
-
-@contextmanager
-def _default_generation(model: Any) -> Iterator[None]:
-    """Set the model's generation_config.json aside, from which calls would take what they leave out."""
-    from transformers import GenerationConfig
-
-    before = model.generation_config
-    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tuple[Sequence[int], range]]:
@@ -164,8 +150,6 @@ def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tu
 
 def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, tokenizer: Any) -> Tensor:
     """Sample from the base's own distribution, whole."""
-    from transformers import GenerationConfig
-
     ids = torch.tensor([list(begin)[: sampling.length - 1]] * rows, device=model.device)
     end = tokenizer.eos_token_id
     options: dict[str, Any] = {
@@ -177,10 +161,7 @@ def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, t
         "eos_token_id": end,
         "pad_token_id": 0 if end is None else end,
     }
-    how = GenerationConfig(**options)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        made: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
-    return made
+    return generate_with(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
 
 
 def _row(ids: Tensor, begun: int, end: int | None) -> Sequences:

@@ -1,0 +1,48 @@
+"""Generation that measures: with settings of our own, and none of a model's generation_config.json.
+
+That file says how a model answers people: it may sample, search with beams, stop at a text, return several sequences or
+an object. `generate`, `chat` and `serve` answer so. What compares models needs the same tokens of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def generate_with(model: Any, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
+    """Generate with these settings alone; those that are left out are transformers' own."""
+    import torch
+    from transformers import GenerationConfig
+
+    before, own = model.generation_config, GenerationConfig(**settings)  # type: ignore[no-untyped-call]
+    # transformers fills in what a given config leaves out from that of the model
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        with torch.no_grad():
+            made: Tensor = model.generate(**inputs, generation_config=own)
+    finally:
+        model.generation_config = before
+    return made
+
+
+def continue_greedily(
+    model: Any, inputs: Mapping[str, Tensor], new_tokens: int, *, known: int | None = None, use_cache: bool = True
+) -> Tensor:
+    """Continue each text by the most likely token, so many times; no token ends it, nor has an id from `known` on."""
+    suppressed = _end_tokens(model)
+    if known is not None:
+        suppressed += range(known, model.config.get_text_config(decoder=True).vocab_size)
+    settings = {"suppress_tokens": suppressed} if suppressed else {}
+    return generate_with(
+        model, inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, use_cache=use_cache, **settings
+    )
+
+
+def _end_tokens(model: Any) -> list[int]:
+    """Tokens with which the model ends a text."""
+    ends = model.generation_config.eos_token_id
+    return [end for end in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(end, int)]
