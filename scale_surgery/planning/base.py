@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,6 @@ from scale_surgery.planning.stored import expected_shapes, find_prefix, module_p
 
 QUANTISATION_KEY = "quantization_config"
 FLOATS = {*FLOAT_DTYPES.values(), "F64"}
-LEFT_OVER = (
-    "config.json: {place} says that the weights are quantised{method}, and all tensors of the files are floats. "
-    "transformers would quantise them as it loads the model, or fail. Delete {place} from config.json; the base can be "
-    "quantised while it trains: scale-surgery train --base-quantization int8, or nf4."
-)
 
 
 @dataclass(frozen=True)
@@ -228,19 +223,31 @@ def check_base(base: Base) -> None:
 
 def quantisation_of(base: Base) -> str | None:
     """The error for a base whose weights, or whose config.json, are quantised; None for one that can be expanded."""
-    tensors, (place, quantisation) = base.checkpoint.tensors, quantisation_config(base.checkpoint.config)
+    tensors, (_, quantisation) = base.checkpoint.tensors, quantisation_config(base.checkpoint.config)
     # experts may be quantised: beside a mixture stands a small MLP, which is computed from none of its weights
     needed = [tensors.get(name) for name in _needed_shapes(base)]
     dtypes = sorted({info.dtype for info in needed if info is not None} - FLOATS)
     method = str(quantisation.get("quant_method", "")) if isinstance(quantisation, Mapping) else ""
     # some quantisers store other tensors in place of a weight
     if not dtypes and (not isinstance(quantisation, Mapping) or None not in needed):
-        is_left_over = quantisation is not None and _dtypes(base) <= {*FLOATS, "I64", "BOOL"}
-        return LEFT_OVER.format(place=place, method=f" ({method})" if method else "") if is_left_over else None
+        return left_over_quantisation(base.checkpoint.config, _dtypes(base))
     return (
         f"is quantised ({', '.join([*filter(None, [method]), *dtypes])}), expected floating-point weights, from which "
         "new blocks are computed. Expand the unquantised model; its base can be quantised while it trains: "
         "scale-surgery train --base-quantization int8, or nf4."
+    )
+
+
+def left_over_quantisation(config: Mapping[str, Any], dtypes: Collection[str]) -> str | None:
+    """The error for a config.json that says how weights are quantised, where none of these dtypes is that of such."""
+    place, said = quantisation_config(config)
+    if said is None or not {*dtypes} <= {*FLOATS, "I64", "BOOL"}:
+        return None
+    method = f" by {said['quant_method']}" if isinstance(said, Mapping) and "quant_method" in said else ""
+    return (
+        f"config.json: {place} says that the weights are quantised{method}, and all of them are floats, which "
+        f"transformers would take for quantised ones. Delete {place} from config.json of the base. Quantise it as it "
+        "trains: scale-surgery train --base-quantization int8, or nf4."
     )
 
 

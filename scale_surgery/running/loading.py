@@ -20,6 +20,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_js
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, SurgeryError, shorten
+from scale_surgery.planning.base import left_over_quantisation
 from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import RunOptions
 
@@ -72,6 +73,8 @@ def loaded(
 ) -> Iterator[tuple[Any, list[str]]]:
     """Load a model as a user would, with the names of tensors that did not fit; free it afterwards."""
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
+    if left_over := left_over_quantisation(checkpoint.config, {info.dtype for info in checkpoint.tensors.values()}):
+        raise CheckpointError(f"{title}: {left_over}")
     size = sum(info.bytes for info in checkpoint.tensors.values())
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,0 +1,173 @@
+"""A head that config.json says is tied and that is not, and a quantization_config beside floats: compared, and said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from scale_surgery import Request, apply, expand, extract, inspect, merge, plan, strip, verify
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.errors import CheckpointError
+from scale_surgery.planning.new_tokens import NewTokens
+from scale_surgery.running.loading import loaded
+from tests.command import run
+from tests.conftest import digests, edited, refusal
+from tests.tiny import save_tiny
+
+EMBEDDING, HEAD, NEW_ROWS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.expansions.default.new_rows"
+TOKENS = NewTokens(("Zaragoza", "Quetzal"))
+
+
+def stored_twice(folder: Path, other: float) -> Path:
+    """The shipped model, tied by its config, with a head beside the embedding."""
+    folder.mkdir()
+    for file in SHIPPED_MODEL.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    with edited(folder / "model.safetensors") as tensors:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        tensors[HEAD][-1, -1] += other
+    return folder
+
+
+def new_rows(path: Path) -> dict[str, torch.Tensor]:
+    (shard,) = path.glob("expansion-*.safetensors")
+    return {name: tensor for name, tensor in load_file(shard).items() if name.endswith("new_rows")}
+
+
+def test_a_head_with_other_values_counts_as_its_own(tmp_path):
+    base = stored_twice(tmp_path / "base", 1.0)
+    # more than one row, so that rows of the head are known from rows of the embedding
+    with edited(base / "model.safetensors") as tensors:
+        tensors[HEAD] += 1
+    # the reference: what transformers loads
+    model = AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    inspected, planned = inspect(base), plan(base, Request("3", new_tokens=TOKENS))
+    assert inspected.has_own_head and planned.facts.has_own_head
+    assert not inspected.sizes.is_tied and not planned.sizes.is_tied
+    assert inspected.parameters_unique == inspected.parameters_stored
+    made = expand(base, Request("3", variant="adapt", new_tokens=TOKENS), tmp_path / "wide")
+    (remark,) = inspected.remarks
+    assert made.warnings == (remark,)
+    assert remark.startswith("config.json says that the head is tied to the embedding, and lm_head.weight has other")
+    rows = new_rows(made.path)
+    # each is the mean of rows of its own matrix, which differ by one
+    (embedded,) = (tensor for name, tensor in rows.items() if name != NEW_ROWS)
+    torch.testing.assert_close(rows[NEW_ROWS], embedded + 1)
+    assert verify(made.path).passed
+    assert digests(strip(made.path, tmp_path / "stripped").path) == digests(base)
+    applied = apply(extract(made.path, tmp_path / "extract").path, tmp_path / "applied", base=base).path
+    assert verify(applied).passed
+    for to in ("fused", "stock"):
+        wide = expand(base, Request("3", variant="adapt", up_width=0, up_kv_heads=2), tmp_path / to).path
+        merged = merge(wide, tmp_path / f"{to}-merged", to=to)  # type: ignore[arg-type]
+        assert merged.drift is not None and merged.drift.holds
+        if to == "fused":
+            assert verify(merged.path, base).passed
+
+
+def test_the_same_head_stored_twice_stays_tied_without_a_word(tmp_path):
+    base = stored_twice(tmp_path / "base", 0.0)
+    inspected = inspect(base)
+    assert inspected.sizes.is_tied and not inspected.has_own_head and inspected.remarks == ()
+    assert inspected.parameters_unique == inspected.parameters_stored - 1152 * 128
+    made = expand(base, Request("3", new_tokens=TOKENS), tmp_path / "wide")
+    assert made.warnings == () and NEW_ROWS not in new_rows(made.path)
+    assert verify(made.path).passed
+
+
+def test_the_last_byte_decides_and_another_dtype_is_another_head(tmp_path):
+    assert inspect(stored_twice(tmp_path / "last", 1e-3)).has_own_head
+    half = stored_twice(tmp_path / "half", 0.0)
+    with edited(half / "model.safetensors") as tensors:
+        tensors[HEAD] = tensors[HEAD].bfloat16()
+    assert inspect(half).has_own_head
+
+
+def test_commands_say_it(tmp_path):
+    base = stored_twice(tmp_path / "base", 1.0)
+    words = "its own tensor, with other values than the embedding, to which config.json says that it is tied"
+    for command in (("inspect", base), ("plan", base, "--layers", "3"), ("expand", base, "--layers", "3", "--dry-run")):
+        assert words in " ".join(run(*command).output.split())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_untied_head_is_as_config_json_says(tmp_path, tied):
+    base = save_tiny(tmp_path / "base", "llama", tie_word_embeddings=False)
+    with edited(base / "model.safetensors") as tensors:
+        if tied:
+            tensors[HEAD] = tensors[EMBEDDING].clone()
+        else:
+            del tensors[HEAD]
+    if tied:
+        assert not inspect(base).sizes.is_tied and inspect(base).remarks == ()
+        assert verify(expand(base, Request("2"), tmp_path / "wide").path).passed
+    else:
+        assert refusal(expand, base, Request("2"), tmp_path / "wide") == (
+            "lm_head.weight: no such tensor, expected one of shape (97, 40). Is the checkpoint complete?"
+        )
+
+
+SETTINGS = {
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "gguf": {"quant_method": "gguf"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_a_quantization_config_that_is_left_over_is_named(tmp_path, method):
+    base = save_tiny(tmp_path / "base", "llama")
+    with edited(base / "config.json") as config:
+        config["quantization_config"] = SETTINGS[method]
+    by = f" by {method}" if method else ""
+    said = (
+        f"config.json: quantization_config says that the weights are quantised{by}, and all of them are floats, which "
+        "transformers would take for quantised ones. Delete quantization_config from config.json of the base. Quantise "
+        "it as it trains: scale-surgery train --base-quantization int8, or nf4."
+    )
+    assert inspect(base).quantisation == said
+    assert refusal(plan, base, Request("2"), error=CheckpointError) == f"{base}: {said}"
+    assert refusal(expand, base, Request("2"), tmp_path / "wide", error=CheckpointError) == f"{base}: {said}"
+    assert not (tmp_path / "wide").exists()
+    with pytest.raises(CheckpointError, match=r"Delete quantization_config from config\.json"), loaded(base):
+        pass
+    # the control: what is to be done helps
+    with edited(base / "config.json") as config:
+        del config["quantization_config"]
+    assert inspect(base).quantisation is None
+    assert verify(expand(base, Request("2"), tmp_path / "wide").path).passed
+
+
+def test_masks_of_old_files_do_not_make_a_base_quantised(tmp_path):
+    base = save_tiny(tmp_path / "base", "gpt2")
+    with edited(base / "model.safetensors") as tensors, edited(base / "config.json") as config:
+        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+        config["quantization_config"] = SETTINGS["bitsandbytes"]
+    assert "is left" not in (told := inspect(base).quantisation or "") and told.startswith("config.json: quantization_")
+
+
+def test_weights_that_are_quantised_are_said_to_be(tmp_path):
+    base = save_tiny(tmp_path / "base", "llama")
+    with edited(base / "model.safetensors") as tensors, edited(base / "config.json") as config:
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        config["quantization_config"] = SETTINGS["fp8"]
+    assert (inspect(base).quantisation or "").startswith("is quantised (fp8, F8_E4M3), expected floating-point weights")
+
+
+def test_null_says_nothing(tmp_path):
+    base = save_tiny(tmp_path / "base", "llama")
+    (base / "config.json").write_text(
+        json.dumps({**json.loads((base / "config.json").read_text()), "quantization_config": None})
+    )
+    assert inspect(base).quantisation is None
