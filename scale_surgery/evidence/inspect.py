@@ -166,7 +166,7 @@ class _Specs:
 
 
 def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Inspection:
-    """Describe a checkpoint; no weight is read.
+    """Describe a checkpoint; no weight is read, but for a head that is stored although config.json says it is tied.
 
     Args:
         model: A folder or a Hub id, a base model or an expanded one.

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
-from scale_surgery.errors import CheckpointError, SurgeryError, shorten
+from scale_surgery.errors import CheckpointError, SurgeryError, name_some, shorten
 from scale_surgery.planning.base import left_over_quantisation
 from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import RunOptions
@@ -84,13 +84,16 @@ def loaded(
             path = link_flat(checkpoint, Path(offload_folder))
         options |= {"dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
         options |= {"key_mapping": dict(renamed)} if renamed else {}
+        with quiet_transformers(), translated(title, "cannot be loaded", LOADING_ADVICE):
+            auto_class = model_class(checkpoint, run)
+            # with this our classes load in spite of misfits, so that all problems are listed
+            options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
+            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+            model.eval()
+        # transformers' own report was silenced with all else that it prints
+        if (left := sorted(info["unexpected_keys"])) and not is_strict(model):
+            _logger().warning_once(f"{title}: {type(model).__name__} does not load {name_some(left)} of its files.")
         with quiet_transformers():
-            with translated(title, "cannot be loaded", LOADING_ADVICE):
-                auto_class = model_class(checkpoint, run)
-                # with this our classes load in spite of misfits, so that all problems are listed
-                options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
-                model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
-                model.eval()
             yield model, _load_problems(model, info)
             del model
         gc.collect()
@@ -187,6 +190,12 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
 def _is_expanded(checkpoint: Checkpoint) -> bool:
     """Whether a model has expanded modules; one with duplicated layers has stock ones."""
     return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
+
+
+def _logger() -> Any:
+    from transformers.utils import logging as transformers_logging
+
+    return transformers_logging.get_logger("transformers")
 
 
 def _load_problems(model: Any, info: dict[str, Any]) -> list[str]:
