@@ -45,6 +45,8 @@ def _fit(model: Any, inputs: Any, config: Any) -> list[int]:
         check_token_ids("The model", max(ids), model.config.get_text_config().vocab_size)
     with _refused("context_length_exceeded"):
         check_room(len(ids), context, "the model")
+    # the server reads the tokens of one sequence, whatever the model's generation_config.json says
+    config.return_dict_in_generate, config.num_return_sequences = False, 1
     most = config.max_new_tokens
     # transformers' server fills this in only for a request that has no generation config of its own
     if most is None and config.max_length is None:
@@ -111,6 +113,8 @@ class OnePath(GenerateManager):
     ) -> Any:
         """Begin a stream."""
         ids = _fit(model, inputs, gen_config)
+        # a search with beams knows no token before the last
+        gen_config.num_beams = 1
 
         def generate(*, streamer: Any, **options: Any) -> None:
             if self.continues_prompt:

@@ -302,6 +302,28 @@ def test_an_answer_goes_on_with_its_prompt_up_to_a_stop(short_stories: Path) -> 
         assert (generate(short_stories, prompt, GREEDY).answers[0].text).startswith(text)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"num_beams": 3, "num_return_sequences": 3},
+        {"prompt_lookup_num_tokens": 3},
+        {"use_cache": False},
+    ],
+)
+def test_settings_of_the_folder_that_the_server_cannot_answer_with(
+    short_stories: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = Path(shutil.copytree(short_stories, tmp_path / "stories"))
+    with edited(folder / "generation_config.json") as content:
+        content.update(settings)
+    # a request may come with settings of its own, and with those of the folder
+    for own in ({}, settings):
+        whole, streamed = answers_of(folder, "Once upon a time", max_new_tokens=6, **own)
+        assert whole[1] == streamed[1] == 6 and streamed[0].startswith(", there was")
+        assert whole == streamed or "num_beams" in settings
+
+
 def test_an_error_in_a_stream_can_stand_between_quotes(short_stories: Path) -> None:
     from scale_surgery.talking.server import InferenceThread, OnePath
 
