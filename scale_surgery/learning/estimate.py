@@ -19,9 +19,11 @@ from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.chat_template import tokenize_chat
-from scale_surgery.text.documents import Document, read_documents
-from scale_surgery.text.saved_datasets import share_of_rows
+from scale_surgery.text.documents import Document, read_text
+from scale_surgery.text.folders import texts_in
+from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
+from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, suffix_of
 from scale_surgery.training.rank_layers import read_budget
 
 if TYPE_CHECKING:
@@ -137,25 +139,40 @@ def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> To
 
 
 def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
-    source = parse_source(file)
-    # a file of JSON is read whole, as it may be one array
-    is_read_whole = source.path.suffix.lower() == ".json" and not source.path.is_dir()
-    documents = list(islice(read_documents([file]), None if is_read_whole else SAMPLED_DOCUMENTS))
+    texts, begun, documents = texts_in(parse_source(file)), list[TextSource](), list[Document]()
+    for text in texts:
+        begun.append(text)
+        # a file of JSON is read whole, as it may be one array
+        most = None if suffix_of(text.path) == ARRAY else SAMPLED_DOCUMENTS - len(documents)
+        documents += islice(read_text(text), most)
+        if len(documents) >= SAMPLED_DOCUMENTS:
+            break
     if not documents:
         raise DataError(f"{file}: holds no text, expected at least one document.")
     for document in documents:
         if document.chat is not None:
             tokenize_chat(document.chat, document.source, tokenizer)  # an unreadable chat is refused before any work
             break
-    texts = [document.prompt + document.text for document in documents]
-    sample = "\n".join(texts)[:SAMPLED_CHARACTERS]
+    words = [document.prompt + document.text for document in documents]
+    sample = "\n".join(words)[:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
-    characters = sum(map(len, texts)) + len(texts) - 1
-    share = 1.0 if is_read_whole or len(documents) < SAMPLED_DOCUMENTS else _share(source, documents[-1])
+    characters = sum(map(len, words)) + len(words) - 1
+    share = 1.0 if len(documents) < SAMPLED_DOCUMENTS else _share(texts, begun, documents[-1])
     return TokenCount(max(1, round(tokens * characters / len(sample) / (share or 1.0))), is_least=share is None)
 
 
-def _share(source: TextSource, last: Document) -> float | None:
-    """What share of a text there is up to a document; None where nobody knows."""
-    # where a document stands ends with the number of its row
-    return None if source.is_on_hub else share_of_rows(source, int(last.source.rpartition(" ")[2]))
+def _share(texts: Sequence[TextSource], begun: Sequence[TextSource], last: Document) -> float | None:
+    """What share of texts there is up to a document of the one that was begun last; None where nobody knows."""
+    text, suffix = begun[-1], suffix_of(begun[-1].path)
+    # where a document stands ends with the number of its row or line
+    number = last.source.removeprefix(f"{text.name}, ").rpartition(" ")[2]
+    if text.is_on_hub:
+        share = None
+    elif text.is_folder or suffix in DATA_FILES:
+        share = share_of_rows(text, int(number))
+    elif suffix in (*LINES, *TABLES):
+        share = share_of_lines(text.path, int(number))
+    else:
+        share = 1.0  # plain text, or an array: read to its end
+    read = sum(text.bytes for text in begun[:-1])
+    return None if share is None else (read + share * text.bytes) / (sum(text.bytes for text in texts) or 1)

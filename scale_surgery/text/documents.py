@@ -1,13 +1,14 @@
 """Text to learn from or to measure on: files and datasets become documents.
 
 FILE.jsonl   an object a line: {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} as in a chat, or
-             {"instruction", "output"} as in Alpaca, perhaps with {"input"}
+             {"instruction", "output"} as in Alpaca, perhaps with {"input"}; also .ndjson, .jsonlines, .jl, .ldjson
 FILE.json    the same, or an array of such objects
 FILE.parquet, .arrow, .csv, .tsv   the same fields as columns
 FILE.*       any other file is one document of plain text
-FOLDER       a dataset saved by the library `datasets`, or a folder of data files, with the same fields as columns
+FOLDER       each of its files as if it were named alone, or a dataset that the library `datasets` saved; see `folders`
 ORG/NAME     a dataset of the Hub, where no such path exists
 
+Each but Parquet and Arrow may be compressed: FILE.jsonl.gz.
 Options follow after commas, see `sources`: FILE.jsonl,column=body or ORG/NAME,split=train.
 """
 
@@ -21,12 +22,27 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
+from scale_surgery.checkpoint.reading import HALF_A_CHARACTER, open_regular
 from scale_surgery.errors import MOST_LINES, DataError, counted, shorten
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, read_rows
 from scale_surgery.text.sources import TextSource, parse_source
-from scale_surgery.text.text_files import BLANK, open_text, read_array, read_lines
+from scale_surgery.text.text_files import (
+    ARRAY,
+    BLANK,
+    LINES,
+    TABLES,
+    Unread,
+    open_text,
+    read_array,
+    read_lines,
+    read_table,
+    readable,
+    refuse_json,
+    refuse_nul,
+    suffix_of,
+)
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
@@ -88,19 +104,27 @@ def read_documents(
     paths: Sequence[str | Path], advance: Progress = no_progress, *, whole: bool = True
 ) -> Iterator[Document]:
     """Read documents from files and from datasets."""
-    for source in map(parse_source, paths):
-        yield from _from_rows(source, advance) if _holds_rows(source) else _from_text(source, advance, whole=whole)
+    for text in chain.from_iterable(map(texts_in, map(parse_source, paths))):
+        yield from read_text(text, advance, whole=whole)
+
+
+def read_text(source: TextSource, advance: Progress = no_progress, *, whole: bool = True) -> Iterator[Document]:
+    """Read the documents of one file or dataset."""
+    return _from_rows(source, advance) if _holds_rows(source) else _from_text(source, advance, whole=whole)
 
 
 def _from_text(source: TextSource, advance: Progress, *, whole: bool) -> Iterator[Document]:
     with open_text(source.path, advance) as (stream, report):
+        refuse_json(stream, source.path)
         text = stream.read(-1 if whole else LONG_TEXT + 1)
+        refuse_nul(text, source.path)
         if whole or len(text) <= LONG_TEXT:
             report()
             yield from _documents({"text": text}, ("text",), source.name)
         else:
             stream.seek(0)
             for piece in _pieces(stream, source.name):
+                refuse_nul(piece.text, source.path)
                 report()
                 yield piece
 
@@ -135,69 +159,81 @@ def read_questions(paths: Sequence[Path]) -> list[str]:
 
 
 def _prompts_of(path: Path) -> Iterator[str]:
-    source = parse_source(path)
-    if not _holds_rows(source):
-        with open_text(source.path, no_progress) as (text, _):
-            yield from (line for line in text.read().split("\n") if line.strip())
-        return
+    for text in texts_in(parse_source(path)):
+        yield from _prompts_in_rows(text) if _holds_rows(text) else _prompts_in_text(text)
+
+
+def _prompts_in_text(source: TextSource) -> Iterator[str]:
+    with open_text(source.path, no_progress) as (stream, _):
+        refuse_json(stream, source.path)
+        text = stream.read()
+        refuse_nul(text, source.path)
+        yield from (line for line in text.split("\n") if line.strip())
+
+
+def _prompts_in_rows(source: TextSource) -> Iterator[str]:
     names = PROMPTS if source.column is None else (source.column,)
     problems: list[str] = []
-    rows, where = _rows_of(source, no_progress)
-    for number, row in enumerate(rows, start=1):
+    for place, row in _rows_of(source, no_progress):
         texts = [row.get(name) for name in names] if isinstance(row, Mapping) else []
         prompt = next((text for text in texts if _text_problem(text, "") is None), None)
         if prompt is not None:
             yield prompt
         elif row != BLANK:
-            problems.append(f"{where} {number}: {_row_problem(row, names, EXPECTED_PROMPT)}.")
+            problems.append(f"{place}: {_row_problem(row, names, EXPECTED_PROMPT)}.")
     if problems:
         raise DataError.from_problems(shorten(problems))
 
 
 def _is_dataset(source: TextSource) -> bool:
-    return source.path.is_dir() or source.is_on_hub or source.path.suffix.lower() in DATA_FILES
+    return source.is_folder or source.is_on_hub or source.path.suffix.lower() in DATA_FILES
 
 
 def _holds_rows(source: TextSource) -> bool:
     """Whether a source holds objects with fields; otherwise it is plain text."""
-    is_rows = _is_dataset(source) or source.path.suffix.lower() in (".jsonl", ".json")
+    is_rows = _is_dataset(source) or suffix_of(source.path) in (*LINES, ARRAY, *TABLES)
     settings = ("split", "config", "revision") if is_rows else ("column", "split", "config", "revision")
     given = [name for name in settings if getattr(source, name) is not None]
-    if given and not (source.path.is_dir() or source.is_on_hub):
+    if given and not (source.is_folder or source.is_on_hub):
         kind = "a file" if is_rows else "plain text"
         raise DataError(f"{source.name}: is {kind}, which has no {given[0]}. Leave ,{given[0]}= out.")
     return is_rows
 
 
-def _rows_of(source: TextSource, advance: Progress) -> tuple[Iterable[Any], str]:
-    """The rows of a file or of a dataset, and the words before a row's number in errors."""
+def _rows_of(source: TextSource, advance: Progress) -> Iterator[tuple[str, Any]]:
+    """The rows of a file or of a dataset, each with the words that say where it stands."""
+    path, suffix = source.path, suffix_of(source.path)
+    entries = read_array(path, advance) if suffix == ARRAY and not _is_dataset(source) else []
     if _is_dataset(source):
-        if source.path.suffix.lower() in DATA_FILES and not source.path.is_dir():
-            with open_text(source.path, advance):
+        if not (source.is_folder or source.is_on_hub):
+            with readable(path), open_regular(path):
                 pass  # a better error than the library's for what is no file
-        return read_rows(source), f"{source.name}, row"
-    if source.path.suffix.lower() == ".json" and (entries := read_array(source.path, advance)):
-        return entries, f"{source.path}, entry"
-    return read_lines(source.path, advance), f"{source.path}, line"
+        rows: Iterator[tuple[int, Any]] = enumerate(read_rows(source), start=1)
+        word = "row"
+    elif entries:
+        word, rows = "entry", enumerate(entries, start=1)
+    else:
+        word, rows = "line", read_table(path, advance) if suffix in TABLES else read_lines(path, advance)
+    return ((f"{source.name}, {word} {number}", row) for number, row in rows)
 
 
 def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
-    (rows, where), column = _rows_of(source, advance), source.column
+    column = source.column
     names, expected = FIELDS if column is None else ((column,),), EXPECTED
     if column is not None:
         expected = f'expected {{"{column}"}}, a text or messages'
     every = tuple(chain.from_iterable(map(_with_optional, names)))
     problems: list[str] = []
     more = 0
-    for number, row in enumerate(rows, start=1):
+    for number, (place, row) in enumerate(_rows_of(source, advance), start=1):
         if number % ROWS_A_REPORT == 0:
             advance(0, counted(number, "row"))  # the size of a dataset in bytes is not known
         # a blank line of JSONL has no fields at all
         fields = ("text",) if row is BLANK else _fields_of(row, names)
         if fields is not None:
-            yield from _documents(row, fields, f"{where} {number}")
+            yield from _documents(row, fields, place)
         elif len(problems) < MOST_LINES:
-            problems.append(f"{where} {number}: {_row_problem(row, every, expected)}.")
+            problems.append(f"{place}: {_row_problem(row, every, expected)}.")
         else:
             more += 1  # there may be one for each row
     if problems:
@@ -260,8 +296,8 @@ def _named(row: Mapping[str, Any]) -> str:
 
 def _row_problem(row: Any, names: Iterable[str], expected: str) -> str:
     """What is wrong with a row that fits none of the known fields."""
-    if isinstance(row, ValueError):
-        return f"is not JSON ({row})"
+    if isinstance(row, Unread):
+        return row.problem
     if not isinstance(row, Mapping):
         return f"found {type(row).__name__}, {expected}"
     wrong = (_field_problem(row, name) for name in names if row.get(name) is not None)
@@ -284,7 +320,7 @@ def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> I
 
 
 def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:
-    # `datasets` gives every message the fields of all messages
+    # templates ask which fields a message has; one that is null is none
     turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
     words: dict[bool, list[str]] = {False: [], True: []}
     for place, message in enumerate(turns):

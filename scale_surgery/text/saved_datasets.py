@@ -1,30 +1,41 @@
-"""Rows of datasets, read by the library `datasets`: saved ones, data files, folders of them, and those of the Hub.
+"""Rows of datasets, read by the library `datasets`: saved ones, Parquet and Arrow files, and those of the Hub.
 
 No code of a dataset runs, and formats that may hold pickles are not read.
+
+Arrow gives each object the keys of all objects of its column, and null for those that it lacks: such nulls are dropped.
+What Arrow itself loses, nobody can give back: a null that was typed, the order of keys, and 1 if another row has 1.5.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import DataError
-from scale_surgery.text.sources import TextSource
+from scale_surgery.text.sources import TextSource, which_split
+from scale_surgery.text.text_files import Unread
 
 # formats of data files that hold rows of text and plain values
 FORMATS = ("json", "parquet", "csv", "text", "arrow")
 # suffixes of data files, and the name of their format in the library
-DATA_FILES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-# suffixes of files with a row a line
-LINE_FILES = {".jsonl", ".txt", *SEPARATORS}
+DATA_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 # files by which a saved dataset is known, of one split or of several
 SAVED_FILES = ("state.json", "dataset_dict.json")
+# card of a dataset, and the settings with which it begins
+CARD = "README.md"
+SETTINGS = re.compile(rb"---\r?\n(.*?)\n---", re.DOTALL)
+MOST_SETTINGS = 2**20
+# columns with nested values that are read
+NESTED = ("messages", "tools")
+JSON_KINDS = (str, int, float, list, dict, type(None))
 # most characters of a library's error in ours
 LONGEST = 300
 
@@ -45,20 +56,87 @@ def quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bar()
 
 
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder is one dataset: a saved one, or one whose card says which files are which split."""
+    return _is_saved(folder) or b"\nconfigs:" in b"\n" + settings_of(folder / CARD)
+
+
+def settings_of(card: Path) -> bytes:
+    """The settings with which the card of a dataset begins; nothing for any other file."""
+    try:
+        with open_regular(card) as content:
+            match = SETTINGS.match(content.read(MOST_SETTINGS))
+    except OSError:
+        return b""
+    return match[1] if match else b""
+
+
 def read_rows(source: TextSource) -> Iterator[Any]:
-    """Read the rows of a dataset, one after the other."""
+    """Read the rows of a dataset, one after the other; Unread where a row holds what JSON cannot."""
     with quiet_datasets():
         rows = _load(source)
+    features = rows.features or {}
+    nested = NESTED if source.column is None else (*NESTED, source.column)
     try:
-        yield from rows
+        for row in _strictly(rows):
+            yield _as_written(row, features, nested)
     except Exception as error:  # of datasets, of pyarrow below it, and of the network
         raise DataError(
             f"{source.name}: cannot be read to its end ({library_error(error)}). {_advice(source)}"
         ) from error
 
 
+def _strictly(rows: Any) -> Iterator[Any]:
+    """Rows, or an error where pandas would drop the fields that are more than the head of a table has."""
+    from pandas.errors import ParserWarning
+
+    each = iter(rows)
+    while True:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)
+            try:
+                row = next(each, None)
+            except ParserWarning as error:
+                raise DataError(
+                    "rows of its table have more fields than the head; a field with a comma needs quotes"
+                ) from error
+        if row is None:
+            return
+        yield row
+
+
+def _as_written(row: Mapping[str, Any], features: Mapping[str, Any], nested: tuple[str, ...]) -> Any:
+    written = {name: _without_nulls(value, features.get(name)) for name, value in row.items()}
+    for name in nested:
+        if (other := _other_kind(written.get(name))) is not None:
+            kind = type(other).__name__
+            return Unread(f'"{name}" holds a {kind} ({other!s:.40}), which JSON does not have; write it as a text')
+    return written
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """A value of Arrow without the keys that it lacked; one that was kept as JSON is as it was typed."""
+    if type(feature).__name__ == "Json":
+        return value
+    if isinstance(value, dict):
+        features = feature if isinstance(feature, dict) else {}
+        return {key: _without_nulls(each, features.get(key)) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_without_nulls(each, inner) for each in value]
+    return value
+
+
+def _other_kind(value: Any) -> Any:
+    """The first value inside of another that JSON does not have, such as a date; None where all are its own."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((other for each in inner if (other := _other_kind(each)) is not None), None)
+    return None if isinstance(value, JSON_KINDS) else value
+
+
 def share_of_rows(source: TextSource, rows: int) -> float | None:
-    """What share of a text its first rows are, about; None where only reading all of it would say."""
+    """What share of a dataset its first rows are, about; None where only reading all of it would say."""
     from pyarrow.parquet import read_metadata
 
     try:
@@ -69,11 +147,7 @@ def share_of_rows(source: TextSource, rows: int) -> float | None:
         suffixes = {file.suffix.lower() for file in files}
         if suffixes == {".parquet"}:
             return rows / sum(int(read_metadata(file).num_rows) for file in files)
-        if suffixes == {".arrow"}:
-            return rows / sum(map(_arrow_rows, files))
-        if suffixes <= LINE_FILES:
-            return _bytes_of_rows(files, rows) / sum(file.stat().st_size for file in files)
-        return None
+        return rows / sum(map(_arrow_rows, files)) if suffixes == {".arrow"} else None
     except DataError:
         raise
     except Exception as error:  # of pyarrow, about a file behind those rows
@@ -84,7 +158,7 @@ def share_of_rows(source: TextSource, rows: int) -> float | None:
 
 def _data_files(source: TextSource) -> list[Path]:
     """The files that are read, of which a folder may hold others."""
-    if not source.path.is_dir():
+    if not source.is_folder:
         return [source.path]
     splits = _builder(source).config.data_files
     return list(map(Path, splits[next(iter(splits)) if source.split is None else source.split]))
@@ -99,20 +173,6 @@ def _arrow_rows(file: Path) -> int:
             return int(pyarrow.ipc.open_stream(content).read_all().num_rows)
         except pyarrow.ArrowInvalid:
             return int(pyarrow.ipc.open_file(content).read_all().num_rows)
-
-
-def _bytes_of_rows(files: Sequence[Path], rows: int) -> int:
-    """Bytes of the first rows of files with a row a line; a field of a table in quotes may hold lines too."""
-    taken = quotes = 0
-    for file in files:
-        with file.open("rb") as lines:
-            for line in lines:
-                taken += len(line)
-                quotes += line.count(b'"') * (file.suffix.lower() in SEPARATORS)
-                rows -= quotes % 2 == 0
-                if not rows:
-                    return taken
-    return taken
 
 
 def digest_of(source: TextSource) -> str:
@@ -162,11 +222,7 @@ def _choose(splits: Any, source: TextSource) -> Any:
         return next(iter(splits.values()))
     if source.split in splits:
         return splits[source.split]
-    reason = f"has no split {source.split}, it holds" if source.split else "holds the splits"
-    raise DataError(
-        f"{source.name}: {reason} {', '.join(map(str, splits))}. Say which is meant: {source.name},split="
-        f"{next(iter(splits))}."
-    )
+    raise DataError(which_split(source, list(map(str, splits))))
 
 
 def _builder(source: TextSource) -> Any:
@@ -174,9 +230,8 @@ def _builder(source: TextSource) -> Any:
 
     try:
         suffix = source.path.suffix.lower()
-        if suffix in DATA_FILES and not source.path.is_dir():
-            options = _as_texts(source.path, SEPARATORS[suffix]) if suffix in SEPARATORS else {}
-            return datasets.load_dataset_builder(DATA_FILES[suffix], data_files=glob.escape(source.name), **options)
+        if suffix in DATA_FILES and not source.is_folder:
+            return datasets.load_dataset_builder(DATA_FILES[suffix], data_files=glob.escape(source.name))
         builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
@@ -185,25 +240,20 @@ def _builder(source: TextSource) -> Any:
         raise DataError(
             f"{source.name}: holds data of the kind {kind}, expected rows of text in one of: {', '.join(FORMATS)}."
         )
+    if kind == "text":
+        # a file is a document, as when it is named alone
+        builder.config.sample_by = "document"
+    if kind == "csv" and builder.config.index_col is None:
+        # pandas would take the first column for names of rows where rows have more fields than the head
+        builder.config.index_col = False
     return builder
-
-
-def _as_texts(table: Path, separator: str) -> dict[str, Any]:
-    """Options of the library by which each field of a table is the text that stands there, and an empty one is none."""
-    import datasets
-    import pandas
-
-    # pandas would guess numbers, true and false from the fields, and take words such as None for missing ones
-    names = pandas.read_csv(table, sep=separator, nrows=0).columns
-    features = datasets.Features({name: datasets.Value("string") for name in names})
-    return {"sep": separator, "features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def _why_none(source: TextSource, error: Exception) -> str:
     reason = library_error(error)
     if source.path.is_file():
         return f"{source.name}: cannot be read as a table ({reason}). Give UTF-8 text, JSONL or a saved dataset."
-    if source.path.is_dir():
+    if source.is_folder:
         return (
             f"{source.name}: is no saved dataset ({reason}). Give a folder that save_to_disk wrote, or one with "
             "JSONL or Parquet files."
@@ -215,7 +265,7 @@ def _why_none(source: TextSource, error: Exception) -> str:
 
 
 def _advice(source: TextSource) -> str:
-    if source.path.is_dir():
+    if source.is_folder:
         return "Give a folder whose files are all rows of text with the same columns, or the files one by one."
     return "Try again." if source.is_on_hub else "Write its rows as JSONL."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -22,18 +22,9 @@ NO_OLD_TEXT = "Where there is none, the base writes some: scale-surgery generate
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # suffixes of names that are no ids of datasets
 FILE_SUFFIXES = (
-    ".txt",
-    ".text",
-    ".md",
-    ".rst",
-    ".json",
-    ".jsonl",
-    ".parquet",
-    ".csv",
-    ".tsv",
-    ".arrow",
-    ".html",
-    ".gz",
+    *(".txt", ".text", ".md", ".rst", ".html", ".pdf", ".docx"),
+    *(".json", ".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson", ".csv", ".tsv", ".parquet", ".arrow"),
+    *(".gz", ".zst", ".bz2", ".xz", ".zip"),
 )
 
 
@@ -61,10 +52,15 @@ class TextSource:
         return Path(self.name)
 
     @property
+    def is_folder(self) -> bool:
+        """Whether a folder of this name exists."""
+        return os.path.isdir(self.name)  # noqa: PTH112, which no name breaks
+
+    @property
     def files(self) -> list[Path]:
-        """The file, or all files of the folder; none for a dataset of the Hub."""
-        paths = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
-        return [path for path in paths if path.is_file()]
+        """The file, or all files of the folder that are not hidden; none for a dataset of the Hub."""
+        paths = sorted(self.path.rglob("*")) if self.is_folder else [self.path]
+        return [path for path in paths if path.is_file() and not is_hidden(path.relative_to(self.path))]
 
     @property
     def bytes(self) -> int:
@@ -82,6 +78,11 @@ class TextSource:
         return not self.is_here and could_be_on_hub(self.name)
 
 
+def is_hidden(path: Path) -> bool:
+    """Whether a path inside a folder is no part of it for its owner: a name on it begins with a dot."""
+    return any(part.startswith(".") for part in path.parts)
+
+
 def could_be_on_hub(name: str) -> bool:
     """Whether a name has the form of a dataset's id, and not that of a file."""
     return HUB_ID.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)
@@ -90,12 +91,23 @@ def could_be_on_hub(name: str) -> bool:
 def parse_source(text: str | Path) -> TextSource:
     """Read how a text is named."""
     source = _parse(str(text))
+    refuse_model(source)
+    return source
+
+
+def refuse_model(source: TextSource) -> None:
+    """Refuse the folder of a model in place of a text."""
     if (model_type := _model_type(source.path)) is not None:
         raise DataError(
             f"{source.name}: is a model ({CONFIG_FILE} says model_type {model_type!r}), expected text. Give a file of "
             "UTF-8 text, JSONL or a saved dataset."
         )
-    return source
+
+
+def which_split(source: TextSource, splits: Sequence[str]) -> str:
+    """What is wrong with a text of several splits, or without the one that is asked for."""
+    reason = f"has no split {source.split}, it holds" if source.split else "holds the splits"
+    return f"{source.name}: {reason} {', '.join(splits)}. Say which is meant: {source.name},split={splits[0]}."
 
 
 def paths_of(texts: Iterable[str | Path]) -> list[Path]:

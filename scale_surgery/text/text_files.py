@@ -1,20 +1,74 @@
-"""Files of text: plain text, JSON lines and JSON arrays."""
+"""Files of text: plain text, JSON lines, JSON arrays and tables, each perhaps compressed by gzip.
+
+Names say which: see `LINES`, `ARRAY` and `TABLES`. A file of another name is plain text; one that begins with rows of
+JSON all the same is refused.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from io import TextIOWrapper
+from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO, cast
 
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, counted
 from scale_surgery.progress import Progress
+
+# suffixes of files with a JSON value a line
+LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson")
+# suffix of a file that is one JSON array, or JSON lines
+ARRAY = ".json"
+# suffixes of tables, and what stands between two fields
+TABLES = {".csv": ",", ".tsv": "\t"}
+GZIP = ".gz"
+# first bytes of files that are no UTF-8 text: what they are, and what to do
+FORMS = (
+    (b"\xff\xfe", "UTF-16 text", "Convert it: iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "Convert it: iconv -f UTF-16 -t UTF-8"),
+    (b"\x1f\x8b", "compressed by gzip", f"Unpack it, or let its name end with {GZIP}"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", "Unpack it"),
+    (b"BZh91AY&SY", "compressed by bzip2", "Unpack it"),
+    (b"\xfd7zXZ", "compressed by xz", "Unpack it"),
+    (b"7z\xbc\xaf", "a 7z archive", "Unpack it"),
+    (b"PK\x03\x04", "a zip archive (.docx, .xlsx, .epub and .odt are some too)", "Unpack it, or save its text"),
+    (b"%PDF-", "a PDF file", "Save its text"),
+    (b"{\\rtf", "an RTF file", "Save its text"),
+    (b"\xd0\xcf\x11\xe0", "a file of an office program", "Save its text"),
+    (b"\x89PNG", "an image", "Leave it out"),
+    (b"\xff\xd8\xff", "an image", "Leave it out"),
+    (b"GIF87a", "an image", "Leave it out"),
+    (b"GIF89a", "an image", "Leave it out"),
+    (b"PAR1\x15", "a Parquet file", "Let its name end with .parquet"),
+    (b"ARROW1\0", "an Arrow file", "Let its name end with .arrow"),
+    (b"SQLite format 3\0", "a database", "Write its rows as JSONL"),
+)
+# characters by which JSON under another name is known
+BEGINNING = 2**20
+# longest field of a table; Python's own bound is less than many texts
+LONGEST_FIELD = 2**31 - 1
 
 # value of a blank line of JSONL
 BLANK = {"text": ""}
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A row that cannot be read: what is wrong with it."""
+
+    problem: str
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix of a file, in small letters, without that of gzip."""
+    suffix = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if suffix == GZIP else suffix
 
 
 @contextmanager
@@ -24,7 +78,7 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."
         ) from error
@@ -43,20 +97,78 @@ def open_text(
         advance(now - done)
         done = now
 
-    # without a byte order mark
-    with readable(path), open_regular(path) as stream, TextIOWrapper(stream, "utf-8-sig", newline=newline) as text:
-        yield text, report
+    with readable(path), open_regular(path) as stream, _unpacked(path, stream) as content:
+        _refuse_other_forms(path, content)
+        # without a byte order mark
+        with TextIOWrapper(cast(IO[bytes], content), "utf-8-sig", newline=newline) as text:
+            yield text, report
 
 
-def read_lines(path: Path, advance: Progress) -> Iterator[Any]:
-    """The values of a file of JSON lines: BLANK for an empty line, a ValueError for one that is no JSON."""
+def _unpacked(path: Path, stream: Any) -> Any:
+    return gzip.GzipFile(fileobj=stream) if path.suffix.lower() == GZIP else stream
+
+
+def _refuse_other_forms(path: Path, content: BufferedReader) -> None:
+    """Refuse what is no UTF-8 text by its first bytes."""
+    beginning = content.peek(max(len(magic) for magic, _, _ in FORMS))
+    for magic, form, advice in FORMS:
+        if beginning.startswith(magic):
+            raise DataError(f"{path}: is {form}, expected UTF-8 text. {advice}.")
+
+
+def refuse_nul(text: str, path: Path | str) -> None:
+    """Refuse a character that no text has, but archives, programs and UTF-16 have."""
+    if "\0" in text:
+        raise DataError(f"{path}: holds NUL characters, expected UTF-8 text. Is it UTF-16, or no text at all?")
+
+
+def refuse_json(stream: TextIO, path: Path) -> None:
+    """Refuse plain text that is JSON lines or a JSON array of objects; the stream is at its beginning again."""
+    if (suffix := _json_suffix(stream)) is not None:
+        raise DataError(
+            f"{path}: holds JSON objects and has the name of plain text, which would be learned with its braces. Let "
+            f'its name end with {suffix}; or where braces are to be learned, write them as JSONL, {{"text": ...}}.'
+        )
+    stream.seek(0)
+
+
+def _json_suffix(stream: TextIO) -> str | None:
+    """The suffix that a text ought to have that begins with rows of JSON; None for all others."""
+    text = stream.read(BEGINNING) + stream.readline()
+    lines = [line for line in text.split("\n") if line.strip()]
+    # a comment or a damaged row may be among them
+    if sum(map(_is_object, lines)) > len(lines) / 2:
+        return LINES[0]
+    start = text.find("{")
+    is_array = text[: max(start, 0)].strip() == "["
+    if start < 0 or not (is_array or not text[:start].strip()):
+        return None
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    # rows over several lines; one such object may be any file, such as code
+    is_followed = text[end:].lstrip().startswith(("{", ","))
+    return ARRAY if is_array else LINES[0] if is_followed else None
+
+
+def _is_object(line: str) -> bool:
+    """Whether a line is a JSON object, perhaps with the comma of an array after it."""
+    try:
+        return line.lstrip().startswith("{") and isinstance(json.loads(line.rstrip(", \r")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_lines(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
+    """The values of a file of JSON lines, each with its line: BLANK for an empty line, Unread for what is no JSON."""
     # other line ends may stand inside JSON texts
     with open_text(path, advance, newline="\n") as (text, report):
-        for line in text:
+        for number, line in enumerate(text, start=1):
             try:
-                yield json.loads(line.removesuffix("\n")) if line.strip() else BLANK
+                yield number, json.loads(line.removesuffix("\n")) if line.strip() else BLANK
             except (ValueError, RecursionError) as error:
-                yield ValueError(str(error))
+                yield number, Unread(f"is not JSON ({error})")
             report()
 
 
@@ -74,3 +186,66 @@ def read_array(path: Path, advance: Progress) -> list[Any]:
             return []
         report()
         return elements if isinstance(elements, list) else []
+
+
+def read_table(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
+    """The rows of a table, each with the line on which it begins: texts by the names of the head, None for empty ones.
+
+    A row that does not fit the head is Unread, since no one knows which of its fields is which.
+    """
+    separator = TABLES[suffix_of(path)]
+    csv.field_size_limit(LONGEST_FIELD)
+    # the reader wants line ends as they are
+    with open_text(path, advance, newline="") as (text, report):
+        reader = csv.reader(text, delimiter=separator, strict=True)
+        rows = _numbered(reader)
+        line, head = next(rows, (1, ()))
+        if (wrong := head.problem if isinstance(head, Unread) else _head_problem(head)) is not None:
+            raise DataError(f"{path}, line {line}: {wrong}; expected a head with the name of each column.")
+        is_bare = True
+        for line, fields in rows:
+            is_bare = False
+            yield line, fields if isinstance(fields, Unread) else _row(head, fields, separator)
+            report()
+        if is_bare:
+            raise DataError(
+                f"{path}: holds {'a head alone' if head else 'nothing'}, expected a head and rows below it."
+            )
+
+
+def _numbered(reader: Any) -> Iterator[tuple[int, Any]]:
+    """The rows that are not blank, each with its first line; a row after which no other can be found ends them."""
+    line = 1
+    try:
+        for fields in reader:
+            if fields:
+                yield line, fields
+            line = reader.line_num + 1
+    except csv.Error as error:
+        yield line, Unread(f'is no row of a table ({error}): a " is missing, or stands alone')
+
+
+def _head_problem(names: Sequence[str]) -> str | None:
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    return f'"{twice[0]}" is the name of {names.count(twice[0])} columns' if twice else None
+
+
+def _row(names: Sequence[str], fields: Sequence[str], separator: str) -> Any:
+    if len(fields) != len(names):
+        return Unread(
+            f"has {counted(len(fields), 'field')}, the head has {len(names)}; a field with a "
+            f'{"tab" if separator == chr(9) else "comma"} or a line break in it needs quotes: "..."'
+        )
+    # programs that number rows leave the head of that column empty
+    nameless = [field for name, field in zip(names[1:], fields[1:], strict=True) if field and not name]
+    if nameless:
+        return Unread(f"has {nameless[0]!r} in a column that has no name in the head")
+    return {name: field or None for name, field in zip(names, fields, strict=True) if name}
+
+
+def share_of_lines(path: Path, lines: int) -> float | None:
+    """What share of the bytes of a file its first lines are; None where the file is compressed."""
+    if path.suffix.lower() == GZIP:
+        return None
+    with readable(path), open_regular(path) as stream:
+        return sum(len(line) for _, line in zip(range(lines), stream, strict=False)) / path.stat().st_size

@@ -36,14 +36,14 @@ from scale_surgery.text.sequences import (
     from_arrays,
 )
 from scale_surgery.text.sources import TextSource, parse_source
-from scale_surgery.text.text_files import readable
+from scale_surgery.text.text_files import ARRAY, LINES, TABLES, readable, suffix_of
 from scale_surgery.text.tokenizing import pack, read_tokens, scored_ones, stride, tokenize
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
 # texts of this many bytes and more are cached; smaller ones are tokenized in seconds
 LARGE = 64 * 2**20
 # version of the cache: of its form and of how texts become tokens
-CACHE_FORM = 3
+CACHE_FORM = 4
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
 TOO_LONG = "Pack the documents (packing, the default), raise --sequence-length, or split them."
@@ -221,10 +221,10 @@ def _digest(source: TextSource, advance: Progress) -> str:
     settings = [source.column, source.split, source.config]
     if source.is_on_hub:
         return f"dataset {settings} {digest_of(source)}"
-    if source.path.is_dir():
+    if source.is_folder:
         files = [(str(file.relative_to(source.path)), hash_file(file, advance)) for file in source.files]
         return f"folder {settings} {files}"
-    suffix = source.path.suffix.lower()
-    kind = suffix if suffix in (".jsonl", ".json", *DATA_FILES) else "text"
+    suffix = suffix_of(source.path)
+    kind = suffix if suffix in (*LINES, ARRAY, *TABLES, *DATA_FILES) else "text"
     with readable(source.path), open_regular(source.path):
         return f"{kind} {settings} {hash_file(source.path, advance)}"

@@ -579,7 +579,7 @@ def test_a_pilot_runs_only_where_the_budget_leaves_a_choice(budget, layers, sett
 def test_a_dataset_whose_end_nobody_knows_is_read_once(documents, epochs, about, settings, tmp_path, monkeypatch):
     """Of a dataset of the Hub only the first 1,000 documents are counted."""
     kept = [Document("", f"A short text about {number} things.", "org/name") for number in range(documents)]
-    monkeypatch.setattr(estimate, "read_documents", lambda files: iter(kept))
+    monkeypatch.setattr(estimate, "read_text", lambda text: iter(kept))
     recipe = resolve_recipe({"model": settings["model"], "data": "org/name", "expansion.layers": "last:1"})
     assert (recipe.training.epochs, recipe.training.batch_size) == (epochs, 8)
     made = prepare(recipe, tmp_path / "job").estimate
@@ -627,7 +627,7 @@ def test_a_text_behind_the_sample_is_counted_by_its_rows(name, in_files, tmp_pat
     else:
         path = tmp_path / "folder"
         path.mkdir()
-        (path / "README.md").write_text("Rows." * 10_000)
+        (path / "README.md").write_text("---\nlicense: mit\n---\n" + "Rows." * 10_000)
         for number in range(3):
             write_rows(rows.select(range(2000 * number, 2000 * number + 2000)), path / f"{number}-{name}")
     tokenizer = need_tokenizer(SHIPPED_MODEL, "model", RunOptions())

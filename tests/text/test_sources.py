@@ -117,8 +117,9 @@ def test_a_folder_of_parquet(folder: Path) -> None:
     (folder / "test.jsonl").unlink()
     assert [text for text, _ in read(folder)] == ["un", "deux", "x"]
     assert read(folder / "train-00000.parquet")[1] == ("deux", f"{folder}/train-00000.parquet, row 2"), "the file alone"
-    assert read(f"{folder},column=body,split=train") == [("one", f"{folder}, row 1"), ("two", f"{folder}, row 2")]
-    assert refused(f"{folder},column=n")[0] == f'{folder}, row 1: "n" is a number, expected a text.'
+    file = folder / "train-00000.parquet"
+    assert read(f"{folder},column=body,split=train") == [("one", f"{file}, row 1"), ("two", f"{file}, row 2")]
+    assert refused(f"{folder},column=n")[0] == f'{file}, row 1: "n" is a number, expected a text.'
     assert refused(f"{folder},split=dev") == [
         f"{folder}: has no split dev, it holds train. Say which is meant: {folder},split=train."
     ]
@@ -135,6 +136,7 @@ def test_a_folder_of_lines_with_splits(folder: Path) -> None:
 
 
 def test_other_kinds_of_data_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text('---\nconfigs:\n- config_name: a\n  data_files: "*.xml"\n---\n')
     (tmp_path / "page.xml").write_text("<a>text</a>")
     assert refused(tmp_path) == [
         f"{tmp_path}: holds data of the kind xml, expected rows of text in one of: json, parquet, csv, text, arrow."
@@ -147,6 +149,8 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"vocabulary": {f"token {number}": 1 for number in range(500)}})
     )
+    card = '---\nconfigs:\n- config_name: a\n  data_files: ["*.jsonl", "*.json"]\n---\n'
+    (tmp_path / "README.md").write_text(card)
     (line,) = refused(tmp_path)
     assert len(line) < 600 and "Try again" not in line
     assert line.endswith(

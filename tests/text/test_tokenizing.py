@@ -141,8 +141,10 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     )
     assert refused(tmp_path / "other").startswith(f"{tmp_path}/other, row 1: has the fields body; expected")
     (tmp_path / "one" / "state.json").write_text("[]", encoding="utf-8")
-    for name in ("folder", "one"):
-        assert refused(tmp_path / name).startswith(f"{tmp_path}/{name}: is no saved dataset (")
+    assert refused(tmp_path / "one").startswith(f"{tmp_path}/one: is no saved dataset (")
+    assert refused(tmp_path / "folder") == (
+        f"{tmp_path}/folder: holds no file to read, expected texts. Is it the right folder?"
+    )
 
 
 def test_alpaca_and_conversations(tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: 
     assert read(file) == [(f"one{separator}?", " two")]
     assert read(f"{file},column=id") == [("", "3")]
     file.write_text(f"instruction{separator}out\nAdd.{separator}2\n")
-    assert refused(file).startswith(f"{file}, row 1: has the fields instruction, out; expected")
+    assert refused(file).startswith(f"{file}, line 2: has the fields instruction, out; expected")
     file.write_bytes(b"text\nZ\xfcrich\n")
     (problem,) = refused(file).splitlines()
     assert problem.startswith(f"{file}: cannot be read") and problem.endswith(".")
@@ -235,11 +237,9 @@ def test_an_empty_field_of_a_table_is_none(tmp_path: Path) -> None:
     file.write_text("text,question,answer\n,Where?,Oslo\nplain,,\n,When?, \n")
     assert read(file) == [("Where?", " Oslo"), ("", "plain")]
     file.write_text("question,answer\nWhere?,Oslo\nWhen?,\n")
-    assert refused(file).startswith(f"{file}, row 2: has the fields question, answer; expected")
+    assert refused(file).startswith(f"{file}, line 3: has the fields question, answer; expected")
     file.write_text("")
-    assert refused(file) == (
-        f"{file}: cannot be read as a table (No columns to parse from file). Give UTF-8 text, JSONL or a saved dataset."
-    )
+    assert refused(file) == f"{file}: holds nothing, expected a head and rows below it."
 
 
 # tokens
