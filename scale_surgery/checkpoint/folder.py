@@ -26,6 +26,7 @@ from scale_surgery.checkpoint.names import (
     JOB_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
+    PICKLE_SUFFIXES,
     REPORTS_FOLDER,
     SINGLE_FILE,
     TRAINING_FOLDER,
@@ -235,7 +236,7 @@ def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tupl
 
 
 def _no_weights(path: Path, files: list[str]) -> str:
-    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    pickles = [file for file in files if file.endswith(PICKLE_SUFFIXES)]
     # files deeper in the folder may belong to a training run
     pickles.sort(key=lambda file: file.count("/"))
     if pickles:

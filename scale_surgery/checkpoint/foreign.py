@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.expansions import specs_of_expansions
-from scale_surgery.checkpoint.names import INDEX_FILE, SINGLE_FILE
+from scale_surgery.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.errors import CheckpointError
 
@@ -22,6 +22,7 @@ DISTRIBUTED_SUFFIX = ".distcp"
 ADAPTER_CONFIG = "adapter_config.json"
 RUN_CHECKPOINT = re.compile(r"(checkpoint-(\d+))/.+")
 FSDP_PICKLE = re.compile(r"pytorch_model_fsdp\w*\.bin")
+GGUF_SUFFIX = ".gguf"
 PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
 
 
@@ -46,7 +47,7 @@ def refuse_foreign(path: Path, files: Sequence[str]) -> None:
                 "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(MERGED)."
             )
         return
-    for find in (_adapter, _run, _deepspeed, _distributed, _pickled):
+    for find in (_adapter, _run, _deepspeed, _distributed, _pickled, _gguf):
         if (problem := find(path, files)) is not None:
             raise CheckpointError(f"{path}: {problem}")
 
@@ -112,6 +113,25 @@ def _pickled(path: Path, files: Sequence[str]) -> str | None:
         return None
     line = f"save_file(torch.load({str(path / pickle)!r}, weights_only=True), 'WHOLE/{SINGLE_FILE}')"
     return f"holds pickled weights of FSDP ({pickle}), expected safetensors. {_then_adopt(f'in Python, {line}')}"
+
+
+def _gguf(path: Path, files: Sequence[str]) -> str | None:
+    """Weights of llama.cpp; beside them may lie a part for images, which is no model alone."""
+    held = [file for file in files if file.lower().endswith(GGUF_SUFFIX)]
+    if not held or any(file.endswith(PICKLE_SUFFIXES) for file in files):
+        return None
+    file = next((file for file in held if "mmproj" not in file), held[0])
+    return f"holds weights as GGUF ({file}), expected safetensors. {convert_gguf(path, file)}"
+
+
+def convert_gguf(folder: Path, file: str) -> str:
+    """The advice how to make a checkpoint of a GGUF file."""
+    given = f"from_pretrained({str(folder)!r}, gguf_file={file!r}"
+    return (
+        "Convert it once in Python, after pip install gguf: "
+        f"AutoModelForCausalLM.{given}, quantization_config=GgufConfig(dequantize=True)).save_pretrained(NEW); "
+        f"AutoTokenizer.{given}).save_pretrained(NEW)."
+    )
 
 
 def _then_adopt(line: str) -> str:

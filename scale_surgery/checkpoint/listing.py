@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from scale_surgery.checkpoint.files import UNFINISHED
+from scale_surgery.checkpoint.foreign import GGUF_SUFFIX, convert_gguf
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, as_unicode, is_inside, is_unicode
 from scale_surgery.checkpoint.reading import other_kind
 from scale_surgery.errors import CheckpointError, shorten
 
 # these and shards may be links to anywhere: large shards are often kept on another disk
 FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
+# files of a model beside its weights, by the ends of their names: settings, tokenizers, templates and code
+PARTS = (".json", ".model", ".tiktoken", ".jinja", ".py", "vocab.txt", "merges.txt", "additional_chat_templates")
 # version control and download bookkeeping, no part of a checkpoint
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
@@ -43,7 +46,8 @@ def check_folder(path: Path) -> None:
             "--local-dir FOLDER."
         )
     if not is_folder:
-        raise CheckpointError(f"{path}: is a file, expected a model folder.")
+        advice = f" {convert_gguf(path.parent, path.name)}" if path.suffix.lower() == GGUF_SUFFIX else ""
+        raise CheckpointError(f"{path}: is a file, expected a model folder.{advice}")
 
 
 def list_files(path: Path) -> list[str]:
@@ -106,6 +110,12 @@ def links_that_are_no_files(path: Path) -> tuple[str, ...]:
 def is_left_link(path: Path, name: str) -> bool:
     """Whether a file is a link out of the folder and no part of a model; such a file is never copied."""
     return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
+
+
+def linked_parts(path: Path) -> list[str]:
+    """Links that are not followed and that have the name of a part of a model, such as its tokenizer."""
+    linked = [*(name for name in list_files(path) if is_left_link(path, name)), *links_that_are_no_files(path)]
+    return [name for name in linked if "/" not in name and name.endswith(PARTS)]
 
 
 def stays_behind(path: Path, name: str) -> bool:

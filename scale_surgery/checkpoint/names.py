@@ -25,7 +25,8 @@ JOB_FILE = "learn.json"
 # reports of a run, which hold names of machines and are never copied with a model
 REPORTS_FOLDER = f"{TRAINING_FOLDER}/runs"
 # the same weights in a format that this program does not read; transformers prefers safetensors to them
-OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx")
 
 # code files that every expanded checkpoint carries
 CODE_FILES = (

@@ -116,7 +116,7 @@ def read_contents(path: Path) -> Contents:
     form = _find_form(path)
     checkpoint = None if form == "extract" else open_checkpoint(path)
     manifest = None if form in RECORD_OF else read_manifest(path)
-    if manifest is not None:
+    if form != "extract":
         refuse_linked(path, manifest)
     record = read_json(path / RECORD_OF.get(form, MANIFEST_FILE))
     _check_record(path, form, record)

@@ -237,6 +237,7 @@ def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: T
         )
     origins = saved_origins(saved.config, saved.name)
     source = _find_base(saved, origins[0], base)
+    refuse_linked(source.path, None)
     checkpoint = open_checkpoint(source.path)
     plans = {
         origin.request.name: make_plan(

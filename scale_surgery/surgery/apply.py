@@ -35,7 +35,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import load_tokenizer, pin_tokenizer_class
 from scale_surgery.surgery.config import make_index, stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
-from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, tool_versions
+from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, refuse_linked, tool_versions
 from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 from scale_surgery.surgery.write_folder import EXTENDED, extend_tokenizer, take_over_shards
@@ -150,6 +150,7 @@ def apply(
     checkpoint, target = open_checkpoint(source.path), Path(output)
     title = source.name if wanted.model is None else str(wanted.model)
     check_fit(extracted, checkpoint, title)
+    refuse_linked(source.path, None)
     check_target(target, [extracted.path, source.path], overwrite=overwrite)
     check_own_files(extracted, track)
     compared = _compare_base(extracted, source, checkpoint, track)

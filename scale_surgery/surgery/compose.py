@@ -221,6 +221,7 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
             raise PlanError(
                 f"remove: {', '.join(remove)}: {source.name} has no expansions, expected an expanded folder."
             )
+        refuse_linked(source.path, None)
         return open_checkpoint(source.path), None
     manifest = read_manifest(source.path)
     refuse_fused(source.path, manifest)

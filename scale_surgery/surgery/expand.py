@@ -107,7 +107,7 @@ def expand(
     expansions = {**(before.expansions if before else {}), made.request.name: ExpansionRecord(made, {})}
     if before is not None:
         check_beside(record.plan for record in expansions.values())
-        refuse_linked(source.path, before)
+    refuse_linked(source.path, before)
     tokenizer = load_tokenizer(source.path, run)
     if made.request.new_tokens is not None:
         check_new_tokens(source.path, tokenizer, made.request.new_tokens, made.sizes.embedded, run)

@@ -21,7 +21,7 @@ from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.forms import form_of, refuse_form
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, TensorInfo
-from scale_surgery.checkpoint.listing import check_folder, is_left_link, unfit
+from scale_surgery.checkpoint.listing import check_folder, is_left_link, linked_parts, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
@@ -328,14 +328,20 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
         refuse_form(path, "fused", "expanded")
 
 
-def refuse_linked(path: Path, manifest: Manifest) -> None:
+def refuse_linked(path: Path, manifest: Manifest | None) -> None:
     """Refuse a model whose copy would lack files: those that are links out of its folder; each is named."""
-    stored = dict.fromkeys([*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code])
+    files = [] if manifest is None else [*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code]
+    linked = [name for name in dict.fromkeys(files) if name is not None and is_left_link(path, name)]
     problems = [
         f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. "
         "Put the file itself in its place."
-        for name in stored
-        if name is not None and is_left_link(path, name)
+        for name in linked
+    ]
+    problems += [
+        f"{name}: is a symbolic link that leads out of {path} and is not followed, and without it the model would not "
+        "be whole. Put the file itself in its place, or take the link away."
+        for name in linked_parts(path)
+        if name not in linked
     ]
     if problems:
         raise CheckpointError.from_problems(problems)

@@ -57,6 +57,30 @@ def test_folders_that_are_no_models(tmp_path):
     assert refusal(tmp_path) == f"{tmp_path}: {wanted}"
 
 
+@pytest.mark.parametrize("files", (["model-q8.gguf"], ["config.json", "mmproj-model.gguf", "sub/Model.GGUF"]))
+def test_a_folder_of_gguf_is_told_how_it_becomes_safetensors(tmp_path, files):
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text('{"model_type": "llama"}')
+    given = f"from_pretrained({str(tmp_path)!r}, gguf_file={files[-1]!r}"
+    advice = (
+        "Convert it once in Python, after pip install gguf: "
+        f"AutoModelForCausalLM.{given}, quantization_config=GgufConfig(dequantize=True)).save_pretrained(NEW); "
+        f"AutoTokenizer.{given}).save_pretrained(NEW)."
+    )
+    assert refusal(tmp_path) == f"{tmp_path}: holds weights as GGUF ({files[-1]}), expected safetensors. {advice}"
+    file = tmp_path / files[-1]
+    given = given.replace(str(tmp_path), str(file.parent)).replace(files[-1], file.name)
+    problem = refusal(file)
+    assert (
+        problem.startswith(f"{file}: is a file, expected a model folder. Convert it once in Python")
+        and given in problem
+    )
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
+    assert "found only pickled weights" in refusal(tmp_path), "transformers would read those"
+
+
 def test_json_in_a_folder_of_that_name(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):

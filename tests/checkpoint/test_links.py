@@ -18,12 +18,13 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.apply import apply
+from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests
+from tests.conftest import digests, refusal
 
 REQUEST = Request("1", variant="adapt", up_width=0)
 LINKS = ("notes.txt", "sub/notes.txt", "elsewhere", "nowhere")
@@ -88,6 +89,42 @@ def test_a_file_that_surgery_json_names_may_be_no_such_link(pair_of, tmp_path, s
             match=r"^generation_config\.json: is a symbolic link that leads out of .*Put the file itself",
         ):
             call(expanded, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json", "own_code.py")
+)
+@pytest.mark.parametrize("to", ("outside/secret", "outside/nothing"))
+def test_a_part_of_the_base_may_be_no_such_link(llama_base, tmp_path, secret, name, to):
+    """Without its tokenizer the result would be of no use, and what such a link leads to may be anybody's."""
+    taken = extract(expand(llama_base, REQUEST, tmp_path / "expanded").path, tmp_path / "extract").path
+    (llama_base / name).unlink(missing_ok=True)
+    (llama_base / name).symlink_to(tmp_path / to)
+    calls = (
+        lambda: expand(llama_base, REQUEST, tmp_path / "out"),
+        lambda: compose(llama_base, [taken], tmp_path / "out"),
+        lambda: apply(taken, tmp_path / "out", llama_base),
+    )
+    for call in calls:
+        assert refusal(call, error=CheckpointError) == (
+            f"{name}: is a symbolic link that leads out of {llama_base} and is not followed, and without it the model "
+            "would not be whole. Put the file itself in its place, or take the link away."
+        )
+    assert not (tmp_path / "out").exists() and secret.read_text() == "key"
+    (llama_base / name).unlink()
+    (llama_base / "real").write_bytes((llama_base / "config.json").read_bytes())
+    (llama_base / name).symlink_to("real")
+    assert (expand(llama_base, REQUEST, tmp_path / "out").path / name).is_file(), "one that stays inside is followed"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_part_that_came_after_the_expansion_may_be_no_such_link(pair_of, tmp_path, secret, verb):
+    expanded = Path(shutil.copytree(pair_of("llama", "adapt_without_up_stream").path, tmp_path / "expanded"))
+    (expanded / "chat_template.jinja").symlink_to(secret)
+    assert refusal(VERBS[verb], expanded, tmp_path / "out", error=CheckpointError).startswith(
+        f"chat_template.jinja: is a symbolic link that leads out of {expanded} and is not followed"
+    )
     assert not (tmp_path / "out").exists()
 
 
