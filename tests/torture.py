@@ -147,8 +147,8 @@ class Torture:
         old = None if verb.old is None else _content(self.made)
         done = _run(self.place, verb.words, disturbance)
         problems = [*self._after(verb, done.stderr, old, whole)]
-        if done.returncode < 0:
-            # a kill may leave what a file was begun in, and no command reads it: see the pages of the commands
+        if done.returncode < 0 and (verb.is_in_place or verb.words[0] == "plan"):
+            # of a single file a kill may leave what it was begun in: see the pages of the commands
             remove_unfinished(self.place / "out")
         repeated = _run(self.place, self._again(verb, old, whole))
         if repeated.returncode != 0:

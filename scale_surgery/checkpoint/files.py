@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -47,7 +48,7 @@ def finished_file(file: Path) -> Iterator[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         # a private folder: nobody else can put a link there; safetensors' writer makes a second file beside its own
-        folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=file.parent)
+        folder = tempfile.mkdtemp(prefix=unfinished_prefix(file), dir=file.parent)
         try:
             temporary = Path(folder, file.name)
             yield temporary
@@ -70,6 +71,17 @@ def remove_unfinished(folder: Path) -> None:
     """Remove unfinished files that a killed run left in a folder, at any depth."""
     for left in list(folder.rglob(f"{UNFINISHED}*")):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_unfinished_of(file: Path) -> None:
+    """Remove what killed runs left of one file, which no other process may be writing."""
+    for left in list(file.parent.glob(f"{unfinished_prefix(file)}*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def unfinished_prefix(file: Path) -> str:
+    """Prefix of the folders in which a file is written; the name itself may leave no room for it."""
+    return f"{UNFINISHED}{hashlib.sha256(os.fsencode(file.name)).hexdigest()[:8]}-"
 
 
 def _umask() -> int:

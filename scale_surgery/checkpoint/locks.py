@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import write_json
+from scale_surgery.checkpoint.files import unfinished_prefix, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.errors import CheckpointError
 
@@ -75,6 +75,20 @@ def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
                 lock.unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def locked_scratch(target: Path) -> Iterator[Path]:
+    """A folder beside an output, where files can be links to those that it takes; what a killed run left in it goes."""
+    folder = target.absolute().with_name(f"{unfinished_prefix(target)}alone")
+    with locked(folder, called=target):
+        refuse_links(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_folder(target: Path, new: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged
-from scale_surgery.checkpoint.files import remove_unfinished, sync, write_text
+from scale_surgery.checkpoint.files import remove_unfinished, remove_unfinished_of, sync, write_text
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import reached
 from scale_surgery.checkpoint.locks import link_problems, locked, names_beside, refuse_links, replace_folder, settle
@@ -149,6 +149,8 @@ def staged(
     partial, stamps = _partial(target), read or {}
     try:
         with contextlib.nullcontext() if is_locked else locked(target):
+            for beside in names_beside(target):
+                remove_unfinished_of(beside)
             settle(target, overwrite=overwrite)
             # after an interruption the folder stays: the next run with the same `state` and the same files to `read`
             # continues from the finished files, any other run starts anew

@@ -9,19 +9,19 @@ A merged model's logits are compared with those of the model it was made from be
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.files import UNFINISHED, take_over, write_json
+from scale_surgery.checkpoint.files import take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.checkpoint.locks import locked_scratch
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -147,11 +147,8 @@ def merge(
 def _isolated(source: Path, manifest: Manifest, target: Path, track: Track) -> Iterator[Path]:
     """A folder of one of several expansions alone on the base, without the router that weighed them; it goes again."""
     others = [name for name in manifest.of_folder.expansions if name not in manifest.expansions]
-    parent = target.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    # beside what is written, where shards of the base are links or share their blocks
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
-        alone = Path(folder) / source.resolve().name
+    with locked_scratch(target) as folder:
+        alone = folder / source.resolve().name
         compose(source, (), alone, remove=others, track=track)
         write_json(alone / CONFIG_FILE, with_router(read_json(alone / CONFIG_FILE), None))
         write_json(alone / MANIFEST_FILE, replace(read_manifest(alone), routing=None).to_json())

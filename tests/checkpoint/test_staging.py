@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from scale_surgery.checkpoint import files
-from scale_surgery.checkpoint.files import UNFINISHED, finished_file, take_over, write_json, write_tensors, write_text
-from scale_surgery.checkpoint.locks import locked
+from scale_surgery.checkpoint.files import (
+    UNFINISHED,
+    finished_file,
+    take_over,
+    unfinished_prefix,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from scale_surgery.checkpoint.locks import locked, locked_scratch
 from scale_surgery.checkpoint.staging import check_target, staged
 from scale_surgery.errors import CheckpointError
 from tests.conftest import digests, refusal
@@ -59,6 +69,49 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
     with staged(tmp_path / "made", {}, overwrite=False) as partial:
         assert sorted(digests(partial)) == [".template", ".tmpvZVzs1", "sub/notes.tmp"]
         assert not (partial / "sub" / LEFT).exists()
+
+
+@pytest.mark.parametrize("name", (".out.partial.json", ".out.replaced.json"))
+def test_what_a_run_left_beside_its_output_goes_with_the_next(tmp_path, monkeypatch, name):
+    """A kill, or a disk that is read-only from then on, while a file beside the output is written."""
+    rename = Path.rename
+
+    def fail(file: Path, target: Path) -> None:
+        if Path(target).name == name:
+            monkeypatch.setattr(shutil, "rmtree", lambda *paths, **options: None)
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
+        rename(file, target)
+
+    (tmp_path / "out").mkdir()
+    for other in (tmp_path / "page.html", tmp_path / ".other.partial.json"):
+        (tmp_path / f"{unfinished_prefix(other)}x1y2z3").mkdir()
+    others = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="Read-only file system"), staged(tmp_path / "out", {}, overwrite=True):
+        pass
+    monkeypatch.undo()
+    (left,) = tmp_path.glob(f"{unfinished_prefix(tmp_path / name)}*")
+    assert (left / name).is_file()
+    with staged(tmp_path / "out", {}, overwrite=True):
+        assert not left.exists()
+    assert {path.name for path in tmp_path.iterdir()} == others, "those of other files are other processes'"
+
+
+def test_a_scratch_folder_is_one_outputs_and_is_cleaned(tmp_path):
+    with locked_scratch(tmp_path / "out") as folder:
+        (folder / "shard").write_text("x")
+        with pytest.raises(CheckpointError, match="out: another process"), locked_scratch(tmp_path / "out"):
+            pass
+        with locked_scratch(tmp_path / "other") as other:
+            assert other != folder
+    assert list(tmp_path.iterdir()) == []
+    folder.mkdir()
+    (folder / "shard").write_text("half, of a run that was killed")
+    with locked_scratch(tmp_path / "out") as again:
+        assert again == folder and list(again.iterdir()) == []
+    folder.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="is a symbolic link"), locked_scratch(tmp_path / "out"):
+        pass
 
 
 def test_an_error_calls_a_file_by_its_own_name(tmp_path, refuse_to_write):
