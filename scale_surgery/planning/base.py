@@ -17,6 +17,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError, PlanError, in_one_line, name_some
+from scale_surgery.modeling import AUTO_CLASSES
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
 
@@ -100,6 +101,10 @@ def check_facts(facts: BaseFacts) -> None:
         raise PlanError(f"facts.architecture.kind_of_layer names {len(numbers)} layers, expected {facts.sizes.layers}")
     if not set(numbers) <= set(range(len(kinds))):
         raise PlanError("facts.architecture.kind_of_layer names kinds that there are none of")
+    for key in ("classes", "own_code"):
+        named = getattr(facts.architecture, key)
+        if named and not set(named) & set(AUTO_CLASSES):
+            raise PlanError(f"facts.architecture.{key} names {', '.join(named)}, expected {' or '.join(AUTO_CLASSES)}")
     linears = (linear for kind in kinds for linear in kind.linears)
     hidden = [("hidden", linear.inputs) for linear in linears if linear.reads == "residual"]
     problems = [

@@ -26,7 +26,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import read_record_file, reading
-from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, in_one_line
+from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, in_one_line, name_some
 from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.base import Base, BaseFacts, check_facts, check_layers
@@ -314,6 +314,7 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest(**{**vars(stored), "expansions": expansions, "routing": routing})
         _check_names(file, manifest)
         _check_renumbered(manifest)
+        _check_fused(manifest)
     return manifest
 
 
@@ -404,6 +405,23 @@ def _check_renumbered(manifest: Manifest) -> None:
     if not are_shards or (headers and manifest.numbering is None):
         raise PlanError("renumbered")
     check_headers(headers, "renumbered")
+
+
+def _check_fused(manifest: Manifest) -> None:
+    """Check that the record of a fused model names its tensors: which joined one each is in follows from the names."""
+    if manifest.fused is None:
+        return
+    known: dict[str, Mapping[str, Any]] = {
+        f"{name}.{key}": getattr(record, key) or {}
+        for name, record in manifest.expansions.items()
+        for key in ("tensors", "trained")
+    }
+    for place, tensors in known.items():
+        if unknown := [name for name in tensors if name not in manifest.planned]:
+            raise PlanError(f"expansions.{place} names {name_some(unknown)}, which this expansion does not have")
+    held = {name for record in manifest.joined_shards.values() for name in parse_json(record["header"])}
+    if missing := [name for name in (*manifest.base_tensors, *manifest.planned) if name not in held]:
+        raise PlanError(f"fused.shards names no {name_some(missing)}, expected every tensor of the model")
 
 
 def _check_names(file: Path, manifest: Manifest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from scale_surgery import (
     Request,
     expand,
     extract,
+    merge,
     report,
     route_export,
     strip,
@@ -21,7 +23,7 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from tests.conftest import edited, refusal, shake
+from tests.conftest import digests, edited, refusal, shake
 
 Change = Callable[[dict[str, Any]], None]
 POSTERIOR = PosteriorRouter().for_expansions(1).settings
@@ -35,6 +37,11 @@ def adapt(base_of, tmp_path) -> Path:
 @pytest.fixture
 def grown(base_of, tmp_path) -> Path:
     return expand(base_of("llama"), Request("1-2", method="grow"), tmp_path / "grown").path
+
+
+@pytest.fixture
+def fused(adapt, tmp_path) -> Path:
+    return merge(adapt, tmp_path / "fused", "fused").path
 
 
 def edit(path: Path, change: Change) -> Path:
@@ -156,6 +163,69 @@ SPOILED: dict[str, tuple[Change, str]] = {
 def test_it_is_refused_when_it_is_read(adapt: Path, name: str) -> None:
     change, reason = SPOILED[name]
     refuse(edit(adapt, change), "is incomplete", reason)
+
+
+def own_code(content: dict[str, Any]) -> None:
+    facts(content)["architecture"]["own_code"] = {"AutoTokenizer": "own.Tokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (own_code, "facts.architecture.own_code names AutoTokenizer, expected AutoModelForImageTextToText or"),
+        (
+            lambda content: facts(content)["architecture"].update(classes={"x": "y"}),
+            "facts.architecture.classes names x, expected AutoModelForImageTextToText or",
+        ),
+    ],
+)
+def test_classes_that_transformers_does_not_look_for_are_refused(adapt: Path, change: Change, reason: str) -> None:
+    refuse(edit(adapt, change), "is incomplete", reason)
+
+
+def recorded(content: dict[str, Any]) -> dict[str, Any]:
+    tensors: dict[str, Any] = content["expansions"]["default"]["tensors"]
+    return tensors
+
+
+def header_without(name: str) -> Change:
+    def drop(content: dict[str, Any]) -> None:
+        for shard in content["fused"]["shards"].values():
+            header = json.loads(shard["header"])
+            header.pop(name, None)
+            shard["header"] = json.dumps(header)
+
+    return drop
+
+
+BLOCK = "model.layers.1.mlp.up_proj.expansions.default.w12"
+OF_FUSED: dict[str, tuple[Change, str]] = {
+    **{
+        f"a tensor called {name}": (
+            lambda content, name=name: recorded(content).update({name: "0" * 64}),
+            f"expansions.default.tensors names {name}, which this expansion does not have",
+        )
+        for name in ("x", "model.norm.weight", "a.expansions.b.expansions.c", BLOCK.replace("w12", "w13"))
+    },
+    "a trained tensor": (
+        lambda content: content["expansions"]["default"].update(trained={"x": "0" * 64}),
+        "expansions.default.trained names x, which this expansion does not have",
+    ),
+    "a header without a base tensor": (header_without("model.norm.weight"), "fused.shards names no model.norm.weight,"),
+    "a header without a block": (header_without(BLOCK), f"fused.shards names no {BLOCK}, expected every tensor"),
+}
+
+
+@pytest.mark.parametrize("name", OF_FUSED)
+def test_a_record_of_a_fused_model_names_its_tensors(fused: Path, name: str) -> None:
+    change, reason = OF_FUSED[name]
+    refuse(edit(fused, change), "is incomplete", reason)
+    assert refusal(merge, fused, fused.with_name("out"), "blocks").count(reason) == 1
+
+
+def test_a_fused_model_whose_record_is_whole_is_stripped(fused: Path, base_of: Callable[[str], Path]) -> None:
+    assert verify(fused, probes=None).problems == ()
+    assert digests(strip(fused, fused.with_name("out")).path) == digests(base_of("llama"))
 
 
 def file_of_base(content: dict[str, Any], name: str, **changes: object) -> None:
