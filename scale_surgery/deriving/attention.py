@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scale_surgery.deriving.norms import is_norm, norm_style
 from scale_surgery.deriving.part import Change, LayerPart, SplitError, features
 from scale_surgery.deriving.watch import Attention, ModuleCall, depends
-from scale_surgery.planning.architecture import Block, InnerNorm, Linear, Role
+from scale_surgery.planning.architecture import Block, HeadSize, InnerNorm, Linear, Role
 
 # attributes of attention that hold a number of heads or of features of all heads, and those that do not
 COUNTS = re.compile(r"head|split|embed|hidden|size")
@@ -31,7 +31,7 @@ class HeadCounts:
     size: int
 
     @property
-    def named(self) -> dict[str, int]:
+    def named(self) -> dict[HeadSize, int]:
         """Numbers that attention may read from its attributes or config."""
         return {
             "query_heads": self.query,
@@ -188,19 +188,19 @@ def _roll(result: Tensor, heads: HeadCounts) -> Tensor:
     return groups.roll(1, -2).flatten(-2)
 
 
-def _attributes(module: nn.Module, heads: HeadCounts) -> dict[str, str]:
+def _attributes(module: nn.Module, heads: HeadCounts) -> dict[str, HeadSize]:
     names = set(re.findall(r"self\.(\w+)\b(?!\()", _source(module)))
     values = {name: getattr(module, name, None) for name in sorted(names)}
     return {name: size for name, value in values.items() if (size := _size_named(name, value, heads))}
 
 
-def _config_keys(module: nn.Module, heads: HeadCounts) -> dict[str, str]:
+def _config_keys(module: nn.Module, heads: HeadCounts) -> dict[str, HeadSize]:
     config = getattr(module, "config", None)
     names = set(re.findall(r"self\.config\.(num_\w*heads)\b", _source(module)))
     return {name: size for name in sorted(names) if (size := _size_named(name, getattr(config, name, None), heads))}
 
 
-def _size_named(name: str, value: object, heads: HeadCounts) -> str | None:
+def _size_named(name: str, value: object, heads: HeadCounts) -> HeadSize | None:
     if type(value) is not int or not COUNTS.search(name) or NO_COUNTS.search(name):
         return None
     names = [size for size, count in heads.named.items() if count == value]

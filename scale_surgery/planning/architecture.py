@@ -19,6 +19,7 @@ Role = Literal["q", "k", "v", "o", "gate", "up_proj", "down", "read", "write"]
 Group = Literal["attn", "ffn"]
 Stream = Literal["residual", "query", "key_value", "inner", "private"]
 # how a block is expanded, the strongest first
+HeadSize = Literal["query_heads", "key_value_heads", "query_features"]
 Treatment = Literal["split", "edges", "block"]
 NormStyle = Literal["rms", "rms_plus_one", "layer", "layer_plus_one"]
 
@@ -144,8 +145,8 @@ class Block:
     key_value_heads: int = 0
     head_size: int = 0
     inner: int = 0
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, HeadSize] = field(default_factory=dict)
+    config: Mapping[str, HeadSize] = field(default_factory=dict)
     mute: tuple[str, ...] = ()
     norm: str = ""
 

@@ -117,6 +117,10 @@ SPOILED: dict[str, tuple[Change, str]] = {
         lambda content: facts(content)["architecture"].update(kind_of_layer=[0, 0, 7]),
         "names kinds that there are none of",
     ),
+    "a number of heads": (
+        lambda content: facts(content)["architecture"]["kinds"][0]["blocks"][0]["attributes"].update(heads="x"),
+        ".attributes.heads is 'x', expected",
+    ),
     "no kinds": (
         lambda content: facts(content)["architecture"].update(kinds=[]),
         "kind_of_layer names 3 layers, expected 3",
