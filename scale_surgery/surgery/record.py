@@ -420,8 +420,8 @@ def _check_fused(manifest: Manifest) -> None:
         if unknown := [name for name in tensors if name not in manifest.planned]:
             raise PlanError(f"expansions.{place} names {name_some(unknown)}, which this expansion does not have")
     held = {name for record in manifest.joined_shards.values() for name in parse_json(record["header"])}
-    if missing := [name for name in (*manifest.base_tensors, *manifest.planned) if name not in held]:
-        raise PlanError(f"fused.shards names no {name_some(missing)}, expected every tensor of the model")
+    if missing := [name for name in manifest.base_tensors if name not in held]:
+        raise PlanError(f"fused.shards names no {name_some(missing)}, expected every tensor of the base")
 
 
 def _check_names(file: Path, manifest: Manifest) -> None:

@@ -216,7 +216,6 @@ OF_FUSED: dict[str, tuple[Change, str]] = {
         "expansions.default.trained names x, which this expansion does not have",
     ),
     "a header without a base tensor": (header_without("model.norm.weight"), "fused.shards names no model.norm.weight,"),
-    "a header without a block": (header_without(BLOCK), f"fused.shards names no {BLOCK}, expected every tensor"),
 }
 
 
