@@ -18,7 +18,7 @@ from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.text.chat_template import tokenize_chat
+from scale_surgery.text.conversations import ChatReader
 from scale_surgery.text.documents import Document, read_text
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
@@ -151,7 +151,7 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
         raise DataError(f"{file}: holds no text, expected at least one document.")
     for document in documents:
         if document.chat is not None:
-            tokenize_chat(document.chat, document.source, tokenizer)  # an unreadable chat is refused before any work
+            ChatReader(tokenizer).read(document.chat, document.source)  # an unreadable chat is refused before any work
             break
     words = [document.prompt + document.text for document in documents]
     sample = "\n".join(words)[:SAMPLED_CHARACTERS]

@@ -14,7 +14,6 @@ Options follow after commas, see `sources`: FILE.jsonl,column=body or ORG/NAME,s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -22,9 +21,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from scale_surgery.checkpoint.reading import HALF_A_CHARACTER, open_regular
+from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import MOST_LINES, DataError, counted, shorten
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.text.conversations import chat_problem, is_answer, words_of
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, read_rows
 from scale_surgery.text.sources import TextSource, parse_source
@@ -43,6 +43,7 @@ from scale_surgery.text.text_files import (
     refuse_nul,
     suffix_of,
 )
+from scale_surgery.text.values import named, text_problem
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
@@ -63,15 +64,6 @@ TASK_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
     "### Response:\n"
-)
-HALF = "holds half a character (a lone surrogate), expected Unicode text"
-# names of kinds of JSON values, for errors
-KINDS: tuple[tuple[Any, str], ...] = (
-    (bool, "true or false"),
-    ((int, float), "a number"),
-    (str, "a text"),
-    (list, "a list"),
-    (Mapping, "an object"),
 )
 # longer texts are tokenized in pieces that end at a line, since the tokenizer needs a hundred bytes and more for each
 # character
@@ -176,7 +168,7 @@ def _prompts_in_rows(source: TextSource) -> Iterator[str]:
     problems: list[str] = []
     for place, row in _rows_of(source, no_progress):
         texts = [row.get(name) for name in names] if isinstance(row, Mapping) else []
-        prompt = next((text for text in texts if _text_problem(text, "") is None), None)
+        prompt = next((text for text in texts if text_problem(text, "") is None), None)
         if prompt is not None:
             yield prompt
         elif row != BLANK:
@@ -256,42 +248,8 @@ def _field_problem(row: Mapping[str, Any], name: str) -> str | None:
     """What is wrong with a field; None where nothing is."""
     value = row.get(name)
     if name == "messages" or (name not in TEXTS and isinstance(value, list)):
-        return _chat_problem(value, name)
-    return None if name == "input" and value is None else _text_problem(value, name)
-
-
-def _text_problem(value: Any, name: str) -> str | None:
-    if not isinstance(value, str):
-        return f'"{name}" is {_kind(value)}, expected a text'
-    # JSON can escape lone surrogates, which are no Unicode
-    return f'"{name}" {HALF}' if HALF_A_CHARACTER.search(value) else None
-
-
-def _chat_problem(messages: Any, name: str) -> str | None:
-    if not isinstance(messages, list) or not messages:
-        return f'"{name}" is {_kind(messages or None)}, expected a list of {{"role", "content"}}'
-    for number, message in enumerate(messages, start=1):
-        place = f'message {number} of "{name}"'
-        if not isinstance(message, Mapping):
-            return f'{place} is {_kind(message)}, expected {{"role", "content"}}'
-        if not isinstance(message.get("role"), str):
-            return f'{place} has the fields {_named(message)}; expected {{"role", "content"}}'
-        content = message.get("content")
-        calls = content is None and message.get("tool_calls")
-        if not calls and (wrong := _text_problem(content, "content")):
-            return f"{place}: {wrong}"
-    return None
-
-
-def _kind(value: Any) -> str:
-    """The kind of a JSON value, in words."""
-    if value is None:
-        return "empty"
-    return next((name for kind, name in KINDS if isinstance(value, kind)), type(value).__name__)
-
-
-def _named(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, row)) or "none"
+        return chat_problem(row, name)
+    return None if name == "input" and value is None else text_problem(value, name)
 
 
 def _row_problem(row: Any, names: Iterable[str], expected: str) -> str:
@@ -301,7 +259,7 @@ def _row_problem(row: Any, names: Iterable[str], expected: str) -> str:
     if not isinstance(row, Mapping):
         return f"found {type(row).__name__}, {expected}"
     wrong = (_field_problem(row, name) for name in names if row.get(name) is not None)
-    return next(filter(None, wrong), f"has the fields {_named(row)}; {expected}")
+    return next(filter(None, wrong), f"has the fields {named(row)}; {expected}")
 
 
 def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> Iterator[Document]:
@@ -324,9 +282,8 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
     turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
     words: dict[bool, list[str]] = {False: [], True: []}
     for place, message in enumerate(turns):
-        text = message.get("content") or json.dumps(message.get("tool_calls", ""), default=str)
-        words[message["role"] == "assistant" and place > 0].append(text)
-    if any(map(str.strip, words[True])):
+        words[is_answer(place, message)].append(words_of(message))
+    if words[True]:
         tools = {"tools": row["tools"]} if row.get("tools") else {}
         yield Document("\n".join(words[False]), "\n".join(words[True]), source, {"messages": turns, **tools})
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scale_surgery.errors import DataError
-from scale_surgery.text.chat_template import tokenize_chat
+from scale_surgery.text.conversations import ChatReader
 from scale_surgery.text.documents import LONG_TEXT, Document, in_pieces
 from scale_surgery.text.sequences import IGNORED, NO_TEXT, NOTHING_SCORED, PROMPT, Sequences, from_arrays
 
@@ -47,14 +47,13 @@ def read_tokens(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
 ) -> Iterator[tuple[Document, list[int], list[int]]]:
     """Documents with their token ids and labels (IGNORED or PROMPT where not scored); long ones come in pieces."""
-    is_middle = False
+    is_middle, chats = False, ChatReader(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for some in in_groups(chain.from_iterable(map(in_pieces, documents))):
         texts = _tokenize_some([document for document in some if document.chat is None], tokenizer)
         for document in some:
             if document.chat is not None:
-                ids, is_answer = tokenize_chat(document.chat, document.source, tokenizer)
-                scored = [id_ if learned else PROMPT for id_, learned in zip(ids, is_answer, strict=True)]
+                ids, scored = chats.read(document.chat, document.source)
             else:
                 prompt, text = next(texts)
                 prompt, text = [] if is_middle else prompt, text if document.goes_on else text + end
