@@ -58,6 +58,10 @@ class DataError(SurgeryError):
     """Texts to train on or to measure with are missing, empty, in another form or too long."""
 
 
+class TextWarning(UserWarning):
+    """A part of the texts is left out; a command prints it as its own warning."""
+
+
 class TrainingError(SurgeryError):
     """Training cannot begin, cannot be resumed, or had to stop."""
 

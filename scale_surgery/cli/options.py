@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from scale_surgery.checkpoint.files import BaseWeights
-from scale_surgery.errors import SurgeryError
+from scale_surgery.errors import SurgeryError, TextWarning
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
 from scale_surgery.running.options import WINDOWS, Probes, RunOptions
@@ -189,6 +189,23 @@ def no_warnings() -> Iterator[None]:
         logging.disable(level)
 
 
+@contextmanager
+def own_warnings(warn: Callable[[str], None]) -> Iterator[None]:
+    """Print warnings of this package as a command's own; those of libraries stay as they are."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, TextWarning):
+                warn(f"{message}")
+            else:
+                usual(message, category, *where, **more)
+
+        warnings.showwarning = show
+        warnings.simplefilter("default", TextWarning)
+        yield
+
+
 def output_options(command: Command) -> Command:
     """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
 
@@ -205,7 +222,7 @@ def output_options(command: Command) -> Command:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         try:
-            with no_warnings() if out.quiet else nullcontext():
+            with no_warnings() if out.quiet else own_warnings(out.warn):
                 command(*args, out=out, **options)
         except click.ClickException:
             raise

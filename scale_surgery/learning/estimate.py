@@ -18,7 +18,7 @@ from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.text.conversations import ChatReader
+from scale_surgery.text.answers import ChatReader
 from scale_surgery.text.documents import Document, read_text
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows

@@ -95,10 +95,12 @@ def digest_tokenizer(tokenizer: Any, path: Path) -> str:
     import tokenizers
     import transformers
 
+    from scale_surgery.text.answers import end_ids
+
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
     known: list[Any] = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__, special]
     if getattr(tokenizer, "chat_template", None) is not None:
-        known.append(tokenizer.chat_template)
+        known += [tokenizer.chat_template, sorted(end_ids(tokenizer))]
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         known.append({name: value for name, value in backend.items() if name not in CHANGED_BY_CALLS})

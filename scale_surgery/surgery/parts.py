@@ -114,7 +114,10 @@ def base_tokenizer(expanded: Path, manifest: Manifest, tokenizer: Any, run: RunO
         return tokenizer
     with tempfile.TemporaryDirectory() as folder:
         link_base(expanded, Path(folder), manifest)
-        return need_tokenizer(Path(folder), manifest.base_name, run)
+        of_base = need_tokenizer(Path(folder), manifest.base_name, run)
+    # the tokens that end an answer are read where it says that it lies, and the folder is gone
+    of_base.name_or_path = str(expanded)
+    return of_base
 
 
 def tokenizer_alone(expanded: Path, manifest: Manifest, run: RunOptions) -> Any:

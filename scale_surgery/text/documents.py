@@ -14,6 +14,7 @@ Options follow after commas, see `sources`: FILE.jsonl,column=body or ORG/NAME,s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.errors import MOST_LINES, DataError, counted, shorten
+from scale_surgery.errors import MOST_LINES, DataError, TextWarning, counted, shorten
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.text.conversations import chat_problem, is_answer, words_of
 from scale_surgery.text.folders import texts_in
@@ -217,19 +218,35 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     every = tuple(chain.from_iterable(map(_with_optional, names)))
     problems: list[str] = []
     more = 0
+    first_silent, silent, is_empty = "", 0, True
     for number, (place, row) in enumerate(_rows_of(source, advance), start=1):
         if number % ROWS_A_REPORT == 0:
             advance(0, counted(number, "row"))  # the size of a dataset in bytes is not known
         # a blank line of JSONL has no fields at all
         fields = ("text",) if row is BLANK else _fields_of(row, names)
         if fields is not None:
-            yield from _documents(row, fields, place)
+            documents = list(_documents(row, fields, place))
+            yield from documents
+            is_empty = is_empty and not documents
+            if not documents and isinstance(row[fields[0]], list):
+                first_silent, silent = first_silent or place, silent + 1
         elif len(problems) < MOST_LINES:
             problems.append(f"{place}: {_row_problem(row, every, expected)}.")
         else:
             more += 1  # there may be one for each row
     if problems:
         raise DataError.from_problems([*problems, *([f"... and {more} more."] if more else [])])
+    if silent:
+        _say_silent(first_silent, silent, is_all=is_empty)
+
+
+def _say_silent(first: str, count: int, *, is_all: bool) -> None:
+    """Say that conversations hold no answer; refuse a file that holds nothing else."""
+    what = f"{first}: nobody answers, expected words of the assistant after another message"
+    others = f", and in {counted(count - 1, 'other conversation')} neither" if count > 1 else ""
+    if is_all:
+        raise DataError(f"{what}{others}, and there is no other text. Give conversations with answers.")
+    warnings.warn(f"{what}{others}. What nobody answers is left out.", TextWarning, stacklevel=2)
 
 
 def _fields_of(row: Any, known: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scale_surgery.errors import DataError
-from scale_surgery.text.conversations import ChatReader
+from scale_surgery.text.answers import ChatReader
 from scale_surgery.text.documents import LONG_TEXT, Document, in_pieces
 from scale_surgery.text.sequences import IGNORED, NO_TEXT, NOTHING_SCORED, PROMPT, Sequences, from_arrays
 

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, TextWarning
 from scale_surgery.progress import no_progress
 from scale_surgery.text import documents
 from scale_surgery.text.documents import Document, in_pieces, read_documents
@@ -161,7 +161,12 @@ def test_alpaca_and_conversations(tmp_path: Path) -> None:
         {"messages": [answer, asked]},
         {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
     )
-    plain, more, spoken, called = read_documents([file])
+    with pytest.warns(TextWarning) as warned:
+        plain, more, spoken, called = read_documents([file])
+    assert [f"{warning.message}" for warning in warned] == [
+        f"{file}, line 5: nobody answers, expected words of the assistant after another message. What nobody answers is "
+        "left out."
+    ]
     assert plain.prompt.endswith("completes the request.\n\n### Instruction:\nAdd {1}.\n\n### Response:\n")
     assert more.prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1\n\n### Response:\n")
     assert plain.text == more.text == "2" and plain.chat is more.chat is None
@@ -194,7 +199,7 @@ def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
             'message 1 of "messages" has the fields from, value; expected {"role", "content"}.'
         ),
         '{"messages": [{"role": "user", "content": ["x"]}]}': (
-            'message 1 of "messages": "content" is a list, expected a text.'
+            'message 1 of "messages": "content" holds a text, expected a text, or a list of {"type": "text", "text"}.'
         ),
     }
     file = tmp_path / "a.jsonl"
@@ -286,8 +291,9 @@ def chat_of(messages: list[dict[str, str]]) -> Document:
     ("template", "answers", "thought"),
     [
         (MARKED, ["hi</s>", "cd</s>", "gh</s>"], ""),
-        (UNMARKED, ["cd</s>\n", "gh</s>\n"], ""),
-        (THINKING, ["cd</s>\n", "z gh</s>\n"], "z "),
+        (UNMARKED, ["cd</s>", "gh</s>"], ""),
+        # what the template itself puts before the words is not learned
+        (THINKING, ["cd</s>", "gh</s>"], "z "),
     ],
     ids=["marked", "unmarked", "thinking"],
 )
@@ -324,7 +330,7 @@ def test_short_answers_are_found_behind_their_prompt(answer: str) -> None:
     tokenizer.chat_template = CLOSED
     turns = (("user", "ab?"), ("assistant", answer), ("user", "cd?"), ("assistant", "yes"))
     talk = tokenize([chat_of([{"role": role, "content": text} for role, text in turns])], tokenizer)
-    expected = tokenizer(f"{answer}<|im_end|>\n<think>\n\n</think>\n\nyes<|im_end|>\n", add_special_tokens=False)
+    expected = tokenizer(f"{answer}<|im_end|>yes<|im_end|>", add_special_tokens=False)
     assert talk.labels[talk.labels >= 0].tolist() == expected["input_ids"]
 
 
@@ -335,10 +341,6 @@ def test_conversations_that_no_template_can_write() -> None:
         'the tokenizer\'s files, or give {"prompt", "completion"}.',
         "{{ raise_exception('no such role') }}": "the chat template does not take the conversation (no such role). "
         "Change its messages.",
-        # it counts its messages first
-        "{% for m in messages %}x{% endfor %}" + UNMARKED: "the chat template writes message 3 in another way in the "
-        "whole conversation than where it is asked for, so the answer cannot be found. Mark answers in the template by "
-        "{% generation %}, or give conversations that end with that message.",
     }
     for template, problem in refused.items():
         tokenizer.chat_template = template

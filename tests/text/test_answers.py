@@ -1,0 +1,328 @@
+"""Answers of conversations: what is learned of them is their words and the token that ends them, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.errors import DataError, TextWarning
+from scale_surgery.text.documents import read_documents
+from scale_surgery.text.tokenizing import tokenize
+from tests.conftest import refusal
+
+SPECIAL = re.compile(r"<\|[a-z_]+\|>")
+
+
+def loop(body: str, asks: str, before: str = "") -> str:
+    return f"{before}{{% for m in messages %}}{body}{{% endfor %}}{{% if add_generation_prompt %}}{asks}{{% endif %}}"
+
+
+ROLE = "<|start|>{{ m.role }}\n"
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+ENDED = loop(ROLE + "{{ m.content }}" + CALLS + "<|end|>\n", "<|start|>assistant\n", TOOLS)
+# each shows one thing that published templates do
+TEMPLATES = {
+    "ended": ENDED,
+    # the next role's token ends a turn
+    "open": loop("<|{{ m.role }}|>\n{{ m.content }}" + CALLS, "<|assistant|>", TOOLS),
+    # nothing ends a turn
+    "endless": loop("{{ m.role }}: {{ m.content }}\n", "assistant:"),
+    "parts": loop(ROLE + "{% for part in m.content %}{{ part.text }}{% endfor %}<|end|>", "<|start|>assistant\n"),
+    "no calls": loop(ROLE + "{{ m.content }}<|end|>", "<|start|>assistant\n"),
+    # arguments as a text, which another form of them makes fail, or be printed as Python does
+    "text": loop(
+        ROLE
+        + "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+        "<|end|>",
+        "<|start|>assistant\n",
+    ),
+    "printed": loop(
+        ROLE
+        + "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
+        "<|end|>",
+        "<|start|>assistant\n",
+    ),
+    # a thought is written in the last turn alone, an empty one too, and what asks for an answer may begin it
+    "thinking": loop(
+        ROLE
+        + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+        "{{ m.content }}" + CALLS + "<|end|>",
+        "<|start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+        "{% else %}<think>\n{% endif %}",
+    ),
+    "kept": loop(
+        ROLE + "{% if m.thinking and (preserve_thinking or loop.last) %}<think>{{ m.thinking }}</think>{% endif %}"
+        "{{ m.content | trim }}<|end|>",
+        "<|start|>assistant\n",
+    ),
+    # the last turn ends in another token than a turn that others follow
+    "channels": loop(
+        "<|start|>{{ m.role }}<|message|>{{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}",
+        "<|start|>assistant",
+    ),
+    # more ends the whole text
+    "closed": loop("<|{{ m.role }}|>\n{{ m.content }}<|end|>\n", "<|assistant|>\n")
+    + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+    "marked": loop(
+        ROLE + "{% if m.role == 'assistant' and loop.last %}{% generation %}<think></think>{{ m.content }}<|end|>\n"
+        "{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}",
+        "<|start|>assistant\n",
+    ),
+    "half marked": loop(
+        ROLE + "{% if m.role == 'assistant' %}{% generation %}{{ m.content[:3] }}{% endgeneration %}{{ m.content[3:] }}"
+        "{% else %}{{ m.content }}{% endif %}<|end|>",
+        "<|start|>assistant\n",
+    ),
+    "shouting": loop(ROLE + "{{ m.content | upper }}<|end|>", "<|start|>assistant\n"),
+    "twice": loop(ROLE + "{{ m.content }} {{ m.content }}<|end|>", "<|start|>assistant\n"),
+    "merged": loop("{% if m.role == 'system' %}{% else %}" + ROLE + "{{ m.content }}<|end|>{% endif %}", "<|start|>"),
+}
+
+
+def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(arguments: Any, name: str = "rain") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKED, ANSWERED = say("user", "Hi?"), say("assistant", "Yo.")
+TURNS = [ASKED, ANSWERED, say("user", "Who?"), say("assistant", "Me.")]
+CALLED = [ASKED, say("assistant", "", tool_calls=[call({"city": "Paris", "days": 3})])]
+THOUGHT = [ASKED, ANSWERED | {"reasoning_content": "Hm."}]
+
+
+class Place:
+    """The shipped tokenizer with a template, whose special tokens are its own, in a folder with a model's end tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, template: str, messages: Any, ends: tuple[str, ...] = (), **row: Any) -> list[str]:
+        """What is learned of a conversation, a text for each answer."""
+        text = TEMPLATES[template]
+        tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+        special = [*SPECIAL.findall(text), *(f"<|{role}|>" for role in ("user", "assistant", "tool") if "<|{{" in text)]
+        tokenizer.add_special_tokens({"additional_special_tokens": sorted({*special, *ends})})
+        tokenizer.chat_template = text
+        tokenizer.name_or_path = str(self.folder)
+        ids = [tokenizer.convert_tokens_to_ids(end) for end in ends]
+        (self.folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids} if ids else {}))
+        file = self.folder / "a.jsonl"
+        file.write_text(json.dumps({"messages": messages, **row}) + "\n")
+        sequences = tokenize(read_documents([file]), tokenizer)
+        spans: list[list[int]] = [[]]
+        for label in sequences.labels.tolist():
+            if label >= 0:
+                spans[-1].append(label)
+            elif spans[-1]:
+                spans.append([])
+        return [tokenizer.decode(span) for span in spans if span]
+
+    def refused(self, template: str, messages: Any, ends: tuple[str, ...] = (), **row: Any) -> str:
+        problem = refusal(self.read, template, messages, ends, error=DataError, **row)
+        place = f"{self.folder}/a.jsonl, line 1: "
+        assert problem.startswith(place)
+        return problem.removeprefix(place)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_words_and_the_token_that_ends_them_are_learned(place: Place) -> None:
+    assert place.read("ended", TURNS) == ["Yo.<|end|>", "Me.<|end|>"]
+    assert place.read("closed", TURNS) == ["Yo.<|end|>", "Me.<|end|>\n</s>"], (
+        "the tokenizer's own end, where it follows"
+    )
+    assert place.read("closed", TURNS, ("<|end|>",)) == ["Yo.<|end|>", "Me.<|end|>"]
+    # the same words elsewhere are not taken for the answer's
+    same = [say("user", "Yo."), say("assistant", "Yo.")]
+    assert place.read("ended", [*same, *same]) == ["Yo.<|end|>"] * 2
+    assert place.read("ended", [*TURNS[:2], say("assistant", "So.")]) == ["Yo.<|end|>", "So.<|end|>"]
+    assert place.read("ended", [say("assistant", "First."), *TURNS[:2]]) == ["Yo.<|end|>"]
+    assert place.read("ended", [say("system", "Be kind."), *TURNS[:2]]) == ["Yo.<|end|>"]
+    # a template may trim
+    assert place.read("kept", [ASKED, say("assistant", " Yo.\n\n")]) == ["Yo.<|end|>"]
+    assert place.read("ended", [ASKED, say("assistant", " Yo.\n\n")]) == [" Yo.\n\n<|end|>"]
+    assert place.read("ended", [ASKED, say("assistant", "Ünïcode e\u0301 東京")]) == ["Ünïcode e\u0301 東京<|end|>"]
+
+
+def test_a_turn_that_the_next_role_ends(place: Place) -> None:
+    ends = ("<|user|>", "<|tool|>")
+    assert place.read("open", TURNS, ends) == ["Yo.<|user|>", "Me.<|user|>"]
+    answered = [*CALLED, say("tool", "5 mm"), ANSWERED]
+    called = '<call>rain {"city": "Paris", "days": 3}</call><|tool|>'
+    assert place.read("open", answered, ends) == [called, "Yo.<|user|>"]
+    assert place.read("open", CALLED, ends) == [called]
+    # without the model's end tokens the last turn alone can end, in the tokenizer's own
+    assert place.read("open", TURNS[:2]) == ["Yo.</s>"]
+    assert place.refused("open", TURNS) == (
+        "the chat template writes no token that ends message 2: '<|user|>\\n' follows, and the model stops at </s>. Put "
+        'the token into the template, mask the message by "weight": 0, or give the row up to it.'
+    )
+    assert place.read("endless", TURNS[:2]) == [" Yo.</s>"]
+    assert place.refused("endless", TURNS).startswith(
+        "the chat template writes no token that ends message 2: '\\nuser: '"
+    )
+    assert place.read("endless", [ASKED, ANSWERED | {"weight": 0}, *TURNS[2:]]) == [" Me.</s>"]
+
+
+def test_an_end_that_only_the_last_turn_has(place: Place) -> None:
+    assert place.read("channels", TURNS) == ["Yo.<|end|>", "Me.<|return|>"]
+    assert place.read("channels", TURNS, ("<|return|>",)) == ["Yo.<|return|>", "Me.<|return|>"], "the model stops there"
+
+
+def test_what_a_template_leaves_out_is_refused(place: Place) -> None:
+    assert place.read("parts", TURNS) == ["Yo.<|end|>", "Me.<|end|>"], "as parts"
+    left = "Leave it out of the row too, or take a template that writes it."
+    for template in ("no calls", "parts"):
+        assert (
+            place.refused(template, CALLED)
+            == f"the chat template leaves out the name of the call of rain of message 2. {left}"
+        )
+    assert place.refused("no calls", THOUGHT) == f"the chat template leaves out the thought of message 2. {left}"
+    assert place.refused("merged", [say("system", "Be kind."), *TURNS]) == (
+        f"the chat template leaves out the words of message 1. {left}"
+    )
+    tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]
+    assert place.refused("no calls", TURNS, tools=tools) == f"the chat template leaves out the tool rain. {left}"
+    assert place.read("ended", TURNS, tools=tools) == place.read("ended", TURNS)
+    for template, what in {
+        "shouting": "leaves out the words of message 1",
+        "twice": "writes the words of message 2 twice",
+    }.items():
+        assert place.refused(template, TURNS).startswith(f"the chat template {what}")
+    # the control: a template that writes them
+    assert place.read("ended", CALLED) == ['<call>rain {"city": "Paris", "days": 3}</call><|end|>']
+
+
+@pytest.mark.parametrize("as_text", (False, True))
+def test_arguments_are_an_object_or_a_json_text(place: Place, as_text: bool) -> None:
+    given = {"city": 'Zü"rich', "near": ["Bern", 2.5, True, None], "to": {}}
+    written = json.dumps(given, ensure_ascii=False)
+    calls = [call(json.dumps(given) if as_text else given)]
+    messages = [ASKED, say("assistant", "Yo.", tool_calls=calls)]
+    assert place.read("ended", messages) == [f"Yo.<call>rain {written}</call><|end|>"]
+    assert place.read("text", messages) == place.read("printed", messages) == [f"Yo.rain{written}<|end|>"]
+    spelled = [ASKED, say("assistant", None, tool_calls=json.dumps(calls) if as_text else calls)]
+    assert place.read("ended", spelled)[0].startswith(f"<call>rain {written}") or place.read("ended", spelled)
+
+
+def test_tools_may_be_a_json_text(place: Place) -> None:
+    tool = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}
+    function = tool["function"] | {"parameters": json.dumps(tool["function"]["parameters"])}
+    for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], [tool | {"function": function}]):
+        (place.folder / "a.jsonl").unlink(missing_ok=True)
+        assert place.read("ended", TURNS, tools=tools) == ["Yo.<|end|>", "Me.<|end|>"]
+
+
+def test_thoughts(place: Place) -> None:
+    # what asks for the answer begins the thought
+    assert place.read("thinking", THOUGHT) == ["Hm.\n</think>\n\nYo.<|end|>"]
+    assert place.read("thinking", [ASKED, say("assistant", "<think>\nHm.\n</think>\n\nYo.")]) == [
+        "<think>\nHm.\n</think>\n\nYo.<|end|>"
+    ], "typed, and written as it is typed"
+    assert place.read("thinking", TURNS) == ["Yo.<|end|>", "Me.<|end|>"], "no empty thought"
+    called = '<call>rain {"city": "Paris", "days": 3}</call><|end|>'
+    assert place.read("thinking", CALLED) == [called]
+    assert place.read("thinking", [*CALLED, say("tool", "5 mm"), ANSWERED]) == [called, "Yo.<|end|>"]
+    assert place.refused("thinking", [*THOUGHT, *TURNS[2:]]).startswith(
+        "the chat template leaves out the thought of message 2."
+    )
+    # under the name that the template has, and kept in earlier turns by its own switch
+    assert place.read("kept", [*THOUGHT, *TURNS[2:]]) == ["<think>Hm.</think>Yo.<|end|>", "Me.<|end|>"]
+
+
+def test_marks_of_a_template_choose_answers(place: Place) -> None:
+    assert place.read("marked", TURNS) == ["Me.<|end|>"], "the words and their end alone, though more is marked"
+    assert place.refused("half marked", [ASKED, say("assistant", "Yo there.")]) == (
+        "the chat template marks a part of message 2 by {% generation %}, expected all of its words or none. Mend the "
+        "template."
+    )
+
+
+@pytest.mark.parametrize("key", ("weight", "train", "training"))
+def test_a_message_may_be_masked(place: Place, key: str) -> None:
+    first, second = ANSWERED | {key: 0}, say("assistant", "Me.", **{key: 1})
+    assert place.read("ended", [ASKED, first, ASKED, second]) == ["Me.<|end|>"]
+    assert place.read("ended", [ASKED, first | {key: False}, ASKED, second | {key: True}]) == ["Me.<|end|>"]
+    for value in (0.5, "0", 2, [1]):
+        assert place.refused("ended", [ASKED, ANSWERED | {key: value}]) == (
+            f'message 2 of "messages": "{key}" is {value!r}, expected 0, which masks the message, or 1.'
+        )
+
+
+def test_words_that_end_a_turn_are_refused(place: Place) -> None:
+    for words in ("Yo.<|end|>No.", "</s>"):
+        end = re.findall("<.*>", words)[0]
+        assert place.refused("ended", [ASKED, say("assistant", words)]) == (
+            f"message 2 holds {end}, which ends a turn. Take it out."
+        )
+    assert place.read("ended", [say("user", "What is <|end|>?"), ANSWERED]) == ["Yo.<|end|>"], "not learned"
+
+
+def test_text_parts(place: Place) -> None:
+    def part(text: str) -> dict[str, str]:
+        return {"type": "text", "text": text}
+
+    single = [say("user", [part("Hi?")]), say("assistant", [part("Yo.")])]
+    assert place.read("ended", single) == place.read("parts", single) == ["Yo.<|end|>"]
+    several = [ASKED, say("assistant", [part("Yo."), part(" So.")])]
+    assert place.read("parts", several) == ["Yo. So.<|end|>"]
+    assert place.refused("ended", several).startswith("the chat template writes message 2 as Python prints a value.")
+    image = [say("user", [{"type": "image_url", "image_url": {}}]), ANSWERED]
+    assert place.refused("parts", image) == (
+        'message 1 of "messages": "content" holds a part of the type "image_url", expected text alone.'
+    )
+
+
+def test_what_no_conversation_may_hold_is_named(place: Place) -> None:
+    expected = "expected assistant, whose messages are learned, or developer, system, user, tool."
+    found: Mapping[str, dict[str, Any]] = {
+        f'the role is "model", {expected}': say("model", "Yo."),
+        f'the role is "Assistant", {expected}': say("Assistant", "Yo."),
+        'has "function_call", expected "tool_calls", a list.': say("assistant", "", function_call={"name": "rain"}),
+        '"arguments" is a text and no JSON (Expecting value: line 1 column 1 (char 0)), expected an object, perhaps as a '
+        "JSON text in the call of rain.": say("assistant", "", tool_calls=[call("Paris")]),
+        '"arguments" is a list, expected an object, perhaps as a JSON text in the call of rain.': say(
+            "assistant", "", tool_calls=[call("[1]")]
+        ),
+        '"tool_calls" holds no name of a function, expected {"function": {"name", "arguments"}}.': say(
+            "assistant", "", tool_calls=[{"function": {}}]
+        ),
+        "thinking and reasoning differ, expected one thought.": say("assistant", "Yo.", thinking="a", reasoning="b"),
+        '"thinking" is a list, expected a text.': say("assistant", "Yo.", thinking=["a"]),
+    }
+    for problem, message in found.items():
+        assert place.refused("ended", [ASKED, message]) == f'message 2 of "messages": {problem}'
+    assert place.refused("ended", TURNS, tools="[").startswith('"tools" is a text and no JSON')
+    assert place.read("ended", [say("ipython", "5"), *TURNS]) == place.read("ended", TURNS), (
+        "a role that answers nothing"
+    )
+
+
+def test_conversations_that_nobody_answers_are_counted(place: Place) -> None:
+    file = place.folder / "b.jsonl"
+    silent = [[ASKED], [ASKED, say("assistant", " ")], [ASKED, ANSWERED | {"weight": 0}], [ANSWERED]]
+    rows = [TURNS, *silent]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    with pytest.warns(TextWarning, match=r"b\.jsonl, line 2: nobody answers.*, and in 3 other conversations neither\."):
+        assert len(list(read_documents([file]))) == 1
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in silent))
+    problem = refusal(lambda: list(read_documents([file])), error=DataError)
+    assert problem == (
+        f"{file}, line 1: nobody answers, expected words of the assistant after another message, and in 3 other "
+        "conversations neither, and there is no other text. Give conversations with answers."
+    )
