@@ -145,9 +145,9 @@ compat-%:
 	PIP_CONSTRAINT=$(CURDIR)/constraints/$*.txt .venv-$*/bin/pip install --quiet torch transformers
 	.venv-$*/bin/python $(CHECK_COMPAT)
 
-test-recipes: install  ## the training recipes in the documentation, that for TRL included
+test-recipes: install  ## the training recipes in the documentation, that for TRL included, and the chat templates that TRL ships
 	$(BIN)/pip install --quiet --editable '.[recipes]'
-	$(BIN)/python -m pytest -m 'slow or not slow' tests/test_site.py
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/test_site.py tests/text/test_published_templates.py
 
 test-serve: install  ## transformers' own server with expanded, routed, composed and fused models, asked by the client of OpenAI
 	$(BIN)/pip install --quiet --editable '.[serve]'

@@ -186,13 +186,16 @@ class Form:
 
     parts: bool
     as_text: bool
+    empty: str | None
     thought: str
     options: Mapping[str, bool]
 
     def shape(self, message: Message) -> dict[str, Any]:
         """Give a message this form."""
         shaped = dict(message)
-        if self.parts and isinstance(message.get("content"), str):
+        if message.get("tool_calls") and message.get("content") in (None, ""):
+            shaped["content"] = self.empty
+        elif self.parts and isinstance(message.get("content"), str):
             shaped["content"] = [{"type": "text", "text": message["content"]}]
         if key := thought_key(message):
             shaped[self.thought] = shaped.pop(key)
@@ -283,13 +286,14 @@ class ChatReader:
             has_calls = any(message.get("tool_calls") for message in some)
             thinks = known(dict.fromkeys(THINKING, bool(keys) or split != messages))
             kept = known(ALL_THOUGHTS) if keys else {}
-            for as_text, parts, thought, option in product(
+            for as_text, parts, empty, thought, option in product(
                 (False, True)[: 1 + has_calls],
                 (True,) if has_parts else (False, True),
+                ("", None)[: 1 + has_calls],
                 dict.fromkeys((*keys, *THOUGHTS)) if keys else (THOUGHTS[0],),
                 [thinks, thinks | kept] if kept else [thinks],
             ):
-                yield Form(parts, as_text, thought, option), [dict(message) for message in some]
+                yield Form(parts, as_text, empty, thought, option), [dict(message) for message in some]
 
     def fill(self, messages: Sequence[Message], tools: Any, form: Form, **options: Any) -> Any:
         """What the template writes."""

@@ -25,7 +25,11 @@ def loop(body: str, asks: str, before: str = "") -> str:
 
 
 ROLE = "<|start|>{{ m.role }}\n"
-CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{% endfor %}"
+)
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 ENDED = loop(ROLE + "{{ m.content }}" + CALLS + "<|end|>\n", "<|start|>assistant\n", TOOLS)
 # each shows one thing that published templates do
@@ -52,8 +56,8 @@ TEMPLATES = {
     ),
     # a thought is written in the last turn alone, an empty one too, and what asks for an answer may begin it
     "thinking": loop(
-        ROLE
-        + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+        ROLE + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+        "{% endif %}"
         "{{ m.content }}" + CALLS + "<|end|>",
         "<|start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
         "{% else %}<think>\n{% endif %}",
@@ -66,7 +70,8 @@ TEMPLATES = {
     # the last turn ends in another token than a turn that others follow
     "channels": loop(
         "<|start|>{{ m.role }}<|message|>{{ m.content }}"
-        "{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}",
+        "{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}"
+        "<|return|>{% else %}<|end|>{% endif %}",
         "<|start|>assistant",
     ),
     # more ends the whole text
@@ -103,7 +108,7 @@ THOUGHT = [ASKED, ANSWERED | {"reasoning_content": "Hm."}]
 
 
 class Place:
-    """The shipped tokenizer with a template, whose special tokens are its own, in a folder with a model's end tokens."""
+    """The shipped tokenizer with a template and its special tokens, in a folder with a model's end tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -169,8 +174,8 @@ def test_a_turn_that_the_next_role_ends(place: Place) -> None:
     # without the model's end tokens the last turn alone can end, in the tokenizer's own
     assert place.read("open", TURNS[:2]) == ["Yo.</s>"]
     assert place.refused("open", TURNS) == (
-        "the chat template writes no token that ends message 2: '<|user|>\\n' follows, and the model stops at </s>. Put "
-        'the token into the template, mask the message by "weight": 0, or give the row up to it.'
+        "the chat template writes no token that ends message 2: '<|user|>\\n' follows, and the model stops at </s>. "
+        'Put the token into the template, mask the message by "weight": 0, or give the row up to it.'
     )
     assert place.read("endless", TURNS[:2]) == [" Yo.</s>"]
     assert place.refused("endless", TURNS).startswith(
@@ -294,8 +299,8 @@ def test_what_no_conversation_may_hold_is_named(place: Place) -> None:
         f'the role is "model", {expected}': say("model", "Yo."),
         f'the role is "Assistant", {expected}': say("Assistant", "Yo."),
         'has "function_call", expected "tool_calls", a list.': say("assistant", "", function_call={"name": "rain"}),
-        '"arguments" is a text and no JSON (Expecting value: line 1 column 1 (char 0)), expected an object, perhaps as a '
-        "JSON text in the call of rain.": say("assistant", "", tool_calls=[call("Paris")]),
+        '"arguments" is a text and no JSON (Expecting value: line 1 column 1 (char 0)), expected an object, perhaps as '
+        "a JSON text in the call of rain.": say("assistant", "", tool_calls=[call("Paris")]),
         '"arguments" is a list, expected an object, perhaps as a JSON text in the call of rain.': say(
             "assistant", "", tool_calls=[call("[1]")]
         ),
