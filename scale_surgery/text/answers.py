@@ -186,16 +186,13 @@ class Form:
 
     parts: bool
     as_text: bool
-    empty: str | None
     thought: str
     options: Mapping[str, bool]
 
     def shape(self, message: Message) -> dict[str, Any]:
         """Give a message this form."""
         shaped = dict(message)
-        if message.get("tool_calls") and message.get("content") in (None, ""):
-            shaped["content"] = self.empty
-        elif self.parts and isinstance(message.get("content"), str):
+        if self.parts and isinstance(message.get("content"), str):
             shaped["content"] = [{"type": "text", "text": message["content"]}]
         if key := thought_key(message):
             shaped[self.thought] = shaped.pop(key)
@@ -286,14 +283,13 @@ class ChatReader:
             has_calls = any(message.get("tool_calls") for message in some)
             thinks = known(dict.fromkeys(THINKING, bool(keys) or split != messages))
             kept = known(ALL_THOUGHTS) if keys else {}
-            for as_text, parts, empty, thought, option in product(
+            for as_text, parts, thought, option in product(
                 (False, True)[: 1 + has_calls],
                 (True,) if has_parts else (False, True),
-                ("", None)[: 1 + has_calls],
                 dict.fromkeys((*keys, *THOUGHTS)) if keys else (THOUGHTS[0],),
                 [thinks, thinks | kept] if kept else [thinks],
             ):
-                yield Form(parts, as_text, empty, thought, option), [dict(message) for message in some]
+                yield Form(parts, as_text, thought, option), [dict(message) for message in some]
 
     def fill(self, messages: Sequence[Message], tools: Any, form: Form, **options: Any) -> Any:
         """What the template writes."""
@@ -346,8 +342,11 @@ class ChatReader:
             )
         except (UnfitError, IndexError):  # it takes no such conversation, or leaves the words out
             return Closing(None, None)
-        if both := self.unit.findall(self.shared(alone, asked)):
-            return Closing(both[-1], both[-1])
+        both = self.shared(alone, asked).strip()
+        if both:
+            # of several special tokens the last; some templates end turns in other text
+            end = (self.unit.findall(both) or [both])[-1]
+            return Closing(end, end)
         first, last = self.unit.match(asked.lstrip()), self.unit.findall(alone)
         header = self.unit.search(asks.split(user["content"])[-1].removeprefix(first[0] if first else ""))
         # what follows whoever speaks next ends a turn, unless turns begin with it
@@ -591,7 +590,7 @@ class Rendering:
     def _refuse_ends(self, answer: Answer, inside: Sequence[int]) -> None:
         """Refuse words that hold what ends a turn: the model would learn to stop there."""
         closing = self.reader.closing(self.tools, self.form)
-        written = {end for end in closing if end}
+        written = {end for end in closing if end and self.reader.is_special(end)}
         texts = [piece.text for piece in self.pieces if piece.message == answer.message]
         typed = [end for end in written if any(end in text for text in texts)]
         typed += [text for text, id_ in self.reader.ends.items() if id_ in inside]

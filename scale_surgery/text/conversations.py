@@ -121,6 +121,7 @@ def plain_message(message: Message) -> dict[str, Any]:
         plain["content"] = content[0]["text"]
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in parsed(message["tool_calls"])]
+        plain.setdefault("content", "")  # templates differ in whether they look for it
     for key in [key for key in THOUGHTS if message.get(key)][1:]:
         del plain[key]
     return plain

@@ -12,7 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.cli.options import own_warnings
 from scale_surgery.errors import DataError, TextWarning
+from scale_surgery.running.tokenizer import digest_tokenizer
+from scale_surgery.text.answers import end_ids
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.tokenizing import tokenize
 from tests.conftest import refusal
@@ -331,3 +334,29 @@ def test_conversations_that_nobody_answers_are_counted(place: Place) -> None:
         f"{file}, line 1: nobody answers, expected words of the assistant after another message, and in 3 other "
         "conversations neither, and there is no other text. Give conversations with answers."
     )
+
+
+def test_a_command_prints_what_is_left_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    file = place.folder / "a.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (TURNS, [ASKED])))
+    with own_warnings(said.append):
+        for _ in range(2):
+            list(read_documents([file]))
+    assert [message.partition("line 2: ")[2][:14] for message in said] == ["nobody answers"], "once, read twice"
+
+
+def test_end_tokens_are_those_of_the_folder(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    own = tokenizer.eos_token_id
+    tokenizer.name_or_path = str(tmp_path)
+    assert end_ids(tokenizer) == {own}
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert end_ids(tokenizer) == {own, 7}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6, len(tokenizer), None]}))
+    assert end_ids(tokenizer) == {own, 5, 6}
+    before = digest_tokenizer(tokenizer, tmp_path)
+    tokenizer.chat_template = TEMPLATES["ended"]
+    digests = [digest_tokenizer(tokenizer, tmp_path)]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert len({before, *digests, digest_tokenizer(tokenizer, tmp_path)}) == 3, "other ends, other tokens in the cache"

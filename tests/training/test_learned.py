@@ -140,7 +140,7 @@ def test_conversations_are_learned_and_measured_by_the_chat_template(place: Path
             assert same(read(tmp_path, "talk.jsonl", cache=cache), sequences[end])
     assert not same(sequences["!"], sequences["?"]), "another template is another text, in the cache too"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "wide")
-    answers = sum(len(tokenizer(f"{question.answer}?\n", add_special_tokens=False)["input_ids"]) for question in ASKED)
+    answers = sum(len(tokenizer(f"{question.answer}?", add_special_tokens=False)["input_ids"]) for question in ASKED)
     done = train(tmp_path / "wide", [file], tmp_path / "out", TrainingSettings(steps=2, **SHORT))
     (score,) = [score for score in evaluate([done.path], new=[file]).scores if score.kind == "expanded"]
     assert score.new is not None and (score.new.scored, score.new.questions) == (answers, len(ASKED))
