@@ -62,12 +62,14 @@ class Piece:
     text: str
 
     @property
-    def forms(self) -> list[str]:
+    def forms(self) -> Iterator[str]:
         """What a template may make of it: without blanks around it, or with the escapes of JSON."""
         text = self.text
-        cut = [text, text.rstrip("\n"), text.lstrip("\n"), text.rstrip(), text.lstrip(), text.strip("\n"), text.strip()]
-        escaped = [json.dumps(each, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True) for each in cut]
-        return list(dict.fromkeys([*cut, *escaped]))
+        yield text  # of most texts
+        cut = (text.rstrip("\n"), text.lstrip("\n"), text.rstrip(), text.lstrip(), text.strip("\n"), text.strip())
+        yield from cut
+        for is_ascii in (False, True):
+            yield from (json.dumps(each, ensure_ascii=is_ascii)[1:-1] for each in (text, *cut))
 
 
 class Marks:
@@ -159,7 +161,7 @@ def find_marks(whole: str, marked: str, pieces: Sequence[Piece]) -> list[Mark]:
     for index, (mark, number) in enumerate(zip(found, numbers, strict=True)):
         is_last = index + 1 == len(found)
         following = marked[mark.end() : None if is_last else found[index + 1].start()]
-        forms = pieces[number].forms if fits and number < len(pieces) else []
+        forms = pieces[number].forms if fits and number < len(pieces) else iter(())
         ends = (position + len(form) for form in forms if whole.startswith(form, position))
         fitting = (end for end in ends if whole.startswith(following, end))
         end = next((end for end in fitting if not is_last or end + len(following) == len(whole)), None)

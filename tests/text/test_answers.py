@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.options import own_warnings
 from scale_surgery.errors import DataError, TextWarning
 from scale_surgery.running.tokenizer import digest_tokenizer
 from scale_surgery.text.answers import end_ids
-from scale_surgery.text.documents import read_documents
+from scale_surgery.text.documents import Document, read_documents
 from scale_surgery.text.tokenizing import tokenize
 from tests.conftest import refusal
 
@@ -360,3 +361,20 @@ def test_end_tokens_are_those_of_the_folder(tmp_path: Path) -> None:
     digests = [digest_tokenizer(tokenizer, tmp_path)]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
     assert len({before, *digests, digest_tokenizer(tokenizer, tmp_path)}) == 3, "other ends, other tokens in the cache"
+
+
+def test_a_token_that_holds_more_than_the_answer_is_refused() -> None:
+    """A tokenizer of whole words, to which what a template writes directly before or after an answer belongs."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    document = Document("Hi?", "Yo.", "a.jsonl, line 1", {"messages": TURNS[:2]})
+    for body, outside in ((">{{ m.content }}</s> ", ">"), ("{{ m.content }}</s> ", "")):
+        tokenizer.chat_template = loop(body, ">" if outside else "")
+        if not outside:
+            assert tokenize([document], tokenizer).labels[-2:].tolist() == [0, 1]
+            continue
+        assert refusal(tokenize, [document], tokenizer, error=DataError) == (
+            "a.jsonl, line 1: a token of message 2 holds '>' too, which is no part of it. Make what the template "
+            "writes around answers special tokens of the tokenizer."
+        )
