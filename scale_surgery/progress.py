@@ -1,4 +1,7 @@
-"""How long work tells how far it is: a function that is called with what was just done."""
+"""How long work tells how far it is: a function that is called with what was just done.
+
+A terminal draws it as a bar, a log file gets lines of it (`show/console.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,30 @@ class Progress(Protocol):
 
     def __call__(self, advance: int, note: str = "") -> None:
         """Report."""
+
+
+class Total(int):
+    """A total whose units take long, so that a log says when the work begins, and counts them.
+
+    Attributes:
+        unit: One of what is counted, such as "step".
+        tokens: Tokens that a model reads in all of it, padding not counted; 0 if nobody asks how many a second.
+    """
+
+    unit: str
+    tokens: int
+
+    def __new__(cls, count: int, unit: str, tokens: int = 0) -> Total:
+        """Count units."""
+        total = super().__new__(cls, count)
+        total.unit, total.tokens = unit, tokens
+        return total
+
+
+class Finding(str):
+    """A note with a measurement, which a log writes at once."""
+
+    __slots__ = ()
 
 
 # given what is done and how much of it there is, yields such a function; a progress bar, say

@@ -142,13 +142,17 @@ def learn_command(
         out.say(render_lines(job.estimate))
         return
 
+    def begins(name: str, line: str, number: int) -> None:
+        out.begin(name, f"stage {number} of {len(job.stages)}")
+        out.say(render_stage(name, line, number), as_it_is=True)
+
     def ends(name: str, result: Any) -> None:
         if (shown := render_result(name, result)) is not None:
             out.say(shown)
 
     events = JobEvents(
         estimate=lambda estimate: out.say(render_estimate(estimate)),
-        begins=lambda name, line, number: out.say(render_stage(name, line, number), as_it_is=True),
+        begins=begins,
         ends=ends,
     )
     learned = run(job, events=events, track=out.track)

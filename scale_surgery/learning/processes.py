@@ -6,7 +6,6 @@ import json
 import logging
 import shlex
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,18 +35,18 @@ def launch_line(words: Sequence[object], options: Sequence[str]) -> str:
     return shlex.join(["accelerate", "launch", *options, "-m", "scale_surgery", *map(str, words)])
 
 
-def run_launched(words: Sequence[object], options: Sequence[str]) -> Any:
-    """Run a command in several processes; give what the first prints by --json."""
+def run_launched(words: Sequence[object], options: Sequence[str], *, quiet: bool = True) -> Any:
+    """Run a command in several processes; give what the first prints by --json. It also shows how far it is, or not."""
     import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     torch.cuda.empty_cache()  # what earlier stages left cached
-    program = ["-m", "scale_surgery", *map(str, words), "--json"]
+    program = ["-m", "scale_surgery", *map(str, words), "--json", *["-q"] * quiet]
     given = launch_command_parser().parse_args([*options, *program])
-    # on a terminal the first shows its bars; what is written to files: 1 stdout, 2 stderr, 3 both
-    first = 1 if sys.stderr.isatty() else 3
+    # what is written to files: 1 stdout, 2 stderr, 3 both
+    first = 3 if quiet else 1
     with tempfile.TemporaryDirectory() as folder, _as_it_was():
         given.log_dir, given.num_machines, given.main_process_port = folder, 1, 0  # any free port
         given.redirects = ",".join(f"{rank}:{3 if rank else first}" for rank in range(given.num_processes))

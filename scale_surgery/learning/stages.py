@@ -36,7 +36,7 @@ from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
-from scale_surgery.progress import Track
+from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.learned_tokens import ChosenTokens
@@ -331,7 +331,9 @@ def _train(work: Work) -> Stage:
             return None, {}
         has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
         if launch:
-            done = read_record(run_launched([*words, *["--resume"] * has_begun], launch), Training)
+            done = read_record(
+                run_launched([*words, *["--resume"] * has_begun], launch, quiet=track is no_track), Training
+            )
         else:
             start = TrainingStart(resume=has_begun, base_weights=work.taking)
             given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
@@ -404,7 +406,7 @@ def _evaluate(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         if launch:
-            content, evaluation = run_launched(words, launch), None
+            content, evaluation = run_launched(words, launch, quiet=track is no_track), None
             with suppress(ValueError):  # JSON has no number for a loss that is not finite
                 evaluation = read_record(content, Evaluation)
             return evaluation, content

@@ -19,7 +19,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.progress import Track, no_track
 from scale_surgery.show.layout import NEXT, Facts, Warned, sentence
+from scale_surgery.show.log_lines import LogLines
 from scale_surgery.show.visible import visible_line, visible_text
 
 
@@ -43,7 +45,11 @@ class VisibleConsole(Console):
 
 
 class Output:
-    """Where results and messages go: results on stdout, everything else on stderr."""
+    """Where results and messages go: results on stdout, everything else on stderr.
+
+    Attributes:
+        track: Shows how far long work is: a bar on a terminal, lines where stderr is a file or a pipe, nothing with -q.
+    """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
@@ -51,6 +57,10 @@ class Output:
         # of several processes only the first prints
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = quiet or not self.is_first
+        # a file, whatever FORCE_COLOR says of it; a dumb terminal moves no cursor
+        self.draws = sys.stderr.isatty() and not self.messages.is_dumb_terminal
+        self.log = LogLines(self._write_line)
+        self.track: Track = no_track if self.quiet else self._bar if self.draws else self.log.track
         # without markup: a name may hold brackets
         self.results = VisibleConsole(warns=not self.quiet, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
@@ -111,9 +121,23 @@ class Output:
             self.results.print("", Facts("", [(NEXT, command)]), sep="\n", crop=False)
 
     def warn(self, message: str) -> None:
-        """Print a warning on stderr where it is a terminal; scripts read the result."""
-        if self.messages.is_terminal and not self.quiet:
+        """Print a warning on stderr, in one line."""
+        if self.quiet:
+            return
+        if self.draws:
             self.messages.print(Text("warning: ", style="yellow") + sentence(message))
+        else:
+            self._write_line(f"warning: {message}")
+
+    def begin(self, stage: str, what: str) -> None:
+        """Say in a log that a stage of a long job begins; a terminal has its bars."""
+        if not (self.quiet or self.draws):
+            self.log.line(stage, what)
+
+    def _write_line(self, line: str) -> None:
+        """Write a line to a log at once; one that is full or closed ends no job."""
+        with suppress(OSError):
+            print(visible_line(line), file=sys.stderr, flush=True)
 
     def fail(self, *lines: str, trace: str = "") -> None:
         """Print an error on stderr, with its traceback if given; -q does not silence it."""
@@ -122,8 +146,8 @@ class Output:
         self.messages.print(Text("error: ", style="bold red") + Text("\n").join(map(sentence, lines)))
 
     @contextmanager
-    def track(self, label: str, total: int) -> Iterator[Any]:
-        """Show a progress bar on stderr, where it is a terminal, and give a function that advances it."""
+    def _bar(self, label: str, total: int) -> Iterator[Any]:
+        """Show a progress bar on stderr, and give a function that advances it."""
         bar = (
             TextColumn("{task.description:<14}", markup=False),
             BarColumn(),
@@ -131,8 +155,7 @@ class Output:
             TimeRemainingColumn(),
         )
         columns = (*bar, TextColumn("{task.fields[note]}", markup=False))
-        hidden = self.quiet or not self.messages.is_terminal
-        with Progress(*columns, console=self.messages, transient=True, disable=hidden) as progress:
+        with Progress(*columns, console=self.messages, transient=True) as progress:
             task = progress.add_task(visible_line(label), total=max(1, total), note="")
             yield lambda advance, note="": progress.update(task, advance=advance, note=visible_line(note))
 

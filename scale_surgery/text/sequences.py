@@ -43,6 +43,11 @@ class Sequences:
         start, end = self.starts[index], self.starts[index + 1]
         return {"input_ids": self.ids[start:end].long(), "labels": self.labels[start:end].long()}
 
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return len(self.ids)
+
     def some(self, most: int) -> Sequences:
         """At most so many of them, evenly spread."""
         return self if len(self) <= most else _spread(self, most)
@@ -93,6 +98,11 @@ class StoredSequences:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row: dict[str, Tensor] = self.rows[index]
         return row
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return sum(len(chunk.flatten()) for chunk in self.rows.data.column("input_ids").chunks)
 
     def some(self, most: int) -> Sequences:
         """At most so many of them, evenly spread, in memory."""

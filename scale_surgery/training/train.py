@@ -26,7 +26,7 @@ from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.progress import Track, no_track
+from scale_surgery.progress import Total, Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import LONGEST_WAIT
@@ -167,9 +167,10 @@ def train(
         processes.wait_for_everyone()
         start.announce(schedule)
         started = time.monotonic()
+        steps = Total(schedule.steps, "step", round(schedule.passes * texts["learn"].tokens))
         is_half = checkpoint.running_dtype == "BF16"
         trainer = _make_trainer(model, training, texts, schedule, settings, run, is_half=is_half)
-        with quiet_transformers(), track("training", trainer.args.max_steps) as advance:
+        with quiet_transformers(), track("training", steps) as advance:
             trainer.add_callback(RunReport(advance, training))
             with reporting(trainer, reports, training, is_main=processes.is_main_process, resume=start.resume):
                 _run(trainer, training, resume=start.resume)

@@ -6,7 +6,7 @@ Batches, optimizer, schedule, accumulation, precision, several processes and res
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.checkpoint.trainer_files import STATE_FILE
 from scale_surgery.errors import TrainingError, counted, name_some
-from scale_surgery.progress import Progress
+from scale_surgery.progress import Finding, Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.gates import gated_blocks
 from scale_surgery.running.loss import Measurement, measure
@@ -37,6 +37,8 @@ OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 # part of the names of modules with gradient checkpointing
 WRAPPED = "_checkpoint_wrapped_module."
 SHOWN = ("loss", "forgetting", "learning")
+# of each measured text its change against the base, and the sign with which it stands in the log
+CHANGES = {"old": ("forgetting", 1), "new": ("learning", -1)}
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -209,6 +211,15 @@ class ExpansionTrainer(Trainer):
             return measure(self.model, text, self.eval_batch, processes=self.accelerator.state)
 
 
+def _measured(metrics: Mapping[str, float]) -> Iterator[str]:
+    """The loss on each measured text, and its change against the base."""
+    for side in ("old", "new", SAMPLE):
+        if (loss := metrics.get(f"{side}_nats_per_token")) is not None:
+            name, sign = CHANGES.get(side, ("", 0))
+            change = f" ({sign * metrics[name]:+z.4f})" if name in metrics else ""
+            yield f"{side} {loss:.4f}{change}"
+
+
 def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Load whole tensors into parameters, which may be sharded over processes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -248,19 +259,31 @@ class Advance(TrainerCallback):
 
 
 class RunReport(TrainerCallback):
-    """Shows the progress of a run, and publishes its checkpoints in its folder."""
+    """Shows the progress of a run, and publishes its checkpoints in its folder.
+
+    Its loss is the latest that the Trainer logged: a mean over the steps since the entry of the log before.
+    """
 
     def __init__(self, advance: Progress, run: TrainingRun) -> None:
         self.advance, self.run = advance, run
         self.note: dict[str, float] = {}
+        self.reported = 0
+
+    def _report(self, state: TrainerState, note: str) -> None:
+        self.advance(state.global_step - self.reported, note)
+        self.reported = state.global_step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Show what a resumed run has done already."""
-        self.advance(state.global_step)
+        self._report(state, Finding("resumed") if state.global_step else "")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
-        """Advance the bar."""
-        self.advance(1, "  ".join(f"{name} {self.note[name]:.3f}" for name in SHOWN if name in self.note))
+        """Show a step."""
+        self._report(state, "  ".join(f"{name} {self.note[name]:.3f}" for name in SHOWN if name in self.note))
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **given: Any) -> None:
+        """Show a measurement."""
+        self._report(state, Finding(f"loss {', '.join(_measured(given['metrics']))}"))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Write the log, and stop where the loss is no number."""
