@@ -18,7 +18,7 @@ class Progress(Protocol):
 
 
 class Total(int):
-    """A total whose units take long, so that a log says when the work begins, and counts them.
+    """A total whose units a log counts, and does not show as a share.
 
     Attributes:
         unit: One of what is counted, such as "step".
@@ -36,7 +36,7 @@ class Total(int):
 
 
 class Finding(str):
-    """A note with a measurement, which a log writes at once."""
+    """A note that a log writes at once: what was measured, or that work begins."""
 
     __slots__ = ()
 

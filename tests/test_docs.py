@@ -145,8 +145,10 @@ def invoke(command: str) -> Result:
 
 
 def run(command: str) -> str:
-    """What `scale-surgery ...` prints, on both streams."""
-    return "\n".join(line.rstrip() for line in invoke(command).output.rstrip().splitlines())
+    """What `scale-surgery ...` prints, errors too; examples hold no lines of a log."""
+    result = invoke(command)
+    printed = result.output if result.exit_code else result.stdout
+    return "\n".join(line.rstrip() for line in printed.rstrip().splitlines())
 
 
 def run_python(code: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.progress import Track, no_track
+from scale_surgery.progress import Finding, Track, no_track
 from scale_surgery.show.layout import NEXT, Facts, Warned, sentence
 from scale_surgery.show.log_lines import LogLines
 from scale_surgery.show.visible import visible_line, visible_text
@@ -157,7 +157,13 @@ class Output:
         columns = (*bar, TextColumn("{task.fields[note]}", markup=False))
         with Progress(*columns, console=self.messages, transient=True) as progress:
             task = progress.add_task(visible_line(label), total=max(1, total), note="")
-            yield lambda advance, note="": progress.update(task, advance=advance, note=visible_line(note))
+
+            def report(advance: int, note: str = "") -> None:
+                progress.update(task, advance=advance)
+                if not isinstance(note, Finding):
+                    progress.update(task, note=visible_line(note))
+
+            yield report
 
 
 def to_json(result: Any) -> dict[str, Any]:

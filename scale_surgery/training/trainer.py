@@ -274,8 +274,8 @@ class RunReport(TrainerCallback):
         self.reported = state.global_step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
-        """Show what a resumed run has done already."""
-        self._report(state, Finding("resumed") if state.global_step else "")
+        """Show that it begins, and what a resumed run has done already."""
+        self._report(state, Finding("resumed" if state.global_step else "begins"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Show a step."""
