@@ -17,22 +17,20 @@ class Progress(Protocol):
         """Report."""
 
 
-class Total(int):
-    """A total whose units a log counts, and does not show as a share.
+class Steps(int):
+    """How many steps a training has, which a log counts; of other work it shows a share.
 
     Attributes:
-        unit: One of what is counted, such as "step".
-        tokens: Tokens that a model reads in all of it, padding not counted; 0 if nobody asks how many a second.
+        tokens: Tokens that the model reads in all steps, padding not counted.
     """
 
-    unit: str
     tokens: int
 
-    def __new__(cls, count: int, unit: str, tokens: int = 0) -> Total:
-        """Count units."""
-        total = super().__new__(cls, count)
-        total.unit, total.tokens = unit, tokens
-        return total
+    def __new__(cls, count: int, tokens: int) -> Steps:
+        """Count steps and tokens."""
+        steps = super().__new__(cls, count)
+        steps.tokens = tokens
+        return steps
 
 
 class Finding(str):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
 from click.testing import CliRunner, Result
 
 from scale_surgery.cli.program import main
@@ -14,3 +18,15 @@ def run(*words: object, code: int = 0, input: str | None = None) -> Result:
     )
     assert result.exit_code == code, result.output
     return result
+
+
+def run_logged(log: Path, *words: object, code: int = 0) -> str:
+    """Run `scale-surgery` with stderr at the end of a file; gives its stdout."""
+    ended, printed = 0, StringIO()
+    with log.open("a", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(printed):
+        try:
+            main.main(list(map(str, words)), "scale-surgery", standalone_mode=False)
+        except SystemExit as end:
+            ended = int(end.code or 0)
+    assert ended == code, log.read_text(encoding="utf-8")
+    return printed.getvalue()

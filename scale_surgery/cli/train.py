@@ -97,7 +97,6 @@ def train_command(
     # a scheduler that ends a job is answered like somebody at the keyboard
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = take_fields(TrainingSettings, options)
-    out.begin("train", expanded.name)
     done = train(
         expanded,
         data,

@@ -93,7 +93,7 @@ def verify(
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     check_numbering(checkpoint, manifest)
     given = _open_base(path, base, revision)
-    with track("bytes", bytes_to_check(checkpoint, manifest, given)) as advance:
+    with track("check of files", bytes_to_check(checkpoint, manifest, given)) as advance:
         integrity = check_files(checkpoint, manifest, given, advance)
     is_unknown = needs_own_code(parse_json(manifest.replaced[CONFIG_FILE])) and not run.trust_remote_code
     facts = () if is_unknown else fact_problems(checkpoint, manifest, run)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from scale_surgery.progress import Finding, Progress, Total
+from scale_surgery.progress import Finding, Progress, Steps
 
 # least seconds from a line to the next; stages of a job and findings do not wait
 INTERVAL = 30.0
@@ -34,7 +34,8 @@ class LogLines:
     def track(self, label: str, total: int) -> Iterator[Progress]:
         """Write how far some work is, and give a function that is told."""
         work = Work(total, self.clock())
-        if self._is_due():
+        # a training says itself when it begins, and where an earlier run ended
+        if self._is_due() and not isinstance(total, Steps):
             self.line(label, work.position)
 
         def report(advance: int, note: str = "") -> None:
@@ -72,16 +73,15 @@ class Work:
 
     @property
     def position(self) -> str:
-        """How much is done: units of how many, or a share."""
-        if isinstance(self.total, Total):
-            return f"{self.total.unit} {self.done} of {self.total}"
+        """How much is done: steps of how many, or a share."""
+        if isinstance(self.total, Steps):
+            return f"step {self.done} of {self.total}"
         return f"{min(100, 100 * self.done // max(1, self.total))} %"
 
     def take_rate(self) -> str:
         """Tokens a second since it was last asked, or as they were before where nothing was done since."""
-        tokens = self.total.tokens if isinstance(self.total, Total) else 0
-        if tokens and self.amount and self.seconds > 0:
-            self.rate = f"{tokens * self.amount / self.total / self.seconds:,.0f} tokens/s"
+        if isinstance(self.total, Steps) and self.amount and self.seconds > 0:
+            self.rate = f"{self.total.tokens * self.amount / self.total / self.seconds:,.0f} tokens/s"
         self.amount, self.seconds = 0, 0.0
         return self.rate
 

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import DataError, TrainingError
-from scale_surgery.progress import Total, Track
+from scale_surgery.progress import Track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
@@ -128,7 +128,7 @@ def sample_texts(
     with (
         torch.random.fork_rng(devices),
         evaluating(model),
-        track("samples", Total(sampling.count, "text")) as advance,
+        track("samples", sampling.count) as advance,
     ):
         torch.manual_seed(sampling.seed)
         for begin, places in _in_turns(begins, sampling.count, rows):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.architecture import Architecture
-from scale_surgery.progress import Total, Track
+from scale_surgery.progress import Track
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.ranking import RankingSettings
@@ -53,7 +53,7 @@ def run_pilot(
         matrix.requires_grad_(True)
         _step_in_backward(matrix, settings, steps)
     losses = []
-    with track("pilot", Total(steps, "step")) as advance:
+    with track("pilot", steps) as advance:
         for loss in _train(model, text, settings, steps, precision):
             losses.append(loss)
             advance(1, f"loss {loss:.3f}")

@@ -26,7 +26,7 @@ from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.progress import Total, Track, no_track
+from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import LONGEST_WAIT
@@ -144,7 +144,9 @@ def train(
             checkpoint, manifest, files, settings, run, cache=start.cache_dir, processes=processes, track=track
         )
         schedule = training_schedule(settings, texts["learn"], processes.num_processes)
-        model = load_to_train(checkpoint, settings, run)
+        with track("loading", 1) as advance:
+            model = load_to_train(checkpoint, settings, run)
+            advance(1)
         samples = target / TRAINING_FOLDER / SAMPLES_FILE
         if settings.rehearses_itself:
             tokenizer = tokenizer_alone(path, manifest, run)
@@ -167,7 +169,7 @@ def train(
         processes.wait_for_everyone()
         start.announce(schedule)
         started = time.monotonic()
-        steps = Total(schedule.steps, "step", round(schedule.passes * texts["learn"].tokens))
+        steps = Steps(schedule.steps, round(schedule.passes * texts["learn"].tokens))
         is_half = checkpoint.running_dtype == "BF16"
         trainer = _make_trainer(model, training, texts, schedule, settings, run, is_half=is_half)
         with quiet_transformers(), track("training", steps) as advance:
@@ -249,7 +251,7 @@ def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run
 
     problems: list[Any] = [()]
     if processes.is_main_process:
-        with track("bytes", bytes_to_check(checkpoint, manifest, None)) as advance:
+        with track("check of files", bytes_to_check(checkpoint, manifest, None)) as advance:
             integrity = check_files(checkpoint, manifest, None, advance)
         problems[0] = _file_problems(checkpoint, integrity, run)
     if processes.num_processes > 1:

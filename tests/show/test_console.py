@@ -38,13 +38,13 @@ def test_tables_lose_nothing(llama: Pair) -> None:
     assert "not claimed" in text and "verified  preserve, untrained" in text
 
 
-def test_progress_is_silent_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_short_work_is_silent_without_a_terminal_and_a_warning_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     out = Output()
     with out.track("hashing", 10) as advance:
         advance(10)
     out.warn("careful")
     captured = capfd.readouterr()
-    assert captured.out == captured.err == ""
+    assert (captured.out, captured.err) == ("", "warning: careful\n")
 
 
 def test_quiet_keeps_errors(capfd: pytest.CaptureFixture[str]) -> None:

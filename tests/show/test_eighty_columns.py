@@ -59,7 +59,7 @@ WITHOUT_NEXT = ("route-report", "generate", "chat")
 def run(command: str, width: int = 80) -> str:
     result = CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(main, shlex.split(command))
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 @pytest.fixture(scope="module")

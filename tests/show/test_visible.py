@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.report import report
 from scale_surgery.planning.request import Request
+from scale_surgery.progress import Finding
 from scale_surgery.show.console import Output
 from scale_surgery.show.figures import image_of, save_figure
 from scale_surgery.show.layout import Facts, NamedRows, PlainTable
@@ -142,12 +144,13 @@ def test_errors_and_usage_show_them(base_of, tmp_path):
 
 def test_progress_shows_notes(monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    out = Output()
-    assert out.messages.is_terminal
-    with out.track(HOSTILE, 2) as advance:
-        advance(1, HOSTILE)
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", capfd.readouterr().err)  # what rich itself writes
-    assert "␛[2J" in shown and hidden(shown) == []
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda there=is_terminal: there)
+        with Output().track(HOSTILE, 2) as advance:
+            advance(1, Finding(HOSTILE))
+            advance(1, HOSTILE)
+        shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", capfd.readouterr().err)  # what rich itself writes
+        assert "␛[2J" in shown and hidden(shown) == []
 
 
 def test_half_a_character_of_a_record_is_refused_and_that_of_a_folder_is_shown(spoiled, tmp_path):

@@ -104,6 +104,7 @@ def same(first: Any, second: Any) -> bool:
     return (
         first.fingerprint() == second.fingerprint()
         and first.scored == second.scored
+        and first.tokens == second.tokens == sum(len(first[row]["input_ids"]) for row in range(len(first)))
         and all(torch.equal(left[name], right[name]) for left, right in rows for name in ("input_ids", "labels"))
         and first.some(5).fingerprint() == second.some(5).fingerprint()
     )
