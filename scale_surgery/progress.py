@@ -34,9 +34,19 @@ class Steps(int):
 
 
 class Finding(str):
-    """A note that a log writes at once: what was measured, or that work begins."""
+    """A note that a log writes at once: what was measured, or that work begins.
 
-    __slots__ = ()
+    Attributes:
+        kept: What of it a bar shows beside later notes, until the next finding.
+    """
+
+    kept: str
+
+    def __new__(cls, text: str, kept: str = "") -> Finding:
+        """Note a finding."""
+        finding = super().__new__(cls, text)
+        finding.kept = kept
+        return finding
 
 
 # given what is done and how much of it there is, yields such a function; a progress bar, say

@@ -210,7 +210,7 @@ def output_options(command: Command) -> Command:
     """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-    @click.option("-q", "--quiet", is_flag=True, help="Show no progress bars and no warnings.")
+    @click.option("-q", "--quiet", is_flag=True, help="Show no progress and no warnings.")
     @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
     @functools.wraps(command)
     def run(*args: Any, as_json: bool, quiet: bool, debug: bool, **options: Any) -> None:

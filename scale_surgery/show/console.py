@@ -157,11 +157,14 @@ class Output:
         columns = (*bar, TextColumn("{task.fields[note]}", markup=False))
         with Progress(*columns, console=self.messages, transient=True) as progress:
             task = progress.add_task(visible_line(label), total=max(1, total), note="")
+            kept = ""
 
             def report(advance: int, note: str = "") -> None:
-                progress.update(task, advance=advance)
-                if not isinstance(note, Finding):
-                    progress.update(task, note=visible_line(note))
+                nonlocal kept
+                if isinstance(note, Finding):
+                    note, kept = "", note.kept
+                shown = "  ".join(filter(None, (note, kept)))
+                progress.update(task, advance=advance, note=visible_line(shown))
 
             yield report
 

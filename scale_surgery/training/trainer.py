@@ -36,7 +36,6 @@ from scale_surgery.training.settings import SAMPLE
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 # part of the names of modules with gradient checkpointing
 WRAPPED = "_checkpoint_wrapped_module."
-SHOWN = ("loss", "forgetting", "learning")
 # of each measured text its change against the base, and the sign with which it stands in the log
 CHANGES = {"old": ("forgetting", 1), "new": ("learning", -1)}
 
@@ -266,7 +265,7 @@ class RunReport(TrainerCallback):
 
     def __init__(self, advance: Progress, run: TrainingRun) -> None:
         self.advance, self.run = advance, run
-        self.note: dict[str, float] = {}
+        self.note = ""
         self.reported = 0
 
     def _report(self, state: TrainerState, note: str) -> None:
@@ -279,16 +278,19 @@ class RunReport(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Show a step."""
-        self._report(state, "  ".join(f"{name} {self.note[name]:.3f}" for name in SHOWN if name in self.note))
+        self._report(state, self.note)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **given: Any) -> None:
         """Show a measurement."""
-        self._report(state, Finding(f"loss {', '.join(_measured(given['metrics']))}"))
+        metrics = given["metrics"]
+        changes = [f"{name} {metrics[name]:.3f}" for name, _ in CHANGES.values() if name in metrics]
+        self._report(state, Finding(f"loss {', '.join(_measured(metrics))}", kept="  ".join(changes)))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Write the log, and stop where the loss is no number."""
         latest = state.log_history[-1]
-        self.note |= {name: latest[name] for name in SHOWN if name in latest}
+        if "loss" in latest:
+            self.note = f"loss {latest['loss']:.3f}"
         if state.is_world_process_zero:
             self.run.write_log(state.log_history)
         if not math.isfinite(latest.get("loss", 0.0)):

@@ -216,6 +216,11 @@ def test_a_terminal_draws_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         text = shown()
         assert "\x1b[" in text and "━" in text and "warning: " in text
         assert not TIME.search(text) and "stage 1 of 2" not in text
+        with Output().track("training", Steps(2, tokens=9)) as advance:
+            advance(1, Finding("loss new 2.0000", kept="learning 0.500"))
+            advance(1, "loss 3.000")
+        text = shown()
+        assert "loss 3.000  learning 0.500" in text and "loss new" not in text
         monkeypatch.setenv("TERM", "dumb")  # which cannot draw one
         use(Output())
         text = shown()

@@ -12,6 +12,7 @@ import pytest
 from scale_surgery.show import log_lines
 from tests.command import run_logged
 from tests.interrupted_steps import run_terminated
+from tests.training.test_distributed import ROOT
 
 LINE = re.compile(
     r"(?P<time>\d\d:\d\d:\d\d)  training  step (?P<step>\d+) of (?P<steps>\d+)  (?P<note>.*?)"
@@ -68,11 +69,11 @@ def test_without_the_interval_each_step_is_a_line_with_its_loss(
     (tmp_path / "steps").write_text(
         "".join(line for line in text.splitlines(keepends=True) if "training  step" in line)
     )
-    notes = [line["note"] for line in lines_of(tmp_path / "steps") if re.match(r"loss \d", line["note"])]
+    notes = [line["note"] for line in lines_of(tmp_path / "steps") if re.fullmatch(r"loss [\d.]+", line["note"])]
     entries = [json.loads(line) for line in (tmp_path / "out/training/log.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in entries if "loss" in entry]
     # a step is shown with the latest entry of the log, which is that of the step before
-    assert [note.split("  ")[0] for note in notes] == [f"loss {loss:.3f}" for loss in losses[:-1]]
+    assert notes == [f"loss {loss:.3f}" for loss in losses[:-1]]
 
 
 def test_a_quiet_run_writes_nothing(place: Path, tmp_path: Path) -> None:
@@ -93,3 +94,11 @@ def test_a_run_that_a_scheduler_ends_says_so_and_goes_on(place: Path, tmp_path: 
     resumed, *_, end = log.read_text(encoding="utf-8")[first:].splitlines()
     assert resumed.endswith(f"training  step {stopped[2]} of 24  resumed")
     assert "  training  step 24 of 24  loss old " in end and "left" not in end
+
+
+def test_the_pages_show_lines_of_this_form() -> None:
+    pages = (ROOT / "docs" / f"commands-{name}.md" for name in ("train", "learn"))
+    lines = [line for page in pages for line in re.findall(r"(?m)^\d\d:\d\d:\d\d  .*$", page.read_text())]
+    stages = [line for line in lines if re.fullmatch(r"[\d:]{8}  [\w-]+  stage \d of \d", line)]
+    trained = [line for line in lines if LINE.fullmatch(line)]
+    assert len(stages) == 8 and len(trained) > 8 and len(stages) + len(trained) == len(lines)
