@@ -162,7 +162,7 @@ class Output:
             def report(advance: int, note: str = "") -> None:
                 nonlocal kept
                 if isinstance(note, Finding):
-                    note, kept = "", note.kept
+                    kept, note = note.kept, ""
                 shown = "  ".join(filter(None, (note, kept)))
                 progress.update(task, advance=advance, note=visible_line(shown))
 

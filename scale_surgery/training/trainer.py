@@ -207,7 +207,11 @@ class ExpansionTrainer(Trainer):
         # only the model routes; the base is measured without its expansion
         routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
         with inside.routing_enabled() if routes else nullcontext():
-            return measure(self.model, text, self.eval_batch, processes=self.accelerator.state)
+            return measure(self.model, text, self.eval_batch, self._tell, processes=self.accelerator.state)
+
+    def _tell(self, advance: int, note: str = "") -> None:
+        """Tell the callbacks of a measured batch."""
+        self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
 
 def _measured(metrics: Mapping[str, float]) -> Iterator[str]:
@@ -279,6 +283,10 @@ class RunReport(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Show a step."""
         self._report(state, self.note)
+
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
+        """Show that a measurement goes on."""
+        self._report(state, "measuring")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **given: Any) -> None:
         """Show a measurement."""

@@ -66,6 +66,7 @@ def test_without_the_interval_each_step_is_a_line_with_its_loss(
     run_logged(tmp_path / "log", *words(place, tmp_path / "out"))
     text = (tmp_path / "log").read_text(encoding="utf-8")
     assert re.search(r"(?m)^\d\d:\d\d:\d\d  check of files  0 %$", text)
+    assert re.search(r"(?m)^\d\d:\d\d:\d\d  training  step 0 of 6  measuring$", text)
     (tmp_path / "steps").write_text(
         "".join(line for line in text.splitlines(keepends=True) if "training  step" in line)
     )
