@@ -220,7 +220,8 @@ def _generated(model: Any, ids: Tensor) -> Tensor | None:
 
 
 def _write(model: Any, ids: Tensor) -> Tensor:
-    return generate_with(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **GENERATE)
+    made: Tensor = generate_with(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **GENERATE)
+    return made
 
 
 def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:

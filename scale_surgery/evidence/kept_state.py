@@ -10,6 +10,7 @@ import torch
 
 from scale_surgery.errors import counted
 from scale_surgery.modeling.expanded_releases import TESTED, find_cache
+from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.prompts import Batch
 
 # tokens that the model writes, and the name of the layer of its KV cache that holds the router's state
@@ -62,8 +63,8 @@ def measure_kept_state(model: Any, batch: Batch, device: str, rounding: float) -
     if not model.choice.router.reads_tokens:
         return None
     inputs = batch.inputs(device)
-    options = {"max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN, "do_sample": False, "pad_token_id": 0}
-    written = model.generate(**inputs, **options, use_cache=True, return_dict_in_generate=True)
+    options = {"max_new_tokens": WRITTEN, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    written = generate_with(model, inputs, **options)
     ids, mask = written.sequences, inputs["attention_mask"]
     layers = getattr(find_cache(written), "layers", ())
     state = next((layer for layer in layers if type(layer).__name__ == STATE_CLASS), None)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def generate_with(model: Any, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
+def generate_with(model: Any, inputs: Mapping[str, Tensor], **settings: Any) -> Any:
     """Generate with these settings alone; those that are left out are transformers' own."""
     import torch
     from transformers import GenerationConfig
@@ -23,7 +23,7 @@ def generate_with(model: Any, inputs: Mapping[str, Tensor], **settings: Any) -> 
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         with torch.no_grad():
-            made: Tensor = model.generate(**inputs, generation_config=own)
+            made = model.generate(**inputs, generation_config=own)
     finally:
         model.generation_config = before
     return made
@@ -37,9 +37,10 @@ def continue_greedily(
     if known is not None:
         suppressed += range(known, model.config.get_text_config(decoder=True).vocab_size)
     settings = {"suppress_tokens": suppressed} if suppressed else {}
-    return generate_with(
+    made: Tensor = generate_with(
         model, inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, use_cache=use_cache, **settings
     )
+    return made
 
 
 def _end_tokens(model: Any) -> list[int]:

@@ -161,7 +161,8 @@ def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, t
         "eos_token_id": end,
         "pad_token_id": 0 if end is None else end,
     }
-    return generate_with(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
+    made: Tensor = generate_with(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
+    return made
 
 
 def _row(ids: Tensor, begun: int, end: int | None) -> Sequences:

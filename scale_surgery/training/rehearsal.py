@@ -74,7 +74,7 @@ def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
     kept = mask.bool()
     # logits are large, and not copied where there is no padding
     rows = [tensor.flatten(0, 1) if kept.all() else tensor[kept] for tensor in (logits, base)]
-    mean: Tensor = Divergence.apply(*rows)  # type: ignore[no-untyped-call]
+    mean: Tensor = Divergence.apply(*rows)
     return mean
 
 

@@ -50,9 +50,7 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head, threads
     for token in ids[:, 20:].unbind(1):
         model(token[:, None], cache=caches[0])
         keys = state_of(caches[0]).keys[:, :, -1].unbind(1)
-        logits = [
-            reader(token[:, None], cache=kept).logits for reader, kept in zip(alone, caches[1:], strict=True)
-        ]
+        logits = [reader(token[:, None], cache=kept).logits for reader, kept in zip(alone, caches[1:], strict=True)]
         expected = [(path_logits.float() - normalizers(path_logits)[..., None])[:, -1] for path_logits in logits]
         assert all(map(torch.equal, keys, expected))
         assert not any(torch.equal(keys[1], key) for key in expected[2:]), "the negative control: they differ"

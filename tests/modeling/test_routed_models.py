@@ -228,9 +228,7 @@ def test_the_signature_is_the_stock_one(trio_of: Callable[..., Trio], family: st
         assert torch.equal(model(ids).logits, model(input_ids=ids).logits)
         with model.expansion_disabled():
             second = list(signature(type(base).forward).parameters)[2]
-            given, repeated = (
-                DynamicCache() if second == CACHE else torch.ones_like(ids) for _ in range(2)
-            )
+            given, repeated = (DynamicCache() if second == CACHE else torch.ones_like(ids) for _ in range(2))
             assert torch.equal(model(ids, given).logits, base(ids, repeated).logits)
 
 

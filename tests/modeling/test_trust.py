@@ -66,7 +66,7 @@ def test_the_releases_that_code_names_are_those_that_are_tested() -> None:
     others = re.search(r"^COMPAT \?= (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
     installed = re.search(r"^transformers==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)
     assert others is not None and installed is not None
-    assert expanded_releases.TESTED == (*others[1].split(), installed[1])
+    assert (*others[1].split(), installed[1]) == expanded_releases.TESTED
     assert sorted(file.stem for file in (root / "constraints").iterdir()) == sorted(others[1].split())
 
 
