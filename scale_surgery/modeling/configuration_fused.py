@@ -98,8 +98,8 @@ def _make_config(stock: Any, module: str) -> type:
 
 
 MISSING = object()
-# what is set when all else is
-LATE = ("layer_types", "mlp_layer_types", "per_layer_config")
+# what is set when all else is; transformers reads rotary settings of several types of layers by `layer_types`
+LATE = ("layer_types", "mlp_layer_types", "per_layer_config", "rope_parameters")
 # what a class says of its models; none says all of it
 SAID: tuple[str, ...] = ("attribute_map", "sub_configs", "keys_to_ignore_at_inference")
 SAID += tuple(f"base_model_{kind}_plan" for kind in ("tp", "pp", "ep", "fsdp"))

@@ -28,6 +28,16 @@ class RouterState(DynamicLayer):
         # and they are left out where not all layers are of a fixed size
         self.is_sliding, self.is_compileable = getattr(first, "is_sliding", False), first.is_compileable
 
+    @property
+    def max_batch_size(self) -> int:
+        """Rows of the cache: before transformers 5.13 one with a fixed size asks every layer."""
+        return self.first.max_batch_size
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens that the cache has room for, which such a cache asks too."""
+        return self.first.max_cache_len
+
     def prefetch(self) -> None:
         """An offloaded cache fetches the layer after the last of the model, and means the first."""
         self.first.prefetch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -34,6 +35,7 @@ MADE = REQUESTS | {
     "between": Request("1", variant="adapt", init_w22="random"),
     "last": Request("2"),
 }
+ROTARY_TYPES = {"full_attention", "sliding_attention"}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 Twins = tuple[Any, Any, Path]
 
@@ -221,3 +223,21 @@ def test_no_layer_lies_on_two_devices(twins_of: Callable[..., Twins]) -> None:
     model = twins_of("llama", "between", True)[1]
     assert {type(layer).__name__ for layer in model.model.layers} <= set(model._no_split_modules)
     assert any(isinstance(layer, Entering) for layer in model.model.layers)
+
+
+def test_a_configuration_of_several_types_of_layers_says_nothing(twins_of: Callable[..., Twins]) -> None:
+    """Rotary settings of each type of layer are no mistakes, which transformers 5.5 refuses and later ones log."""
+    _, fused, folder = twins_of("gemma3_text", "preserve", True)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        assert set(config.rope_parameters) == set(config.stock_config().rope_parameters) == ROTARY_TYPES
+        assert config.rope_parameters == fused.config.rope_parameters and messages == []
+        type(config).__mro__[1](layer_types=None, rope_parameters=config.rope_parameters)
+        assert "Unrecognized keys" in messages[0], "the control: without types of layers these are no settings"
+    finally:
+        logger.removeHandler(handler)
