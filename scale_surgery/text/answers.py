@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, TextWarning
 from scale_surgery.text.conversations import (
     ANSWERS,
     THOUGHTS,
@@ -230,6 +231,8 @@ class ChatReader:
 
     tokenizer: PreTrainedTokenizerBase
     closings: dict[Any, Closing] = field(init=False, default_factory=dict)
+    # tokens at the end of answers at which the model does not stop
+    unstopped: set[int] = field(init=False, default_factory=set)
 
     @cached_property
     def ends(self) -> dict[str, int]:
@@ -324,6 +327,20 @@ class ChatReader:
     def is_special(self, text: str) -> bool:
         """Whether a text holds nothing but special tokens and blanks."""
         return not self.unit.sub("", text).strip()
+
+    def check_end(self, id_: int) -> None:
+        """Warn once of a token that ends answers, and at which the model does not stop."""
+        if id_ in self.ends.values() or id_ in self.unstopped:
+            return
+        self.unstopped.add(id_)
+        stops, is_special = " or ".join(self.ends) or "no token", id_ in self.tokenizer.added_tokens_decoder
+        advice = f"Add the id {id_} to eos_token_id in generation_config.json."
+        warnings.warn(
+            f"{self.tokenizer.decode([id_])!r} ends the answers, and this model stops at {stops}: it will go on behind "
+            f"its answers. {advice if is_special else 'Let the chat template end each answer with that.'}",
+            TextWarning,
+            stacklevel=2,
+        )
 
     def closing(self, tools: Any, form: Form) -> Closing:
         """How the template ends a turn of words."""
@@ -585,7 +602,9 @@ class Rendering:
                 labels[index] = ids[index]
             if answer.closing.id is not None:
                 labels[tokens[-1]] = answer.closing.id
-            if answer.closing.added is not None:
+            if answer.closing.added is None:
+                reader.check_end(labels[tokens[-1]])
+            else:
                 ids, labels = [*ids, answer.closing.added], [*labels, answer.closing.added]
         return ids, labels
 

@@ -35,30 +35,30 @@ class PineModel(PinePreTrainedModel):
         input_ids=None,
         attention_mask=None,
         inputs_embeds=None,
-        past_key_values=None,
+        cache=None,
         use_cache=None,
         output_hidden_states=None,
         **kwargs,
     ):
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and use_cache is not False:
-            past_key_values = DynamicCache()
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if cache is None and use_cache is not False:
+            cache = DynamicCache()
+        past = cache.get_seq_length() if cache is not None else 0
         positions = torch.arange(past, past + x.shape[1], device=x.device)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=x,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             position_ids=positions[None],
         )
         seen = [x]
         for layer in self.layers:
-            x = layer(x, mask, past_key_values)
+            x = layer(x, mask, cache)
             seen.append(x)
         seen[-1] = self.norm(x)
         states = tuple(seen) if output_hidden_states else None
-        return BaseModelOutputWithPast(seen[-1], past_key_values=past_key_values, hidden_states=states)
+        return BaseModelOutputWithPast(seen[-1], cache=cache, hidden_states=states)
 
 
 class PineForCausalLM(PinePreTrainedModel, GenerationMixin):
@@ -84,4 +84,4 @@ class PineForCausalLM(PinePreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
         logits = self.head(output.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss, logits, output.past_key_values, hidden_states=output.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, output.cache, hidden_states=output.hidden_states)

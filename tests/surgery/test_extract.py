@@ -19,11 +19,12 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
+from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.strip import strip
 from tests.command import run
-from tests.conftest import digests, edited, name_base, refusal
+from tests.conftest import digests, name_base, refusal
 
 BASE_FILES = {"model-00001-of-00001.safetensors", "generation_config.json"}
 
@@ -117,14 +118,12 @@ def test_what_cannot_be_extracted_is_refused(expanded, tmp_path):
     (expanded / STORED_INDEX).write_text("{}")
     line = f"{STORED_INDEX}: lies in {expanded}, and an extract needs this name. Move that file away."
     assert refusal(extract, expanded, tmp_path / "extract", error=CheckpointError) == line
-    shards = {"x.safetensors": {"header": "{}", "sha256": ""}}
-    fused = {"made": {}, "shards": shards, "texts": {}, "drift": {"drift": 0.0, "dtype": "float32"}}
-    with edited(expanded / "surgery.json") as record:
-        record["fused"] = fused
+    (expanded / STORED_INDEX).unlink()
+    fused = merge(expanded, tmp_path / "fused").path
     with pytest.raises(
         CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge \S+ --to blocks -o EXPANDED\.$"
     ):
-        extract(expanded, tmp_path / "extract")
+        extract(fused, tmp_path / "extract")
 
 
 def test_the_target_is_replaced_when_asked_for(expanded, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -21,6 +22,8 @@ from scale_surgery.text.documents import Document, read_documents
 from scale_surgery.text.tokenizing import tokenize
 from tests.conftest import refusal
 
+# of most templates here the end is no token at which the shipped model stops: see the test of that warning
+pytestmark = pytest.mark.filterwarnings("ignore:.* ends the answers, and this model stops at")
 SPECIAL = re.compile(r"<\|[a-z_]+\|>")
 
 
@@ -361,6 +364,23 @@ def test_end_tokens_are_those_of_the_folder(tmp_path: Path) -> None:
     digests = [digest_tokenizer(tokenizer, tmp_path)]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
     assert len({before, *digests, digest_tokenizer(tokenizer, tmp_path)}) == 3, "other ends, other tokens in the cache"
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_end_at_which_the_model_does_not_stop_is_named_once(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
+    tokenizer.chat_template, tokenizer.name_or_path = TEMPLATES["ended"], str(tmp_path)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    documents = [Document("Hi?", "Yo.", f"a.jsonl, line {line}", {"messages": TURNS[:2]}) for line in (1, 2)]
+    with pytest.warns(TextWarning) as warned:
+        learned = tokenize(documents, tokenizer).labels
+    assert [str(warning.message) for warning in warned] == [
+        f"'<|end|>' ends the answers, and this model stops at </s>: it will go on behind its answers. Add the id {end} "
+        "to eos_token_id in generation_config.json."
+    ]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, end]}))
+    assert torch.equal(tokenize(documents, tokenizer).labels, learned), "the control, without a warning"
 
 
 def test_a_token_that_holds_more_than_the_answer_is_refused() -> None:

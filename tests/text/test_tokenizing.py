@@ -324,6 +324,7 @@ CLOSED = TURNS(
 ).replace("'a '", "'<|im_start|>assistant\n'")
 
 
+@pytest.mark.filterwarnings("ignore:.* ends the answers, and this model stops at")
 @pytest.mark.parametrize("answer", ("yes", "d", "end", "im", "i", "think", "<", ">\n>", "_"))
 def test_short_answers_are_found_behind_their_prompt(answer: str) -> None:
     tokenizer = letters()

@@ -122,6 +122,7 @@ def kept(cache: Path) -> list[Path]:
 # the same tokens
 
 
+@pytest.mark.filterwarnings("ignore:.* ends the answers, and this model stops at")
 def test_conversations_are_learned_and_measured_by_the_chat_template(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "wide", tmp_path / "wide")
     file = tmp_path / "talk.jsonl"
