@@ -247,7 +247,7 @@ def test_braces_may_stand_in_a_text(tmp_path: Path, text: str) -> None:
         (b"%PDF-1.4 plain", "is a PDF file, expected UTF-8 text. Save its text."),
         (b"PK\x03\x04plain", "is a zip archive (.docx, "),
         (
-            gzip.compress(b"text"),
+            gzip.compress(b"text", mtime=0),
             "is compressed by gzip, expected UTF-8 text. Unpack it, or let its name end with .gz.",
         ),
         (bz2.compress(b"text"), "is compressed by bzip2, expected UTF-8 text. Unpack it."),
