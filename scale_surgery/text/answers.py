@@ -33,6 +33,8 @@ from scale_surgery.text.conversations import (
     plain_message,
     plain_tool,
     thought_key,
+    with_function,
+    with_functions,
     with_thought,
 )
 
@@ -167,7 +169,9 @@ def find_marks(whole: str, marked: str, pieces: Sequence[Piece]) -> list[Mark]:
         fitting = (end for end in ends if whole.startswith(following, end))
         end = next((end for end in fitting if not is_last or end + len(following) == len(whole)), None)
         if end is None:
-            piece = pieces[min(number, len(pieces) - 1)]
+            # if the text is there, it is the next one that changes what stands between them
+            is_there = fits and any(whole.startswith(form, position) for form in pieces[number].forms)
+            piece = pieces[min(numbers[index + (is_there and not is_last)], len(pieces) - 1)]
             raise UnfitError(
                 f"the chat template changes {piece.what} of message {piece.message + 1}, or the text around it, by "
                 "what the words are. Take out of them what it looks for, such as <think> or <tool_call>."
@@ -263,12 +267,17 @@ class ChatReader:
         learned = {place for place, message in enumerate(chat["messages"]) if is_answer(place, message)}
         if self._is_marked(tools) and is_answer(1, chat["messages"][0]):
             learned.add(0)
+        given = [(messages, tools)]
+        nested = [with_functions(message) for message in messages], tools and [with_function(tool) for tool in tools]
+        if nested != given[0]:
+            given.append(nested)
         problems: list[UnfitError] = []
-        for form, shaped in self._forms(messages, tools):
-            try:
-                return Rendering(self, form, shaped, tools).read(learned)
-            except UnfitError as error:
-                problems.append(error)
+        for some, offered in given:
+            for form, shaped in self._forms(some, offered):
+                try:
+                    return Rendering(self, form, shaped, offered).read(learned)
+                except UnfitError as error:
+                    problems.append(error)
         raise DataError(f"{source}: {max(problems, key=lambda problem: problem.rank)}")
 
     def _is_marked(self, tools: Any) -> bool:

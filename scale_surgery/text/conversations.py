@@ -20,15 +20,20 @@ ALSO_READ = ("context", "document", "documents", "environment", "function", "ipy
 # keys of a thought in published templates; the first is tried if a thought is part of the text
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought")
 TYPED_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-# keys that say whether a message is learned, 0 or 1: `weight` is OpenAI's and Mistral's, the others are axolotl's
-SWITCHES = ("weight", "train", "training")
+# keys that say whether a message is learned, 0 or 1: `weight` of OpenAI and Mistral, `train` and `training` of axolotl,
+# `loss` of ms-swift
+SWITCHES = ("weight", "train", "training", "loss")
+# what an empty list of arguments is given as; the last by a stream of OpenAI's API
+NO_ARGUMENTS = (None, "")
 
 
 def chat_problem(row: Mapping[str, Any], name: str) -> str | None:
     """Say what is wrong with the conversation of a row; None if nothing is."""
-    messages = row.get(name)
-    if not isinstance(messages, list) or not messages:
-        return f'"{name}" is {kind_of(messages or None)}, expected a list of {{"role", "content"}}'
+    if wrong := _json_problem(row.get(name), name, list):
+        return wrong
+    messages = parsed(row[name])
+    if not messages:
+        return f'"{name}" is empty, expected a list of {{"role", "content"}}'
     for number, message in enumerate(messages, start=1):
         place = f'message {number} of "{name}"'
         if not isinstance(message, Mapping):
@@ -38,7 +43,7 @@ def chat_problem(row: Mapping[str, Any], name: str) -> str | None:
         if wrong := _message_problem(message):
             return f"{place}: {wrong}"
     tools = row.get("tools")
-    return tools and _json_problem(tools, "tools", list)
+    return _json_problem(tools, "tools", list) if tools else None
 
 
 def _message_problem(message: Message) -> str | None:
@@ -64,7 +69,7 @@ def _message_problem(message: Message) -> str | None:
 
 def _part_problem(part: Any) -> str | None:
     if not isinstance(part, Mapping):
-        return f'"content" holds {kind_of(part)}, expected a text, or a list of {{"type": "text", "text"}}'
+        return f'"content" is a list that holds {kind_of(part)}, expected {{"type": "text", "text"}} in it'
     if part.get("type", "text") != "text":
         return f'"content" holds a part of the type "{part["type"]}", expected text alone'
     return text_problem(part.get("text"), "text")
@@ -78,7 +83,7 @@ def _calls_problem(calls: Any) -> str | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return '"tool_calls" holds no name of a function, expected {"function": {"name", "arguments"}}'
         arguments = function.get("arguments")
-        if arguments is not None and (wrong := _json_problem(arguments, "arguments", dict)):
+        if arguments not in NO_ARGUMENTS and (wrong := _json_problem(arguments, "arguments", dict)):
             return f"{wrong} in the call of {function['name']}"
     return None
 
@@ -122,6 +127,8 @@ def plain_message(message: Message) -> dict[str, Any]:
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in parsed(message["tool_calls"])]
         plain.setdefault("content", "")  # templates differ in whether they look for it
+    else:
+        plain.pop("tool_calls", None)  # some templates take an empty list for calls
     for key in [key for key in THOUGHTS if message.get(key)][1:]:
         del plain[key]
     return plain
@@ -130,7 +137,8 @@ def plain_message(message: Message) -> dict[str, Any]:
 def _plain_call(call: Message) -> dict[str, Any]:
     if "function" in call:
         return {**call, "function": _plain_call(call["function"])}
-    return {**call, "arguments": parsed(call["arguments"])} if call.get("arguments") is not None else dict(call)
+    arguments = call.get("arguments")
+    return {**call, "arguments": {} if arguments in NO_ARGUMENTS else parsed(arguments)}
 
 
 def plain_tool(tool: Any) -> Any:
@@ -141,6 +149,21 @@ def plain_tool(tool: Any) -> Any:
     if isinstance(tool, Mapping) and isinstance(tool.get("parameters"), str):
         return {**tool, "parameters": parsed(tool["parameters"])}
     return tool
+
+
+def with_functions(message: Message) -> dict[str, Any]:
+    """Return the message with a "function" in each of its calls."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [with_function(call) for call in calls]} if calls else dict(message)
+
+
+def with_function(flat: Any) -> Any:
+    """Return a call or a tool with a "function" around its name, as OpenAI's API writes it."""
+    if not isinstance(flat, Mapping) or "function" in flat or "name" not in flat:
+        return flat
+    outside = {key: value for key, value in flat.items() if key in ("id", "type")}
+    inside = {key: value for key, value in flat.items() if key not in outside}
+    return {"type": "function", **outside, "function": inside}
 
 
 def with_thought(message: Message) -> dict[str, Any]:

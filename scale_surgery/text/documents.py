@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import MOST_LINES, DataError, TextWarning, counted, shorten
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.text.conversations import chat_problem, is_answer, words_of
+from scale_surgery.text.conversations import chat_problem, is_answer, parsed, words_of
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, read_rows
 from scale_surgery.text.sources import TextSource, parse_source
@@ -44,7 +44,7 @@ from scale_surgery.text.text_files import (
     refuse_nul,
     suffix_of,
 )
-from scale_surgery.text.values import named, text_problem
+from scale_surgery.text.values import kind_of, named, text_problem
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
@@ -228,7 +228,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
             documents = list(_documents(row, fields, place))
             yield from documents
             is_empty = is_empty and not documents
-            if not documents and isinstance(row[fields[0]], list):
+            if not documents and _messages_of(row, fields) is not None:
                 first_silent, silent = first_silent or place, silent + 1
         elif len(problems) < MOST_LINES:
             problems.append(f"{place}: {_row_problem(row, every, expected)}.")
@@ -274,24 +274,31 @@ def _row_problem(row: Any, names: Iterable[str], expected: str) -> str:
     if isinstance(row, Unread):
         return row.problem
     if not isinstance(row, Mapping):
-        return f"found {type(row).__name__}, {expected}"
-    wrong = (_field_problem(row, name) for name in names if row.get(name) is not None)
+        return f"is {kind_of(row)}, {expected}"
+    # a field without a value is named if nothing else is wrong
+    given = sorted((name for name in names if name in row), key=lambda name: row[name] is None)
+    wrong = (_field_problem(row, name) for name in given)
     return next(filter(None, wrong), f"has the fields {named(row)}; {expected}")
 
 
 def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> Iterator[Document]:
     """The document of a row; nothing where there is nothing to learn."""
-    values = [row[name] for name in names]
-    if isinstance(values[0], list):
-        yield from _conversation(row, values[0], source)
+    if (messages := _messages_of(row, names)) is not None:
+        yield from _conversation(row, messages, source)
         return
-    *prompt, text = values
+    *prompt, text = (row[name] for name in names)
     if names == ALPACA:
         task = {name: row.get(name) or "" for name in ("instruction", "input")}
         prompt = [(TASK_WITH_INPUT if task["input"].strip() else TASK).format(**task)]
     if text.strip():
         # the answer follows the question after a space
         yield Document("".join(prompt), f" {text.lstrip()}" if names == QUESTION else text, source)
+
+
+def _messages_of(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """The messages of a row, perhaps a JSON text; None if it is no conversation."""
+    value = row[names[0]]
+    return parsed(value) if names == ("messages",) or isinstance(value, list) else None
 
 
 def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:

@@ -61,6 +61,11 @@ TEMPLATES = {
         "<|end|>",
         "<|start|>assistant\n",
     ),
+    # calls as they are given, and names of tools
+    "listed": loop(
+        ROLE + "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls is defined }}<|end|>", "<|start|>assistant\n"
+    ),
+    "named tools": ENDED.replace("tool | tojson", "tool.function.name"),
     # a thought is written in the last turn alone, an empty one too, and what asks for an answer may begin it
     "thinking": loop(
         ROLE + "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
@@ -92,6 +97,11 @@ TEMPLATES = {
     "half marked": loop(
         ROLE + "{% if m.role == 'assistant' %}{% generation %}{{ m.content[:3] }}{% endgeneration %}{{ m.content[3:] }}"
         "{% else %}{{ m.content }}{% endif %}<|end|>",
+        "<|start|>assistant\n",
+    ),
+    # what stands before the words depends on them
+    "looking": loop(
+        ROLE + "{% if '<think>' not in m.content %}<think></think>{% endif %}{{ m.content }}<|end|>",
         "<|start|>assistant\n",
     ),
     "shouting": loop(ROLE + "{{ m.content | upper }}<|end|>", "<|start|>assistant\n"),
@@ -216,7 +226,12 @@ def test_what_a_template_leaves_out_is_refused(place: Place) -> None:
         "twice": "writes the words of message 2 twice",
     }.items():
         assert place.refused(template, TURNS).startswith(f"the chat template {what}")
+    for place_, words in {1: [say("user", "<think>?"), ANSWERED], 2: [ASKED, say("assistant", "By <think>.")]}.items():
+        assert place.refused("looking", words).startswith(
+            f"the chat template changes the words of message {place_}, or"
+        )
     # the control: a template that writes them
+    assert place.read("looking", TURNS) == ["Yo.<|end|>", "Me.<|end|>"]
     assert place.read("ended", CALLED) == ['<call>rain {"city": "Paris", "days": 3}</call><|end|>']
 
 
@@ -230,6 +245,38 @@ def test_arguments_are_an_object_or_a_json_text(place: Place, as_text: bool) -> 
     assert place.read("text", messages) == place.read("printed", messages) == [f"Yo.rain{written}<|end|>"]
     spelled = [ASKED, say("assistant", None, tool_calls=json.dumps(calls) if as_text else calls)]
     assert place.read("ended", spelled)[0].startswith(f"<call>rain {written}") or place.read("ended", spelled)
+
+
+@pytest.mark.parametrize("arguments", ({}, "{}", "", None, "none"))
+def test_a_call_may_have_no_arguments(place: Place, arguments: Any) -> None:
+    function = {"name": "rain"} if arguments == "none" else {"name": "rain", "arguments": arguments}
+    assert place.read("ended", [ASKED, say("assistant", "", tool_calls=[{"function": function}])]) == [
+        "<call>rain {}</call><|end|>"
+    ]
+
+
+def test_calls_and_tools_need_no_function_around_them(place: Place) -> None:
+    row = [ASKED, say("assistant", "", tool_calls=[{"name": "rain", "arguments": '{"city": "Paris"}'}])]
+    tool = {"type": "function", "name": "rain", "parameters": {}}
+    assert place.read("named tools", row, tools=[tool]) == ['<call>rain {"city": "Paris"}</call><|end|>']
+    # as it is typed, if the template takes it
+    assert place.read("listed", row) == ['[{"name": "rain", "arguments": {"city": "Paris"}}]<|end|>']
+
+
+def test_an_empty_list_of_calls_or_tools_is_none(place: Place) -> None:
+    for tools in ([], "", "[]", None):
+        assert place.read("listed", [ASKED, ANSWERED | {"tool_calls": []}], tools=tools) == ["Yo.<|end|>"]
+    assert place.read("listed", CALLED)[0].startswith('[{"type": "function", "function": {"name": "rain"'), (
+        "the control"
+    )
+
+
+def test_messages_may_be_a_json_text(place: Place) -> None:
+    assert place.read("ended", json.dumps(TURNS)) == place.read("ended", TURNS) == ["Yo.<|end|>", "Me.<|end|>"]
+    assert place.refused("ended", json.dumps([ASKED, say("model", "Yo.")])).startswith(
+        'message 2 of "messages": the role is "model"'
+    )
+    assert place.refused("ended", str(TURNS)).startswith('"messages" is a text and no JSON'), "as Python prints it"
 
 
 def test_tools_may_be_a_json_text(place: Place) -> None:
@@ -265,7 +312,7 @@ def test_marks_of_a_template_choose_answers(place: Place) -> None:
     )
 
 
-@pytest.mark.parametrize("key", ("weight", "train", "training"))
+@pytest.mark.parametrize("key", ("weight", "train", "training", "loss"))
 def test_a_message_may_be_masked(place: Place, key: str) -> None:
     first, second = ANSWERED | {key: 0}, say("assistant", "Me.", **{key: 1})
     assert place.read("ended", [ASKED, first, ASKED, second]) == ["Me.<|end|>"]

@@ -184,22 +184,27 @@ def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
     )
     rows = {
         '{"text": ': "is not JSON (Expecting value: line 1 column 10 (char 9)).",
-        '"a string"': f"found str, {expected}",
-        "[1]": f"found list, {expected}",
+        '"a string"': f"is a text, {expected}",
+        "[1]": f"is a list, {expected}",
         "{}": f"has the fields none; {expected}",
         '{"question": "no answer?"}': f"has the fields question; {expected}",
         '{"text": "\\ud800 x"}': '"text" holds half a character (a lone surrogate), expected Unicode text.',
+        '{"text": null, "more": 1}': '"text" is empty, expected a text.',
         '{"text": 5, "more": 1}': '"text" is a number, expected a text.',
         '{"text": ["a"]}': '"text" is a list, expected a text.',
         '{"instruction": "i", "input": {}, "output": "o"}': '"input" is an object, expected a text.',
-        '{"messages": "hello"}': '"messages" is a text, expected a list of {"role", "content"}.',
+        '{"messages": "hello"}': (
+            '"messages" is a text and no JSON (Expecting value: line 1 column 1 (char 0)), expected a list, perhaps as '
+            "a JSON text."
+        ),
+        '{"messages": {}}': '"messages" is an object, expected a list, perhaps as a JSON text.',
         '{"messages": []}': '"messages" is empty, expected a list of {"role", "content"}.',
         '{"messages": ["hello"]}': 'message 1 of "messages" is a text, expected {"role", "content"}.',
         '{"messages": [{"from": "human", "value": "hello"}]}': (
             'message 1 of "messages" has the fields from, value; expected {"role", "content"}.'
         ),
         '{"messages": [{"role": "user", "content": ["x"]}]}': (
-            'message 1 of "messages": "content" holds a text, expected a text, or a list of {"type": "text", "text"}.'
+            'message 1 of "messages": "content" is a list that holds a text, expected {"type": "text", "text"} in it.'
         ),
     }
     file = tmp_path / "a.jsonl"
@@ -242,7 +247,7 @@ def test_an_empty_field_of_a_table_is_none(tmp_path: Path) -> None:
     file.write_text("text,question,answer\n,Where?,Oslo\nplain,,\n,When?, \n")
     assert read(file) == [("Where?", " Oslo"), ("", "plain")]
     file.write_text("question,answer\nWhere?,Oslo\nWhen?,\n")
-    assert refused(file).startswith(f"{file}, line 3: has the fields question, answer; expected")
+    assert refused(file).startswith(f'{file}, line 3: "answer" is empty, expected a text.')
     file.write_text("")
     assert refused(file) == f"{file}: holds nothing, expected a head and rows below it."
 
