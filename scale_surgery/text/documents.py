@@ -2,8 +2,8 @@
 
 FILE.jsonl   an object a line: {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} as in a chat, or
              {"instruction", "output"} as in Alpaca, perhaps with {"input"}; also .ndjson, .jsonlines, .jl, .ldjson
-FILE.json    the same, or an array of such objects
-FILE.parquet, .arrow, .csv, .tsv   the same fields as columns
+FILE.json    the same, also over several lines, or an array of such objects
+FILE.parquet, .arrow, .csv, .tsv, .tab   the same fields as columns
 FILE.*       any other file is one document of plain text
 FOLDER       each of its files as if it were named alone, or a dataset that the library `datasets` saved; see `folders`
 ORG/NAME     a dataset of the Hub, where no such path exists
@@ -36,9 +36,9 @@ from scale_surgery.text.text_files import (
     TABLES,
     Unread,
     open_text,
-    read_array,
     read_lines,
     read_table,
+    read_values,
     readable,
     refuse_json,
     refuse_nul,
@@ -196,14 +196,14 @@ def _holds_rows(source: TextSource) -> bool:
 def _rows_of(source: TextSource, advance: Progress) -> Iterator[tuple[str, Any]]:
     """The rows of a file or of a dataset, each with the words that say where it stands."""
     path, suffix = source.path, suffix_of(source.path)
-    entries = read_array(path, advance) if suffix == ARRAY and not _is_dataset(source) else []
+    entries = read_values(path, advance) if suffix == ARRAY and not _is_dataset(source) else None
     if _is_dataset(source):
         if not (source.is_folder or source.is_on_hub):
             with readable(path), open_regular(path):
                 pass  # a better error than the library's for what is no file
         rows: Iterator[tuple[int, Any]] = enumerate(read_rows(source), start=1)
         word = "row"
-    elif entries:
+    elif entries is not None:
         word, rows = "entry", enumerate(entries, start=1)
     else:
         word, rows = "line", read_table(path, advance) if suffix in TABLES else read_lines(path, advance)

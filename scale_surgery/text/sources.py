@@ -23,7 +23,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # suffixes of names that are no ids of datasets
 FILE_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".html", ".pdf", ".docx"),
-    *(".json", ".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson", ".csv", ".tsv", ".parquet", ".arrow"),
+    *(".json", ".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson", ".csv", ".tsv", ".tab", ".parquet", ".arrow"),
     *(".gz", ".zst", ".bz2", ".xz", ".zip"),
 )
 

@@ -1,7 +1,7 @@
-"""Files of text: plain text, JSON lines, JSON arrays and tables, each perhaps compressed by gzip.
+"""Files of text: plain text, JSON lines, other JSON and tables, each perhaps compressed by gzip.
 
-Names say which: see `LINES`, `ARRAY` and `TABLES`. A file of another name is plain text; one that begins with rows of
-JSON all the same is refused.
+Names say which: see `LINES`, `ARRAY` and `TABLES`. A file of another name is plain text; one that begins with
+objects of JSON all the same is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,12 @@ from scale_surgery.progress import Progress
 
 # suffixes of files with a JSON value a line
 LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson")
-# suffix of a file that is one JSON array, or JSON lines
+# suffix of a file that is one JSON array, JSON lines, or objects over several lines
 ARRAY = ".json"
 # suffixes of tables, and what stands between two fields
-TABLES = {".csv": ",", ".tsv": "\t"}
+TABLES = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+# what other programs put there
+SEPARATORS = (",", "\t", ";", "|")
 GZIP = ".gz"
 # first bytes of files that are no UTF-8 text: what they are, and what to do
 FORMS = (
@@ -53,6 +56,8 @@ FORMS = (
 BEGINNING = 2**20
 # longest field of a table; Python's own bound is less than many texts
 LONGEST_FIELD = 2**31 - 1
+
+NO_BLANK = re.compile(r"\S")
 
 # value of a blank line of JSONL
 BLANK = {"text": ""}
@@ -143,13 +148,16 @@ def _json_suffix(stream: TextIO) -> str | None:
     is_array = text[: max(start, 0)].strip() == "["
     if start < 0 or not (is_array or not text[:start].strip()):
         return None
+    text += stream.read()
     try:
         _, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
-    # rows over several lines; one such object may be any file, such as code
-    is_followed = text[end:].lstrip().startswith(("{", ","))
-    return ARRAY if is_array else LINES[0] if is_followed else None
+    # objects over several lines; one alone may be a row, or a notebook
+    rest = text[end:].lstrip()
+    if is_array or not rest or rest.startswith("{"):
+        return ARRAY
+    return LINES[0] if rest.startswith(",") else None
 
 
 def _is_object(line: str) -> bool:
@@ -168,24 +176,37 @@ def read_lines(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line.removesuffix("\n")) if line.strip() else BLANK
             except (ValueError, RecursionError) as error:
-                yield number, Unread(f"is not JSON ({error})")
+                yield number, Unread(f"is not JSON ({_reason(error)})")
             report()
 
 
-def read_array(path: Path, advance: Progress) -> list[Any]:
-    """The elements of a file that is one JSON array; none where it is something else."""
-    with open_text(path, advance) as (text, report):
-        if not text.read(1024).lstrip().startswith("["):
-            return []
-        text.seek(0)
+def _reason(error: ValueError | RecursionError) -> str:
+    """Why a line is not JSON."""
+    return f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else f"{error}"
+
+
+def read_values(path: Path, advance: Progress) -> list[Any] | None:
+    """The elements of a JSON array, or the JSON values over several lines; None if it is JSON lines, or no JSON."""
+    with open_text(path, advance) as (stream, report):
+        first = next((line for line in stream if line.strip()), "")
+        if not first.lstrip().startswith(("[", "{")) or _is_object(first):
+            return None
+        stream.seek(0)
+        text = stream.read()
+        values: list[Any] = []
+        position = 0
         try:
-            elements = json.loads(text.read())
-        except UnicodeDecodeError:
-            raise
-        except (ValueError, RecursionError):
-            return []
+            while found := NO_BLANK.search(text, position):
+                value, position = json.JSONDecoder().raw_decode(text, found.start())
+                values.append(value)
+        except json.JSONDecodeError as error:
+            if values or not first.lstrip().startswith("["):
+                return None
+            raise DataError(f"{path}, line {error.lineno}: is not JSON ({_reason(error)}).") from error
+        except RecursionError:
+            return None
         report()
-        return elements if isinstance(elements, list) else []
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
 
 
 def read_table(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
@@ -200,7 +221,7 @@ def read_table(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
         reader = csv.reader(text, delimiter=separator, strict=True)
         rows = _numbered(reader)
         line, head = next(rows, (1, ()))
-        if (wrong := head.problem if isinstance(head, Unread) else _head_problem(head)) is not None:
+        if (wrong := head.problem if isinstance(head, Unread) else _head_problem(head, separator)) is not None:
             raise DataError(f"{path}, line {line}: {wrong}; expected a head with the name of each column.")
         is_bare = True
         for line, fields in rows:
@@ -225,7 +246,10 @@ def _numbered(reader: Any) -> Iterator[tuple[int, Any]]:
         yield line, Unread(f'is no row of a table ({error}): a " is missing, or stands alone')
 
 
-def _head_problem(names: Sequence[str]) -> str | None:
+def _head_problem(names: Sequence[str], separator: str) -> str | None:
+    others = [other for other in SEPARATORS if other != separator and len(names) == 1 and other in names[0]]
+    if others:
+        return f"is {names[0]!r}, which {others[0]!r} separates and not {separator!r}"
     twice = sorted({name for name in names if name and names.count(name) > 1})
     return f'"{twice[0]}" is the name of {names.count(twice[0])} columns' if twice else None
 

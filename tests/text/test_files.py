@@ -133,7 +133,9 @@ FIELDS_MORE = 'a field with a comma or a line break in it needs quotes: "..."'
             'text,label\n"a"b,c\n',
             ["line 2: is no row of a table (',' expected after '\"'): a \" is missing, or stands alone"],
         ),
-        ("text;label\nHello, you;x\n", [f"line 2: has 2 fields, the head has 1; {FIELDS_MORE}"]),
+        ("text;label\nHello, you;x\n", ["line 1: is 'text;label', which ';' separates and not ','; expected a head"]),
+        ("text\tlabel\na\tx\n", ["line 1: is 'text\\tlabel', which '\\t' separates and not ','; expected a head"]),
+        ("text\nHello; you\na,b\n", [f"line 3: has 2 fields, the head has 1; {FIELDS_MORE}"]),
         ("text,\nHello, you\n", ["line 2: has ' you' in a column that has no name in the head"]),
         (
             "text,label,text\na,b,c\n",
@@ -161,6 +163,7 @@ def test_a_row_that_does_not_fit_the_head_is_refused(
         ("a.csv", '\ufefftext,label\r\n"a ""q""\r\nb",x\r\n\r\nNA,y\r\n', [(2, 'a "q"\r\nb'), (5, "NA")]),
         ("a.csv", ",text\n0,one\n1,two\n", [(2, "one"), (3, "two")]),
         ("a.csv", 'text,\n"Hello, you",\n', [(2, "Hello, you")]),
+        ("a.tab", "text\tid\na, b; c\t1\n", [(2, "a, b; c")]),
         ("a.tsv", 'id\ttext\r7\t"a\tb"\r', [(2, "a\tb")]),
         ("a.csv", f"text,label\n{'x' * 300_000},\n", [(2, "x" * 300_000)]),
     ],
@@ -194,6 +197,29 @@ def test_json_lines_have_many_suffixes(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        TWO,
+        '\n[{"text": "one"},\n {"text": "two"}]\n',
+        '{\n  "text": "one"\n}\n{\n  "text": "two"\n}\n',
+        '\ufeff\n{\n"text": "one"\n} {"text": "two"}',
+    ],
+)
+def test_json_may_stand_in_several_lines(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert read(tmp_path / "a.json") == [("", "one"), ("", "two")]
+    (tmp_path / "a.json").write_text(json.dumps({"text": "one\ntwo"}, indent=2))
+    assert places(tmp_path / "a.json") == [(f"{tmp_path}/a.json, entry 1", "one\ntwo")]
+    (tmp_path / "a.json").write_text(content[:-5])
+    assert "is not JSON (" in refused(tmp_path / "a.json"), "the control"
+
+
+def test_the_line_at_which_an_array_is_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[\n  {\n    "text": "one"\n  },\n  {\n    "text": two\n  }\n]\n')
+    assert refused(tmp_path / "a.json") == f"{tmp_path}/a.json, line 6: is not JSON (Expecting value in column 13)."
+
+
+@pytest.mark.parametrize(
     ("content", "suffix"),
     [
         (TWO, ".jsonl"),
@@ -202,7 +228,9 @@ def test_json_lines_have_many_suffixes(tmp_path: Path, name: str) -> None:
         ('{"text": "one"},\n{"text": "tw', ".jsonl"),
         (f"# two rows\n{TWO}", ".jsonl"),
         (f'{{"text": "half\n{TWO}', ".jsonl"),
-        ('{\n  "text": "one"\n}\n{\n  "text": "two"\n}\n', ".jsonl"),
+        ('{\n  "text": "one"\n}\n{\n  "text": "two"\n}\n', ".json"),
+        ('{\n  "text": "one"\n}\n', ".json"),
+        (json.dumps({"cells": [{"outputs": ["x" * 2**21]}], "nbformat": 4}, indent=1), ".json"),
         (json.dumps({"text": "x" * 2**21}) + f"\n{TWO}", ".jsonl"),
         ('[{"text": "one"}, {"text": "two"}]', ".json"),
         ('[\n  {\n    "text": "one"\n  }\n]\n', ".json"),
@@ -223,7 +251,7 @@ def test_rows_of_json_are_no_plain_text(tmp_path: Path, content: str, suffix: st
     "text",
     [
         '{"a": 1}\nThis is an object of JSON.\n',
-        '{\n  "name": "code",\n  "private": true\n}\n',
+        '{\n  "name": "code"\n}\nis an object of JSON.\n',
         "{{ bos_token }}\n{% for message in messages %}",
         "{ x = 1; }\n",
         "[{:a 1}]\n",

@@ -183,7 +183,7 @@ def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
         '{"instruction", "output"}.'
     )
     rows = {
-        '{"text": ': "is not JSON (Expecting value: line 1 column 10 (char 9)).",
+        '{"text": ': "is not JSON (Expecting value in column 10).",
         '"a string"': f"is a text, {expected}",
         "[1]": f"is a list, {expected}",
         "{}": f"has the fields none; {expected}",
