@@ -436,11 +436,16 @@ class Rendering:
             raise UnfitError(f"the chat template writes message {number} as Python prints a value. {ADVICE}", 0)
 
     def _check_tools(self) -> None:
-        # in the marked text names of calls are marks
+        # in the marked text names of calls are marks; the template may have the name among its own words
+        template = self.reader.tokenizer.get_chat_template(tools=self.tools)
         for tool in self.tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-            if (name := function.get("name")) and name not in self.marked:
+            name = function.get("name")
+            if name and (name not in self.marked or (name in template and self.marked == self._without_tools())):
                 raise UnfitError(f"the chat template leaves out the tool {name}. {LEFT_OUT}")
+
+    def _without_tools(self) -> Any:
+        return self.reader.fill(self.marks.messages, None, self.form, tokenize=False)
 
     def read(self, learned: set[int]) -> tuple[list[int], list[int]]:
         """Token ids, and their labels."""

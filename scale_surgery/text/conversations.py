@@ -23,8 +23,8 @@ TYPED_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 # keys that say whether a message is learned, 0 or 1: `weight` of OpenAI and Mistral, `train` and `training` of axolotl,
 # `loss` of ms-swift
 SWITCHES = ("weight", "train", "training", "loss")
-# what an empty list of arguments is given as; the last by a stream of OpenAI's API
-NO_ARGUMENTS = (None, "")
+# tools, calls or arguments that are none: programs write these in many ways
+EMPTY: tuple[Any, ...] = (None, [], {}, "", "null", "[]", "{}")
 
 
 def chat_problem(row: Mapping[str, Any], name: str) -> str | None:
@@ -43,7 +43,7 @@ def chat_problem(row: Mapping[str, Any], name: str) -> str | None:
         if wrong := _message_problem(message):
             return f"{place}: {wrong}"
     tools = row.get("tools")
-    return _json_problem(tools, "tools", list) if tools else None
+    return None if tools in EMPTY else _json_problem(tools, "tools", list)
 
 
 def _message_problem(message: Message) -> str | None:
@@ -59,10 +59,10 @@ def _message_problem(message: Message) -> str | None:
     problems = [text_problem(thought, key) for key, thought in thoughts.items()]
     if not any(problems) and len(set(thoughts.values())) > 1:
         problems.append(f"{' and '.join(thoughts)} differ, expected one thought")
-    problems += [_calls_problem(calls)] if calls else []
+    problems += [] if calls in EMPTY else [_calls_problem(calls)]
     if isinstance(content, list):
         problems += map(_part_problem, content) if content else ['"content" is empty, expected a text']
-    elif not (calls and content is None):
+    elif content is not None or calls in EMPTY:
         problems.append(text_problem(content, "content"))
     return next(filter(None, problems), None)
 
@@ -83,7 +83,7 @@ def _calls_problem(calls: Any) -> str | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return '"tool_calls" holds no name of a function, expected {"function": {"name", "arguments"}}'
         arguments = function.get("arguments")
-        if arguments not in NO_ARGUMENTS and (wrong := _json_problem(arguments, "arguments", dict)):
+        if arguments not in EMPTY and (wrong := _json_problem(arguments, "arguments", dict)):
             return f"{wrong} in the call of {function['name']}"
     return None
 
@@ -97,6 +97,15 @@ def _json_problem(value: Any, name: str, kind: type) -> str | None:
     if not isinstance(value, kind):
         return f'"{name}" is {kind_of(value)}, {expected}'
     return f'"{name}" {HALF}' if HALF_A_CHARACTER.search(json.dumps(value, ensure_ascii=False, default=str)) else None
+
+
+def without_empty(message: Message) -> dict[str, Any]:
+    """Return the message without fields that hold nothing: templates ask which fields there are."""
+    return {
+        key: value
+        for key, value in message.items()
+        if value is not None and not (key == "tool_calls" and value in EMPTY)
+    }
 
 
 def parsed(value: Any) -> Any:
@@ -127,8 +136,6 @@ def plain_message(message: Message) -> dict[str, Any]:
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in parsed(message["tool_calls"])]
         plain.setdefault("content", "")  # templates differ in whether they look for it
-    else:
-        plain.pop("tool_calls", None)  # some templates take an empty list for calls
     for key in [key for key in THOUGHTS if message.get(key)][1:]:
         del plain[key]
     return plain
@@ -138,7 +145,7 @@ def _plain_call(call: Message) -> dict[str, Any]:
     if "function" in call:
         return {**call, "function": _plain_call(call["function"])}
     arguments = call.get("arguments")
-    return {**call, "arguments": {} if arguments in NO_ARGUMENTS else parsed(arguments)}
+    return {**call, "arguments": {} if arguments in EMPTY else parsed(arguments)}
 
 
 def plain_tool(tool: Any) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import MOST_LINES, DataError, TextWarning, counted, shorten
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.text.conversations import chat_problem, is_answer, parsed, words_of
+from scale_surgery.text.conversations import EMPTY, chat_problem, is_answer, parsed, without_empty, words_of
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, read_rows
 from scale_surgery.text.sources import TextSource, parse_source
@@ -242,7 +242,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
 
 def _say_silent(first: str, count: int, *, is_all: bool) -> None:
     """Say that conversations hold no answer; refuse a file that holds nothing else."""
-    what = f"{first}: nobody answers, expected words of the assistant after another message"
+    what = f"{first}: nobody answers, expected words of the assistant after another message, not masked"
     others = f", and in {counted(count - 1, 'other conversation')} neither" if count > 1 else ""
     if is_all:
         raise DataError(f"{what}{others}, and there is no other text. Give conversations with answers.")
@@ -302,13 +302,12 @@ def _messages_of(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:
-    # templates ask which fields a message has; one that is null is none
-    turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    turns = [without_empty(message) for message in messages]
     words: dict[bool, list[str]] = {False: [], True: []}
     for place, message in enumerate(turns):
         words[is_answer(place, message)].append(words_of(message))
     if words[True]:
-        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        tools = {} if row.get("tools") in EMPTY else {"tools": row["tools"]}
         yield Document("\n".join(words[False]), "\n".join(words[True]), source, {"messages": turns, **tools})
 
 

@@ -221,6 +221,10 @@ def test_what_a_template_leaves_out_is_refused(place: Place) -> None:
     tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]
     assert place.refused("no calls", TURNS, tools=tools) == f"the chat template leaves out the tool rain. {left}"
     assert place.read("ended", TURNS, tools=tools) == place.read("ended", TURNS)
+    # a name that the template itself has in its words
+    named = [{"type": "function", "function": {"name": "start", "parameters": {}}}]
+    assert place.refused("no calls", TURNS, tools=named) == f"the chat template leaves out the tool start. {left}"
+    assert place.read("ended", TURNS, tools=named) == place.read("ended", TURNS)
     for template, what in {
         "shouting": "leaves out the words of message 1",
         "twice": "writes the words of message 2 twice",
@@ -247,7 +251,7 @@ def test_arguments_are_an_object_or_a_json_text(place: Place, as_text: bool) -> 
     assert place.read("ended", spelled)[0].startswith(f"<call>rain {written}") or place.read("ended", spelled)
 
 
-@pytest.mark.parametrize("arguments", ({}, "{}", "", None, "none"))
+@pytest.mark.parametrize("arguments", ({}, "{}", "", None, "none", "null", []))
 def test_a_call_may_have_no_arguments(place: Place, arguments: Any) -> None:
     function = {"name": "rain"} if arguments == "none" else {"name": "rain", "arguments": arguments}
     assert place.read("ended", [ASKED, say("assistant", "", tool_calls=[{"function": function}])]) == [
@@ -264,8 +268,9 @@ def test_calls_and_tools_need_no_function_around_them(place: Place) -> None:
 
 
 def test_an_empty_list_of_calls_or_tools_is_none(place: Place) -> None:
-    for tools in ([], "", "[]", None):
-        assert place.read("listed", [ASKED, ANSWERED | {"tool_calls": []}], tools=tools) == ["Yo.<|end|>"]
+    for empty in ([], "", "[]", "null", None):
+        assert place.read("listed", [ASKED, ANSWERED | {"tool_calls": empty}], tools=empty) == ["Yo.<|end|>"]
+        assert place.refused("listed", [ASKED, say("assistant", "", tool_calls=empty)]).startswith("nobody answers")
     assert place.read("listed", CALLED)[0].startswith('[{"type": "function", "function": {"name": "rain"'), (
         "the control"
     )
@@ -382,8 +387,8 @@ def test_conversations_that_nobody_answers_are_counted(place: Place) -> None:
     file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in silent))
     problem = refusal(lambda: list(read_documents([file])), error=DataError)
     assert problem == (
-        f"{file}, line 1: nobody answers, expected words of the assistant after another message, and in 3 other "
-        "conversations neither, and there is no other text. Give conversations with answers."
+        f"{file}, line 1: nobody answers, expected words of the assistant after another message, not masked, "
+        "and in 3 other conversations neither, and there is no other text. Give conversations with answers."
     )
 
 

@@ -164,7 +164,7 @@ def test_alpaca_and_conversations(tmp_path: Path) -> None:
     with pytest.warns(TextWarning) as warned:
         plain, more, spoken, called = read_documents([file])
     assert [f"{warning.message}" for warning in warned] == [
-        f"{file}, line 5: nobody answers, expected words of the assistant after another message. What nobody answers "
+        f"{file}, line 5: nobody answers, expected words of the assistant after another message, not masked. What "
         "is left out."
     ]
     assert plain.prompt.endswith("completes the request.\n\n### Instruction:\nAdd {1}.\n\n### Response:\n")
