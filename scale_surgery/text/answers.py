@@ -436,16 +436,19 @@ class Rendering:
             raise UnfitError(f"the chat template writes message {number} as Python prints a value. {ADVICE}", 0)
 
     def _check_tools(self) -> None:
-        # in the marked text names of calls are marks; the template may have the name among its own words
-        template = self.reader.tokenizer.get_chat_template(tools=self.tools)
+        # in the marked text names of calls are marks; a role, or the template itself, may have the name too
+        is_written = self.tools and self._writes_tools()
         for tool in self.tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-            name = function.get("name")
-            if name and (name not in self.marked or (name in template and self.marked == self._without_tools())):
+            if (name := function.get("name")) and not (is_written and name in self.marked):
                 raise UnfitError(f"the chat template leaves out the tool {name}. {LEFT_OUT}")
 
-    def _without_tools(self) -> Any:
-        return self.reader.fill(self.marks.messages, None, self.form, tokenize=False)
+    def _writes_tools(self) -> bool:
+        """Whether the template writes anything for the tools."""
+        try:
+            return bool(self.marked != self.reader.fill(self.marks.messages, None, self.form, tokenize=False))
+        except UnfitError:  # it needs them
+            return True
 
     def read(self, learned: set[int]) -> tuple[list[int], list[int]]:
         """Token ids, and their labels."""

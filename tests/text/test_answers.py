@@ -221,10 +221,11 @@ def test_what_a_template_leaves_out_is_refused(place: Place) -> None:
     tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]
     assert place.refused("no calls", TURNS, tools=tools) == f"the chat template leaves out the tool rain. {left}"
     assert place.read("ended", TURNS, tools=tools) == place.read("ended", TURNS)
-    # a name that the template itself has in its words
-    named = [{"type": "function", "function": {"name": "start", "parameters": {}}}]
-    assert place.refused("no calls", TURNS, tools=named) == f"the chat template leaves out the tool start. {left}"
-    assert place.read("ended", TURNS, tools=named) == place.read("ended", TURNS)
+    # a name that the template itself has in its words, and one that is a role
+    for name in ("start", "user"):
+        named = [{"type": "function", "function": {"name": name, "parameters": {}}}]
+        assert place.refused("no calls", TURNS, tools=named) == f"the chat template leaves out the tool {name}. {left}"
+        assert place.read("ended", TURNS, tools=named) == place.read("ended", TURNS)
     for template, what in {
         "shouting": "leaves out the words of message 1",
         "twice": "writes the words of message 2 twice",

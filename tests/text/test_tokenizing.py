@@ -165,7 +165,7 @@ def test_alpaca_and_conversations(tmp_path: Path) -> None:
         plain, more, spoken, called = read_documents([file])
     assert [f"{warning.message}" for warning in warned] == [
         f"{file}, line 5: nobody answers, expected words of the assistant after another message, not masked. What "
-        "is left out."
+        "nobody answers is left out."
     ]
     assert plain.prompt.endswith("completes the request.\n\n### Instruction:\nAdd {1}.\n\n### Response:\n")
     assert more.prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1\n\n### Response:\n")
