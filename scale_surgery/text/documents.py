@@ -14,6 +14,7 @@ Options follow after commas, see `sources`: FILE.jsonl,column=body or ORG/NAME,s
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ ALPACA = ("instruction", "output")
 # sets of fields; the first that a row has counts
 FIELDS = (("text",), QUESTION, ("prompt", "completion"), ("messages",), ALPACA)
 TEXTS = frozenset(("input", *chain.from_iterable(FIELDS))) - {"messages"}
+# how a text begins that is a list of messages, in JSON or as Python prints it
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 PROMPTS = ("prompt", "question")
 EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
 EXPECTED = (
@@ -264,9 +267,15 @@ def _with_optional(names: tuple[str, ...]) -> tuple[str, ...]:
 def _field_problem(row: Mapping[str, Any], name: str) -> str | None:
     """What is wrong with a field; None where nothing is."""
     value = row.get(name)
-    if name == "messages" or (name not in TEXTS and isinstance(value, list)):
+    if _holds_messages(name, value):
         return chat_problem(row, name)
     return None if name == "input" and value is None else text_problem(value, name)
+
+
+def _holds_messages(name: str, value: Any) -> bool:
+    """Whether a field holds a conversation; one of any name may hold it as a text that begins as messages do."""
+    could_be = MESSAGES.match(value) is not None if isinstance(value, str) else isinstance(value, list)
+    return name == "messages" or (could_be and name not in TEXTS)
 
 
 def _row_problem(row: Any, names: Iterable[str], expected: str) -> str:
@@ -297,8 +306,7 @@ def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> I
 
 def _messages_of(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     """The messages of a row, perhaps a JSON text; None if it is no conversation."""
-    value = row[names[0]]
-    return parsed(value) if names == ("messages",) or isinstance(value, list) else None
+    return parsed(row[names[0]]) if _holds_messages(names[0], row[names[0]]) else None
 
 
 def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:

@@ -283,6 +283,13 @@ def test_messages_may_be_a_json_text(place: Place) -> None:
         'message 2 of "messages": the role is "model"'
     )
     assert place.refused("ended", str(TURNS)).startswith('"messages" is a text and no JSON'), "as Python prints it"
+    file = place.folder / "a.jsonl"
+    for value in (TURNS, json.dumps(TURNS)):
+        file.write_text(json.dumps({"chat": value}))
+        assert [document.text for document in read_documents([f"{file},column=chat"])] == ["Yo.\nMe."]
+    for text in ("[1] a note", '{"role": "user"}'):
+        file.write_text(json.dumps({"chat": text}))
+        assert [document.text for document in read_documents([f"{file},column=chat"])] == [text], "the control"
 
 
 def test_tools_may_be_a_json_text(place: Place) -> None:
