@@ -253,11 +253,12 @@ def _say_silent(first: str, count: int, *, is_all: bool) -> None:
 
 
 def _fields_of(row: Any, known: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The first of the known sets of fields that a row has; None where it has none."""
+    """Return the first of the known sets of fields that a row has, one with something to learn before others."""
     if not isinstance(row, Mapping):
         return None
-    fits = (names for names in known if all(_field_problem(row, name) is None for name in _with_optional(names)))
-    return next(fits, None)
+    fits = [names for names in known if all(_field_problem(row, name) is None for name in _with_optional(names))]
+    filled = (names for names in fits if isinstance(row[names[-1]], list) or row[names[-1]].strip())
+    return next(filled, fits[0] if fits else None)
 
 
 def _with_optional(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -111,6 +111,20 @@ def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path: Path, suffix: str) ->
     assert read(tmp_path / "b.JSON") == [("", "one"), ("", "two")], "an array"
 
 
+def test_a_blank_field_hides_no_other(tmp_path: Path) -> None:
+    """As a table has one in rows of another kind; the control has words in both."""
+    file, talk = tmp_path / "rows.jsonl", [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    rows = [
+        {"text": "", "messages": talk},
+        {"text": " ", "question": "Q", "answer": "A"},
+        {"text": "T", "messages": talk},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat, answer, text = read_documents([file])
+    assert chat.chat == {"messages": talk} and (answer.prompt, answer.text) == ("Q", " A")
+    assert text.chat is None and text.text == "T"
+
+
 def test_blank_lines_and_other_line_ends_are_no_lines(tmp_path: Path) -> None:
     text = "one\u2028two\x85three\x0bfour"
     (tmp_path / "a.jsonl").write_bytes(
