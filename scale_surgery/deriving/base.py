@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.modeling import stock_type
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base, BaseFacts, check_layers, quantisation_config
-from scale_surgery.running.loading import translated
+from scale_surgery.running.loading import quiet_transformers, translated
 from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
@@ -49,7 +50,50 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
     is_here = all((checkpoint.path / shard).is_file() for shard in checkpoint.shards)
     has_own_head = both is not None and is_here and not are_same_bytes(checkpoint, *both)
     sizes = replace(derived.sizes, is_tied=False) if has_own_head else derived.sizes
-    return Base(checkpoint, BaseFacts(architecture, sizes, derived.proof, in_memory, not_loaded, has_own_head))
+    facts = BaseFacts(architecture, sizes, derived.proof, in_memory, not_loaded, has_own_head)
+    return Base(checkpoint, facts, () if is_quantised else _not_found(checkpoint, places, run))
+
+
+def _not_found(checkpoint: Checkpoint, places: Mapping[str, TensorPlace], run: RunOptions) -> tuple[str, ...]:
+    """Say what files do not hold of their model: transformers would initialise it anew.
+
+    Its class is asked, which knows tied tensors and those that it makes itself; it loads tensors without memory.
+    """
+    import torch
+
+    from scale_surgery.deriving.build import stock_classes, without_quantisation
+    from scale_surgery.deriving.configs import config_of
+
+    config = without_quantisation(config_of(checkpoint.config, code_folder(checkpoint, run)))
+    *_, widest = stock_classes(config).values()
+    tensors = {name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()}
+    options: dict[str, Any] = {"state_dict": tensors, "device_map": {"": "meta"}, "ignore_mismatched_sizes": True}
+    where = f"{checkpoint.path}: {', '.join(_parts_of_few(places)) or 'its tensors'}"
+    with quiet_transformers(), translated(where, "cannot be joined", "Is the checkpoint complete?"):
+        made: Any = widest
+        _, info = made.from_pretrained(None, config=config, output_loading_info=True, **options)
+    return (
+        *(
+            f"{name}: no such tensor, and transformers would initialise it anew. Is the checkpoint complete?"
+            for name in sorted(info["missing_keys"])
+        ),
+        *(
+            f"{name}: shape {tuple(found)}, expected {tuple(wanted)} from config.json. Is config.json from this "
+            "checkpoint?"
+            for name, found, wanted in sorted(info["mismatched_keys"])
+        ),
+    )
+
+
+def _parts_of_few(places: Mapping[str, TensorPlace]) -> list[str]:
+    """Name the tensors in memory that are joined from fewer tensors of the files than those of other layers."""
+    counts = Counter((place.part, place.name) for place in places.values() if place.part is not None)
+    most = {part: count for (part, _), count in sorted(counts.items(), key=lambda item: item[1])}
+    return [
+        f"{name} ({count} of {most[part]} tensors {part})"
+        for (part, name), count in counts.items()
+        if count < most[part]
+    ]
 
 
 def derive_stored(config: Mapping[str, Any], place: str, names: Collection[str], code: Path | None = None) -> Derived:

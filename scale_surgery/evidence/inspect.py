@@ -129,6 +129,7 @@ class Inspection:
         not_loaded: Paths of tensors that a base's class does not load.
         has_own_head: Whether a base has another head than its embedding, to which config.json says that it is tied.
         remarks: What of a base may surprise: such tensors, and a head that is not tied after all.
+        not_found: What the files of a base do not hold of its model, which cannot be expanded then.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Inspection:
     not_loaded: tuple[str, ...] = ()
     has_own_head: bool = False
     remarks: tuple[str, ...] = ()
+    not_found: tuple[str, ...] = ()
 
 
 @open_record
@@ -214,6 +216,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         not_loaded=() if base is None else base.facts.not_loaded,
         has_own_head=base is not None and base.facts.has_own_head,
         remarks=() if base is None else remarks_on(base.facts),
+        not_found=() if base is None else base.not_found,
     )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.forms import refuse_form
-from scale_surgery.checkpoint.headers import FLOAT_DTYPES
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError, PlanError, in_one_line, name_some
+from scale_surgery.errors import CheckpointError, PlanError, in_one_line, name_some, shorten
 from scale_surgery.modeling import AUTO_CLASSES
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
@@ -58,10 +58,17 @@ class BaseFacts:
 
 @dataclass(frozen=True)
 class Base:
-    """A base model as planning sees it: its config and headers, and the facts."""
+    """A base model as planning sees it: its config and headers, and the facts.
+
+    Attributes:
+        checkpoint: Its config and headers.
+        facts: Facts beside them.
+        not_found: What its files do not hold of the model, a line a tensor.
+    """
 
     checkpoint: Checkpoint
     facts: BaseFacts
+    not_found: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> Architecture:
@@ -72,6 +79,11 @@ class Base:
     def sizes(self) -> Sizes:
         """Its sizes."""
         return self.facts.sizes
+
+    @cached_property
+    def loaded(self) -> dict[str, TensorInfo]:
+        """Tensors that its class loads; a bias that config.json knows nothing of is none."""
+        return {name: info for name, info in self.checkpoint.tensors.items() if self.facts.is_loaded(name)}
 
     @cached_property
     def prefix(self) -> str:
@@ -86,7 +98,7 @@ class Base:
         layers = f"{self.prefix}{self.architecture.layers}."
         heads = [
             name.removesuffix(".weight")
-            for name, info in self.checkpoint.tensors.items()
+            for name, info in self.loaded.items()
             if info.shape == shape and name.endswith(".weight") and name != embedding and not name.startswith(layers)
         ]
         if self.architecture.head in heads or self.sizes.is_tied or not heads:
@@ -222,7 +234,8 @@ def check_base(base: Base) -> None:
             )
         elif info.dtype not in FLOAT_DTYPES.values():
             problems.append(f"{name}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES.values())}. Cast it.")
-    if problems:
+    # names in memory, which may be others
+    if problems := problems or shorten(base.not_found):
         raise CheckpointError.from_problems(problems)
 
 
@@ -259,11 +272,7 @@ def left_over_quantisation(config: Mapping[str, Any], dtypes: Collection[str]) -
 def _dtypes(base: Base) -> set[str]:
     """Dtypes of the tensors that a model is made of."""
     unread = [re.compile(pattern) for pattern in base.architecture.unread]
-    return {
-        info.dtype
-        for name, info in base.checkpoint.tensors.items()
-        if base.facts.is_loaded(name) and not any(pattern.search(name) for pattern in unread)
-    }
+    return {info.dtype for name, info in base.loaded.items() if not any(pattern.search(name) for pattern in unread)}
 
 
 def quantisation_config(config: Mapping[str, Any]) -> tuple[str, Any]:
@@ -283,7 +292,7 @@ def _needed_shapes(base: Base) -> dict[str, tuple[int, ...]]:
 
 def _optional_shapes(base: Base) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors that only some models of an architecture store: an untied head, biases."""
-    sizes, tensors, head = base.sizes, base.checkpoint.tensors, f"{base.head}.weight"
+    sizes, tensors, head = base.sizes, base.loaded, f"{base.head}.weight"
     shapes: dict[str, tuple[int, ...]] = {}
     if head in tensors or not sizes.is_tied:
         shapes[head] = (sizes.vocabulary, sizes.hidden)
@@ -296,7 +305,7 @@ def _optional_shapes(base: Base) -> dict[str, tuple[int, ...]]:
 
 def _missing_biases(base: Base) -> list[str]:
     """Biases that some layers of a kind lack: a config has one switch for all of them."""
-    architecture, tensors, problems = base.architecture, base.checkpoint.tensors, list[str]()
+    architecture, tensors, problems = base.architecture, base.loaded, list[str]()
     for number, kind in enumerate(architecture.kinds):
         layers = [layer for layer in range(base.sizes.layers) if architecture.kind_of_layer[layer] == number]
         modules = [linear.name for linear in kind.linears]

@@ -211,7 +211,7 @@ def mute_tensors(kind: Kind) -> tuple[str, ...]:
 
 def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
     """The tensors of every copy: those of `mute_tensors` begin with zeros as output, all others are copies."""
-    architecture, tensors = base.architecture, base.checkpoint.tensors
+    architecture = base.architecture
     for layer in layers:
         path, kind = layer_path(architecture, base.prefix, layer), architecture.kind(layer)
         inner = (norm.name for block in kind.blocks for norm in block.inner_norms)
@@ -219,11 +219,9 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
         place, mute = f"{architecture.layers}.{layer}.", mute_tensors(kind)
         for source in (
             info
-            for name, info in tensors.items()
-            # no module holds what only old files have, or what its class does not load
-            if name.startswith(path)
-            and base.facts.is_loaded(name)
-            and not any(re.search(pattern, name) for pattern in architecture.unread)
+            for name, info in base.loaded.items()
+            # no module holds what only old files have
+            if name.startswith(path) and not any(re.search(pattern, name) for pattern in architecture.unread)
         ):
             inside = source.name.removeprefix(path)
             module, _, block = inside.rpartition(".")

@@ -88,7 +88,7 @@ class Method(ABC):
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
         """Every tensor that the specifications add; by default the tensors beside modules."""
-        return new_tensors(base.architecture, base.sizes, specs, base.prefix, base.head, base.checkpoint.tensors)
+        return new_tensors(base.architecture, base.sizes, specs, base.prefix, base.head, base.loaded)
 
     def costs(self, base: Base, request: Request, specs: Spec, tensors: Sequence[TensorPlan]) -> Costs:
         """Costs of a plan."""

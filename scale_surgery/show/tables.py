@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
-from scale_surgery.errors import counted, name_some
+from scale_surgery.errors import counted, in_one_line, name_some
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
@@ -84,8 +84,9 @@ def render_inspection(inspection: Inspection, model: str | None = None, options:
     if inspection.expanded is None:
         # the last quarter is what the quick start begins with
         last = f"last:{max(1, sizes.layers // 4)}"
-        planned = "" if model is None or inspection.quantisation else command("plan", model, "--layers", last, *options)
-        rows += [("not expandable", inspection.quantisation or ""), (NEXT, planned)]
+        reason = inspection.quantisation or in_one_line(inspection.not_found)
+        planned = "" if model is None or reason else command("plan", model, "--layers", last, *options)
+        rows += [("not expandable", reason), (NEXT, planned)]
         return Facts(inspection.name, rows)
     return Group(Facts(inspection.name, rows), Text(), *_render_expanded(inspection.expanded, model))
 

@@ -28,7 +28,7 @@ from scale_surgery.deriving.base import paths_not_loaded
 from scale_surgery.errors import CheckpointError
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.stored_names import Reading, TensorPlace
-from tests.conftest import digests, edited, shake
+from tests.conftest import digests, edited, refusal, shake
 from tests.tiny import save_tiny
 
 ADAPT = Request("2", variant="adapt", collaborate="both", up_width=0, up_kv_heads=1)
@@ -202,3 +202,23 @@ def test_paths_are_the_shortest_that_no_loaded_tensor_shares():
     known = {"e.gate_up_proj", "e.gate.weight"}
     assert paths(parts, known, is_quantised=True) == ("e.k_scale",)
     assert paths(parts, known) == ("e.gate.weight_scale_inv", "e.gate_up_proj_blocks", "e.k_scale")
+
+
+def test_a_bias_that_is_not_loaded_is_no_reason_for_one_beside_it(tmp_path):
+    folder = save_tiny(tmp_path / "base", "llama", attention_bias=False, mlp_bias=False)
+    with edited(folder / "model.safetensors") as tensors:
+        for layer in range(3):
+            tensors[f"model.layers.{layer}.self_attn.q_proj.bias"] = torch.ones(40)
+        # of one layer alone, which is no damage
+        tensors["model.layers.1.mlp.up_proj.bias"] = torch.ones(52)
+    made = expand(folder, ADAPT, tmp_path / "wide")
+    assert "model.layers.1.mlp.up_proj.bias" in inspect(folder).not_loaded
+    assert not any(tensor.block == "up_bias" for tensor in made.plan.tensors)
+    assert verify(made.path).passed
+    AutoModelForCausalLM.from_pretrained(made.path)
+    # the control: where config.json has biases, they are there, and one that lacks is named
+    other = save_tiny(tmp_path / "biased", "llama")
+    assert any(tensor.block == "up_bias" for tensor in plan(other, ADAPT).tensors)
+    with edited(other / "model.safetensors") as tensors:
+        del tensors["model.layers.1.mlp.up_proj.bias"]
+    assert refusal(plan, other, ADAPT).startswith("model.layers.1.mlp.up_proj.bias: no such tensor, other layers")
