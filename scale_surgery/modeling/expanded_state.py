@@ -146,11 +146,15 @@ def goes_on(mask: Tensor | None, positions: Tensor | None, length: int) -> bool:
         positions: Position ids (b or 1, t) or None.
         length: Tokens of the call, t.
     """
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return mask.shape[1] > length
-    # transformers 4 gives padding the position 1; a graph cannot ask for values
-    can_read = positions is not None and positions.dim() == 2 and not (positions.is_meta or is_compiling())
-    return can_read and bool((positions[:, 0] > 1).any())
+    is_read = isinstance(mask, Tensor) and mask.dim() == 2
+    if is_read and mask.shape[1] > length:
+        return True
+    # a graph cannot ask for values
+    if positions is None or positions.dim() != 2 or positions.is_meta or is_compiling():
+        return False
+    # padding may have any position; where no mask says what it is, transformers 4 gives it the position 1
+    starts = positions[:, 0] * (mask[:, 0] != 0) if is_read else positions[:, 0]
+    return bool((starts > 1).any())
 
 
 def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like: Tensor) -> Tensor:

@@ -326,14 +326,17 @@ WITHOUT_STATE = "^The text goes on .* no KV cache holds the router's state"
 def test_a_text_that_goes_on_without_its_state_is_refused(model_of: Callable[..., Any], run: str) -> None:
     model, ids = model_of("llama", run), random_ids(2, 14)
     positions = torch.arange(14)[None]
-    for options in ({"attention_mask": torch.ones_like(ids)}, {"position_ids": positions[:, 9:]}):
+    later = {"position_ids": positions[:, 9:]}
+    for options in ({"attention_mask": torch.ones_like(ids)}, later, {"attention_mask": torch.ones(2, 5), **later}):
         with pytest.raises(ValueError, match=WITHOUT_STATE):
             model(ids[:, 9:], **options)
     wanted = model(ids[:, 9:]).logits
     for options in ({"attention_mask": torch.ones_like(ids[:, 9:])}, {"position_ids": positions[:, :5]}):
         assert torch.equal(model(ids[:, 9:], **options).logits, wanted), "the control: a whole text"
-    # padding may have the position 1, and a router that reads no tokens needs no state
+    # padding may have any position, without a mask 1, and a router that reads no tokens needs no state
     assert model(ids[:, 9:], position_ids=torch.tensor([[1, 0, 1, 2, 3]])).logits.isfinite().all()
+    padding = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]] * 2), "position_ids": torch.tensor([[7, 0, 1, 2, 3]])}
+    assert model(ids[:, 9:], **padding).logits.isfinite().all()
     cosine = model_of("llama", "cosine")
     assert cosine(ids[:, 9:], attention_mask=torch.ones_like(ids)).logits.isfinite().all()
 
