@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -123,3 +126,12 @@ def main() -> None:
     MODEL is a checkpoint folder or a Hub id; EXPANDED is a folder that expand wrote. Exit codes: 0 done, 1 failed or a
     check did not pass, 2 wrong usage.
     """
+    open_closed_streams()
+
+
+def open_closed_streams() -> None:
+    """Open the streams that a caller closed, on nothing: the next file would get their number, and what is written."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            # open as long as the process runs
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115

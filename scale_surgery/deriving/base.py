@@ -180,6 +180,11 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
 def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Path | None = None) -> Derived:
     """Derive facts from a parsed config.json alone; modules have the names that they have in memory."""
     _check_counts(config, tensors)
+    key, said = quantisation_config(config)
+    if said is not None and not isinstance(said, Mapping):
+        raise CheckpointError(
+            f"config.json: {key} is {said!r}, expected an object. Delete it if the weights are floats."
+        )
     from scale_surgery.deriving.configs import config_of
     from scale_surgery.deriving.derive import derive
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -219,3 +220,15 @@ def test_expand_refuses_before_it_shows_a_plan_and_plans_alone_when_asked(base: 
     refused = run("expand", base, "--plan", plan, "-o", base.parent / "f", "--overwrite", code=1)
     assert "lies inside, around or at the input" in refused.stderr and plan.is_file()
     assert read_manifest(base.parent / "f").plan.layers == (1,)
+
+
+def test_a_job_whose_stderr_was_closed_runs(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `2>&-` closes it: Python has no stream then, and 2 is the number of the next file."""
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute"), monkeypatch.context() as closed:
+        closed.setattr(sys, "stderr", None)
+        Output()  # the control
+    monkeypatch.setattr(sys, "stderr", None)
+    words = ["expand", str(base), "--layers", "2", "-o", str(tmp_path / "wide")]
+    assert main.main(words, "scale-surgery", standalone_mode=False) is None
+    assert (tmp_path / "wide").is_dir() and sys.stderr.name == os.devnull
+    sys.stderr.close()

@@ -165,6 +165,15 @@ def test_weights_that_are_quantised_are_said_to_be(tmp_path):
     assert (inspect(base).quantisation or "").startswith("is quantised (fp8, F8_E4M3), expected floating-point weights")
 
 
+@pytest.mark.parametrize("said", ["fp8", ["fp8"], False])
+def test_one_that_is_no_object_is_named(tmp_path, said):
+    base = save_tiny(tmp_path / "base", "llama")
+    with edited(base / "config.json") as config:
+        config["quantization_config"] = said
+    wanted = f"config.json: quantization_config is {said!r}, expected an object. Delete it if the weights are floats."
+    assert refusal(inspect, base) == refusal(expand, base, Request("2"), tmp_path / "wide") == wanted
+
+
 def test_null_says_nothing(tmp_path):
     base = save_tiny(tmp_path / "base", "llama")
     (base / "config.json").write_text(
