@@ -37,8 +37,9 @@ RUNNING = ("device", "trust_remote_code")
 TOKENS = ("token_file", "token_texts", "token_count")
 SHORT = {"expansion": EXPANSION, "tokens": TOKENS, "ranking": RANKING, "training": TRAINING, "running": RUNNING}
 HELPS = {
-    "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: auto]",
-    "budget": "Parameters that the pilot's layers may add: a share of the base's, or a number such as 200M.",
+    "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: the last quarter]",
+    "budget": "Parameters that a pilot's layers may add: a share of the base's, or a number such as 200M. Without "
+    "--layers, a pilot chooses.",
     "learning_rate": "Highest learning rate, reached after the warm-up.",
 }
 # a preset has others than a single command
@@ -91,7 +92,9 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
     help="Any setting of a recipe, such as training.warmup=0.1. Can be repeated.",
 )
 @click.option("--write-recipe", type=OutputFile(".yaml", ".yml"), help="Write the recipe with all settings, and stop.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done, with every command, and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show what would be done and what is missing, with every command, and stop."
+)
 @click.option("--overwrite", is_flag=True, help="Begin anew in a folder that holds another job.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options("device", code=BASE_CODE)
@@ -101,7 +104,7 @@ def learn_command(
 ) -> None:
     """Teach MODEL the text of --data, from the choice of layers to a verified model that keeps its base.
 
-    Sets text aside to measure on, chooses layers by a pilot (or takes --layers), plans, expands, trains, gives the
+    Sets text aside to measure on, plans, expands the last quarter of the layers (or --layers), trains, gives the
     model a router and sets it, measures, verifies, and writes one page. Each stage is a command, whose line is shown.
     With --old, text with what MODEL knows, the router is set by it and forgetting is measured.
 

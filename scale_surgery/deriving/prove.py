@@ -135,7 +135,8 @@ def _other_layers(twin: Twin, layers: tuple[int, ...]) -> tuple[int, ...]:
 
 def _expansion(twin: Twin, layers: tuple[int, ...], collaboration: Collaboration) -> Spec:
     sizes = twin.sizes
-    widths = Widths(2 * max(8, sizes.head_size), int(bool(sizes.key_value_heads)), INNER)
+    # an up width that is no multiple of the head size, nor of eight
+    widths = Widths(2 * max(8, sizes.head_size) + 3, int(bool(sizes.key_value_heads)), INNER)
     specs = build_specs(twin.architecture, sizes, widths, layers, collaboration)
     return specs | {"variant": "adapt" if collaboration.layers else "preserve", "dtype": None}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.sources import find_beside_weights
-from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.errors import DataError
 from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
@@ -65,6 +65,7 @@ class Estimate:
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
         disk_bytes: Bytes of its folder, without base shards that reflinks or links share with MODEL.
         free_bytes: Free bytes there.
+        missing_bytes: Bytes that have to be freed before the job can run; files of an earlier run count as written.
         notes: Stages that it leaves out, with the reason.
     """
 
@@ -74,7 +75,18 @@ class Estimate:
     memory_bytes: int
     disk_bytes: int
     free_bytes: int
+    missing_bytes: int
     notes: tuple[str, ...]
+
+    @property
+    def disk_problem(self) -> str | None:
+        """What the disk lacks; None if there is room."""
+        if not self.missing_bytes:
+            return None
+        return (
+            f"about {self.free_bytes + self.missing_bytes:,} bytes are needed, {self.free_bytes:,} are free. Free some "
+            "space, choose another folder, or set base_weights to link."
+        )
 
 
 def estimate_cost(
@@ -85,7 +97,7 @@ def estimate_cost(
     kept: Mapping[str, Kept],
     notes: Sequence[str],
 ) -> Estimate:
-    """Estimate tokens, memory and disk of a job; an error where the disk has no room."""
+    """Estimate tokens, memory and disk of a job."""
     folder = find_beside_weights(work.recipe.model, work.recipe.revision)
     tokenizer = need_tokenizer(folder, work.recipe.model, work.recipe.running)
     added = plan.costs.parameters_added
@@ -94,22 +106,18 @@ def estimate_cost(
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
     place = next(folder for folder in (work.folder.resolve(), *work.folder.resolve().parents) if folder.exists())
     count = count_tokens(work.recipe.data, tokenizer)
-    estimate = Estimate(
+    disk, free = _disk(work, base_bytes, added), shutil.disk_usage(place).free
+    written = sum(file.stat().st_size for file in work.folder.rglob("*") if file.is_file())
+    return Estimate(
         stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
         tokens=count.tokens,
         is_least=count.is_least,
         memory_bytes=_least_memory(work, plan, base_bytes, added),
-        disk_bytes=_disk(work, base_bytes, added),
-        free_bytes=shutil.disk_usage(place).free,
+        disk_bytes=disk,
+        free_bytes=free,
+        missing_bytes=max(0, disk - written - free),
         notes=tuple(notes),
     )
-    left = estimate.disk_bytes - sum(file.stat().st_size for file in work.folder.rglob("*") if file.is_file())
-    if left > estimate.free_bytes:
-        raise CheckpointError(
-            f"{work.folder}: about {left:,} bytes are needed, {estimate.free_bytes:,} are free. Free some space, "
-            "choose another folder, or set base_weights to link."
-        )
-    return estimate
 
 
 def _least_memory(work: Work, plan: Plan, base_bytes: int, added: int) -> int:

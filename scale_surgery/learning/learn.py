@@ -29,6 +29,7 @@ from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import Source, find_beside_weights, open_model
 from scale_surgery.checkpoint.staging import touches
+from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
@@ -41,6 +42,7 @@ from scale_surgery.learning.processes import GO_ON
 from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import PRESET, write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, stages_of
+from scale_surgery.planning.base import base_alone
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.paths import path_problems
@@ -119,7 +121,9 @@ def resolve_recipe(overrides: Mapping[str, Any]) -> Recipe:
 def _facts(recipe: Recipe) -> JobFacts:
     source, checkpoint = open_model(recipe.model, recipe.revision)
     config = checkpoint.config.get("text_config") or checkpoint.config
-    layers = next((int(config[key]) for key in LAYER_KEYS if config.get(key)), 0)
+    layers = next((int(config[key]) for key in LAYER_KEYS if config.get(key)), None)
+    if layers is None:
+        layers = read_base(base_alone(checkpoint), recipe.running).sizes.layers
     tokenizer = need_tokenizer(find_beside_weights(recipe.model, recipe.revision), source.name, recipe.running)
     count = count_tokens(recipe.data, tokenizer)
     tokens = None if count.is_least else count.tokens
@@ -203,6 +207,8 @@ def learn(
 
 def run(job: Job, *, events: JobEvents = JobEvents(), track: Track = no_track) -> Learned:
     """Run a prepared job; see `learn`."""
+    if (problem := job.estimate.disk_problem) is not None:
+        raise CheckpointError(f"{job.work.folder}: {problem}")
     try:
         return _run(job, events, track)
     except KeyboardInterrupt as error:

@@ -1,6 +1,6 @@
 """Presets: named settings that go together; a recipe and options override them.
 
-default   W12 in attention and MLP, and a router; the learning rate is the best of three that were tried on the shipped
+default   the last quarter of the layers, W12 in attention and MLP, and a router; the learning rate is the best of three that were tried on the shipped
           model; texts that are short are read up to twelve times, in batches that leave a hundred steps
 one-path  gates and rehearsal in place of a router: a model that can be fused and served
 paper     SCALE-Route as published for English to Korean (arXiv 2511.03270, section 5): all layers, W12 above the lowest
@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scale_surgery.errors import PlanError
-from scale_surgery.learning.recipe import PresetName, preset_problem
+from scale_surgery.learning.recipe import AUTO, PresetName, preset_problem
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.scale import NO_LAYERS
 from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
 
 PresetValues = dict[str, Any]
+# share of the layers that is expanded, the last ones
+EXPANDED = 1 / 4
 # share of the lowest layers that have no W12
 PRESERVED = 3 / 16
 PAPER_LENGTH, PAPER_BATCH, ROWS = 8192, 512, 8
@@ -58,6 +60,7 @@ def _default(facts: JobFacts) -> PresetValues:
     tokens = STEPS * usual * row_tokens if facts.tokens is None else facts.tokens
     passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / tokens)))
     return {
+        "expansion.layers": f"last:{math.ceil(facts.layers * EXPANDED)}",
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
         "training.learning_rate": 2e-3,
@@ -113,6 +116,9 @@ def with_preset(name: PresetName, overrides: Mapping[str, Any], facts: JobFacts)
     values = PRESETS[name](replace(facts, batch_size=batch_size, sequence_length=length))
     # an empty variant is none that was said
     said = {key: value for key, value in overrides.items() if (key, value) != ("expansion.variant", None)}
+    # a budget is what a pilot may spend
+    if any(key.startswith("ranking.") for key in said) and "expansion.layers" not in said:
+        said["expansion.layers"] = AUTO
     # steps go in place of passes
     dropped = {"training.epochs"} if said.get("training.steps") is not None else set()
     # a preset says which of all layers have W12; where layers are chosen, each has it

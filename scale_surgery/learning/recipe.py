@@ -48,7 +48,8 @@ class Recipe:
         accelerate_config: Settings for several processes, a YAML file of accelerate config, such as fsdp2.yaml.
             Default: DDP.
         hold_out: Which text is set aside.
-        ranking: What a pilot may spend on layers, and how it trains (layers: auto).
+        ranking: What a pilot may spend on layers, and how it trains (layers: auto). If any of it is given and layers
+            are not, a pilot chooses.
         expansion: Layers, method and widths; layers: auto lets a pilot choose.
         tokens: Tokens to add to the tokenizer.
         training: How the new blocks train.

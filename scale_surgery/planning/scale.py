@@ -246,11 +246,6 @@ def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]
             f"--up-kv-heads is {widths.up_kv_heads}, expected 0: no attention of this model can be given new heads "
             "(scale-surgery inspect says why)."
         )
-    if sizes.head_size and widths.up_width > 0 and widths.up_width % sizes.head_size:
-        problems.append(
-            f"--up-width is {widths.up_width}, expected a multiple of the head size {sizes.head_size}, "
-            f"such as {-(-widths.up_width // sizes.head_size) * sizes.head_size}."
-        )
     if not any(asdict(widths).values()):
         problems.append("--up-width, --up-kv-heads and --up-inner-width are all 0: there is nothing to add.")
     return problems

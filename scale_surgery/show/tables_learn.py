@@ -60,6 +60,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         ("to learn", f"{about} {format_count(estimate.tokens)} tokens"),
     ]
     notes = [sentence(f"note: {note}", "yellow") for note in estimate.notes]
+    notes += [sentence(f"missing: {estimate.disk_problem}", "red")] if estimate.missing_bytes else []
     return Group(Facts("to do", stages), Text(), Facts("", rows), *notes)
 
 

@@ -419,6 +419,20 @@ def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, mon
     assert not (tmp_path / "job").exists()
 
 
+def test_a_dry_run_shows_all_stages_and_the_room_that_is_missing(settings, tmp_path, monkeypatch):
+    words = learn_words(settings, "-o", str(tmp_path / "job"), "--dry-run")
+    assert "missing" not in command.run(*words).output, "the control: there is room"
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: namedtuple("Usage", "total used free")(10, 9, 1))
+    shown = command.run(*words).output
+    said = " ".join(shown.split())
+    assert re.search(r"missing: about [\d,]+ bytes are needed, 1 are free\. Free some space", said)
+    lines = [line for line in shown.splitlines() if line.startswith("scale-surgery ")]
+    assert len(lines) == 10 and f"plan {SHIPPED_MODEL} --layers last:1 " in lines[2]
+    estimate = json.loads(command.run(*words, "--json").output)
+    assert estimate["missing_bytes"] == estimate["disk_bytes"] - 1 and len(estimate["stages"]) == 10
+    assert not (tmp_path / "job").exists()
+
+
 def test_gates_without_rehearsal_are_refused_before_anything_is_written(settings, tmp_path):
     gated = resolve_recipe(settings | {"expansion.variant": "gated", "expansion.collaborate": "both"})
     with pytest.raises(TrainingError, match="its gates learn from rehearsal which text they leave to the base"):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-from scale_surgery import PlanError, read_recipe, resolve_recipe, write_recipe
+from scale_surgery import CheckpointError, PlanError, read_recipe, resolve_recipe, write_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.options import read_settings
 from scale_surgery.cli.program import main
@@ -175,6 +175,28 @@ def test_each_layer_that_is_said_has_w12(data):
         prepare(recipe, data.parent / "job")
     chosen = {"expansion.layers": "last:2", "expansion.collaborative_layers": "-1"}
     assert resolve_recipe(said | chosen).expansion.collaborative_layers == "-1", "what is said counts"
+
+
+def test_the_last_quarter_is_expanded_and_a_pilot_is_for_who_asks(data):
+    def layers(preset="default", count=30, **said):
+        values = SAID | {name.replace("__", "."): value for name, value in said.items()}
+        return make_recipe(with_preset(preset, values, JobFacts(count, 4096, 9_000))).expansion.layers
+
+    assert [layers(count=count) for count in (1, 4, 18, 26, 80)] == ["last:1", "last:1", "last:5", "last:7", "last:20"]
+    assert layers(expansion__method="depth") == "last:8"
+    # a budget alone says that a pilot chooses; beside layers it is not read
+    assert layers(ranking__budget="10%") == layers(expansion__layers="auto") == "auto"
+    assert layers(ranking__budget="10%", expansion__layers="0") == "0"
+    assert layers("paper") == layers("one-path") == "all"
+    assert resolve_recipe({"model": str(SHIPPED_MODEL), "data": str(data)}).expansion.layers == "last:1"
+
+
+def test_a_number_of_layers_that_config_json_leaves_to_its_class_is_compared_with_the_tensors(data, tmp_path):
+    folder = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
+    with edited(folder / "config.json") as config:
+        del config["num_hidden_layers"]
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 32, found tensors of 4 layers"):
+        resolve_recipe({"model": str(folder), "data": str(data)})
 
 
 def test_a_preset_goes_by_the_length_that_is_said():

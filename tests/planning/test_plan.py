@@ -129,10 +129,6 @@ def test_without_up_stream_w12_stands_where_something_was_added(base_of):
     (
         (Request("9"), ["--layers 9: layer 9 is out of range, the model has layers 0 to 2."]),
         (
-            Request("0", up_width=25),
-            ["--up-width is 25, expected a multiple of the head size 10, such as 30."],
-        ),
-        (
             Request("0", up_width=-10, up_kv_heads=-1, up_inner_width=-8),
             [
                 "--up-width is -10, expected from 0 to 10000000.",
@@ -210,13 +206,13 @@ def test_what_does_not_fit_is_said(refuse, request_, messages):
 
 
 def test_several_problems_are_one_error(refuse):
-    lines = refuse("9,1,1", variant="adapt", up_width=7, ratio=float("nan"), collaborative_layers="x")
+    lines = refuse("9,1,1", variant="adapt", up_width=-7, ratio=float("nan"), collaborative_layers="x")
     beginnings = [" ".join(line.split()[:3]) for line in lines]
     assert beginnings == [
         "--layers 9,1,1: layer",
         "--layers 9,1,1: names",
         "--ratio is nan,",
-        "--up-width is 7,",
+        "--up-width is -7,",
         "--collaborative-layers x: 'x'",
     ]
 
