@@ -8,7 +8,11 @@ import torch
 import transformers
 
 TINY = {"vocab_size": 97, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
-LLAMA_LIKE = TINY | {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 52, "max_position_embeddings": 64}
+# of four key/value heads an eighth is none, and one is twice that share: it is added by default
+LLAMA_LIKE = TINY | {
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 10},
+    **{"intermediate_size": 52, "max_position_embeddings": 64},
+}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # family: (config class, what differs from LLAMA_LIKE)
@@ -32,6 +36,8 @@ def tiny_config(family: str, **changes: object) -> transformers.PretrainedConfig
     name, options = CONFIGS[family]
     common = dict(LLAMA_LIKE)
     if family in ("gpt_neox", "gpt2", "phi3"):
+        # heads of 10 features follow from four of them
+        common |= {"num_attention_heads": 4}
         common.pop("head_dim")
     if family in ("gpt_neox", "gpt2"):
         common.pop("num_key_value_heads")

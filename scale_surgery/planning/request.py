@@ -32,8 +32,10 @@ class Request:
         collaborate: Where these layers have W12: in attention, in the MLP or in both (adapt, gated). Default: attn;
             with an up width of 0 wherever something is added.
         ratio: Added width as a share of the base's, for widths that are not given.
-        up_width: Features added to the hidden size. Default: from the ratio.
-        up_kv_heads: Key/value heads added in each layer, each with its query heads. Default: from the ratio.
+        up_width: Features added to the hidden size. Default: from the ratio, in eights; fewer if the new columns of
+            the head would cost more parameters than the layers.
+        up_kv_heads: Key/value heads added in each layer, each with its query heads. Default: from the ratio; none if
+            one head is more than twice that share.
         up_inner_width: Features added inside each MLP. Default: from the ratio.
         init_w21: How W21 starts.
         init_w22: How W22 starts.

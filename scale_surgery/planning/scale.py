@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import tensor_name
@@ -27,6 +28,9 @@ USUAL_INNER = 4
 NO_LAYERS = "none"
 # shares of widths that differ more from the ratio are explained
 SHARE_TOLERANCE = 0.2
+# a single key/value head may be so many times the share that the ratio asks for
+MOST_OF_SHARE = 2
+LEAST_WIDTH = 8
 
 
 class Scale(Method):
@@ -83,7 +87,29 @@ class Scale(Method):
         problems += unmet
         if problems:
             raise PlanError.from_problems(problems)
-        return Resolved(layers, widths, collaboration)
+        resolved = Resolved(layers, widths, collaboration)
+        return resolved if request.up_width is not None else self._with_cheap_head(base, request, resolved)
+
+    def _with_cheap_head(self, base: Base, request: Request, resolved: Resolved) -> Resolved:
+        """Lower the up width, in eights, until the head's new columns cost no more than all that layers get."""
+
+        def with_width(up_width: int) -> Resolved:
+            return replace(resolved, widths=replace(resolved.widths, up_width=up_width))
+
+        def over(up_width: int) -> int:
+            """Count how many parameters the head gets more than the layers."""
+            tensors = list(self.new_tensors(base, self.specs(base, request, with_width(up_width))))
+            head = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "head")
+            return head - sum(prod(tensor.shape) for tensor in tensors if tensor.layer is not None)
+
+        most = resolved.widths.up_width
+        if most <= LEAST_WIDTH or over(most) <= 0:
+            return resolved
+        # both grow by as much with each feature
+        least = over(LEAST_WIDTH)
+        slope = (over(most) - least) / (most - LEAST_WIDTH)
+        fitting = LEAST_WIDTH + int(-least / slope) // 8 * 8 if least < 0 else LEAST_WIDTH
+        return with_width(fitting)
 
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """Every module that is expanded, and how wide."""
@@ -202,36 +228,48 @@ def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
     ratio = request.ratio if request.ratio in RATIO else 1.0
 
     def of_eight(features: int) -> int:
-        return max(8, round(features * ratio / 8) * 8)
+        return max(LEAST_WIDTH, round(features * ratio / 8) * 8)
 
-    # where no attention is split, no head can be added
-    kv_heads = given(request.up_kv_heads, max(1, round(sizes.key_value_heads * ratio)) if sizes.key_value_heads else 0)
-    heads_width = kv_heads * sizes.queries_per_key_value * sizes.head_size
-    width = given(request.up_width, heads_width if sizes.key_value_heads else of_eight(sizes.hidden))
     # beside a mixture of experts stands an MLP of usual proportions
-    inner = given(request.up_inner_width, of_eight(sizes.inner or USUAL_INNER * sizes.hidden))
-    return Widths(width, kv_heads, inner)
+    return Widths(
+        given(request.up_width, of_eight(sizes.hidden)),
+        given(request.up_kv_heads, default_kv_heads(sizes.key_value_heads, ratio)),
+        given(request.up_inner_width, of_eight(sizes.inner or USUAL_INNER * sizes.hidden)),
+    )
+
+
+def default_kv_heads(heads: int, ratio: float) -> int:
+    """Key/value heads that a ratio adds: whole ones, and none if a single one is more than twice the share."""
+    # where no attention is split, no head can be added
+    return max(round(heads * ratio), int(heads > 0 and MOST_OF_SHARE * ratio * heads >= 1))
 
 
 def _shares(plan: Plan) -> str:
     """Added widths as shares of the base's, and why they differ from the ratio."""
     sizes, widths, request = plan.sizes, plan.widths, plan.request
     pairs = {
-        "residual stream": (widths.up_width, sizes.hidden, request.up_width),
-        "key/value heads": (widths.up_kv_heads, sizes.key_value_heads, request.up_kv_heads),
-        "inner": (widths.up_inner_width, sizes.inner, request.up_inner_width),
+        "residual stream": (widths.up_width, sizes.hidden),
+        "key/value heads": (widths.up_kv_heads, sizes.key_value_heads),
+        "inner": (widths.up_inner_width, sizes.inner),
     }
-    pairs = {name: (up, base, given) for name, (up, base, given) in pairs.items() if base}
-    shares = ", ".join(f"{name} {up / base:.1%}" for name, (up, base, _) in pairs.items())
-    unexplained = {name: up / base / request.ratio for name, (up, base, given) in pairs.items() if given is None}
-    far = [name for name, factor in unexplained.items() if not 1 - SHARE_TOLERANCE <= factor <= 1 + SHARE_TOLERANCE]
-    if not far or not sizes.key_value_heads:
-        return shares
-    return (
-        f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%} of each, but key/value heads are added "
-        f"whole to {sizes.key_value_heads}, and the residual stream is made as wide as the new query heads. Other "
-        "widths: --up-width, --up-kv-heads, --up-inner-width."
-    )
+    shares = ", ".join(f"{name} {up / base:.1%}" for name, (up, base) in pairs.items() if base)
+    asked = _resolve_widths(sizes, request)
+    reasons = []
+    if widths.up_width < asked.up_width:
+        reasons.append(
+            f"up width {widths.up_width} and not {asked.up_width}, so that the new columns of the head cost no more "
+            "than the layers (--up-width sets it)"
+        )
+    if sizes.key_value_heads and request.up_kv_heads is None:
+        one = f"1 key/value head is {1 / sizes.key_value_heads:.1%} of {sizes.key_value_heads}"
+        share = widths.up_kv_heads / sizes.key_value_heads / request.ratio
+        if not widths.up_kv_heads:
+            reasons.append(f"no new heads: {one}, more than twice the share (--up-kv-heads 1 adds it)")
+        elif not 1 - SHARE_TOLERANCE <= share <= 1 + SHARE_TOLERANCE:
+            reasons.append(f"heads are added whole: {one} (--up-kv-heads sets how many)")
+    return "; ".join([f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%}", *reasons]) + "." if (
+        reasons
+    ) else shares
 
 
 def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:
@@ -264,7 +302,7 @@ def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths
             "it there is nothing to add. Give an --up-inner-width, or other --layers."
         ]
     return [
-        f"{_no_up_stream(request)}: layers {format_layers(closed)} have neither attention that can be given new heads "
+        f"--up-width is 0: layers {format_layers(closed)} have neither attention that can be given new heads "
         "nor an MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
     ]
 
@@ -323,7 +361,7 @@ def _preserve_problems(request: Request, widths: Widths) -> list[str]:
     problems = []
     if widths.up_width == 0:
         problems.append(
-            f"{_no_up_stream(request)} with --variant preserve: without an up stream, W12 is the only way out of the "
+            "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the "
             "new heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
         )
     for option, value in (
@@ -335,13 +373,6 @@ def _preserve_problems(request: Request, widths: Widths) -> list[str]:
     return problems
 
 
-def _no_up_stream(request: Request) -> str:
-    """Why there is no up stream: the up width is 0, or the heads from which it follows are."""
-    if request.up_width is None and request.up_kv_heads == 0:
-        return "--up-kv-heads is 0 (and so the up width, which is that of the new heads)"
-    return "--up-width is 0"
-
-
 def _sealed_problems(
     request: Request, layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
 ) -> list[str]:
@@ -350,13 +381,13 @@ def _sealed_problems(
     problems = []
     if set(layers) - set(chosen):
         problems.append(
-            f"{_no_up_stream(request)}: --collaborative-layers names {format_layers(chosen)}, expected every expanded "
+            f"--up-width is 0: --collaborative-layers names {format_layers(chosen)}, expected every expanded "
             f"layer, {format_layers(layers)}. Leave the option out."
         )
     missing = [group for group in _needed_groups(widths) if group not in groups]
     if missing:
         problems.append(
-            f"{_no_up_stream(request)} and --collaborate leaves out {' and '.join(missing)}: what is added there would "
+            f"--up-width is 0 and --collaborate leaves out {' and '.join(missing)}: what is added there would "
             "have no way out. Use --collaborate both, or add nothing there."
         )
     return problems

@@ -59,7 +59,7 @@ SHORT = {
     "training.learning_rate": 5e-3,
     "ranking.steps": 2,
     "ranking.sequence_length": 64,
-    "ranking.budget": "40%",
+    "ranking.budget": "20%",
     "hold_out.most_characters": 1500,
 }
 # times and places differ from run to run; figures hold the release of their library
@@ -528,8 +528,8 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         (("--device", "nonsense"), "--device is 'nonsense', expected auto, cpu, cuda or another that torch knows."),
         (("--device", "hpu"), "--device is hpu, found"),
         (("--layers", "auto", "--budget", "0.01%"), "--budget 0.01% is 73 parameters, expected at least"),
-        (("--layers", "auto", "--set", "expansion.collaborative_layers=0"), "cannot be said before layers are chosen."),
-        (("--layers", "auto", "--set", "ranking.sequence_length=5000"), "--sequence-length is 5000, expected at most"),
+        (("--layers", "auto", "--budget", "20%", "--set", "expansion.collaborative_layers=0"), "cannot be said before layers are chosen."),
+        (("--layers", "auto", "--budget", "20%", "--set", "ranking.sequence_length=5000"), "--sequence-length is 5000, expected at most"),
         (("--set", "training.routed=true"), "training.routed is True, and learn writes the router after the training"),
         (("--rehearse", "nosuch.txt"), "nosuch.txt: there is no such file."),
         (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: there is no such file"),
@@ -580,10 +580,10 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     assert estimate.free_bytes > estimate.disk_bytes and 10**8 < estimate.memory_bytes < 10**10
 
 
-@pytest.mark.parametrize(("budget", "layers"), [("40%", "'(chosen by the pilot)'"), ("400%", "all")])
+@pytest.mark.parametrize(("budget", "layers"), [("20%", "'(chosen by the pilot)'"), ("400%", "all")])
 def test_a_pilot_runs_only_where_the_budget_leaves_a_choice(budget, layers, settings, tmp_path):
     job = prepare(resolve_recipe(settings | {"ranking.budget": budget}), tmp_path / "job")
-    chooses = budget == "40%"
+    chooses = budget == "20%"
     lines = {stage.name: stage.line for stage in job.estimate.stages}
     assert ("layers" in lines) is chooses and f"--layers {layers} " in lines["plan"]
     assert job.estimate.notes == (() if chooses else ("no pilot: --budget 400% pays for all layers",))

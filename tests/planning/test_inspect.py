@@ -16,7 +16,7 @@ def test_a_base_model(tmp_path: Path) -> None:
     inspection = inspect(base)
     assert (inspection.name, inspection.family, inspection.dtype, inspection.expanded) == ("base", "llama", "F32", None)
     sizes = inspection.sizes
-    assert (sizes.hidden, sizes.layers, sizes.query_heads, sizes.key_value_heads) == (40, 3, 4, 2)
+    assert (sizes.hidden, sizes.layers, sizes.query_heads, sizes.key_value_heads) == (40, 3, 8, 4)
     assert (sizes.head_size, sizes.inner, sizes.vocabulary, sizes.is_tied) == (10, 52, 97, False)
     # embedding and head; q, o; k, v; gate, up, down; two norms a layer; their biases; final norm
     weights = 2 * 97 * 40 + 3 * (2 * 40 * 40 + 2 * 20 * 40 + 3 * 52 * 40 + 80) + 40
@@ -47,9 +47,9 @@ def test_an_expanded_model(tmp_path: Path) -> None:
     (added,) = inspection.expanded.expansions.values()
     assert (added.variant, added.layers) == ("adapt", (1, 2))
     assert (added.collaborative_layers, added.collaborative_groups) == ((2,), ("attn",))
-    assert (added.up_width, added.up_kv_heads, added.up_inner_width) == (20, 1, 8)
+    assert (added.up_width, added.up_kv_heads, added.up_inner_width) == (8, 1, 8)
     assert sum(added.parameters_by_block.values()) == done.plan.costs.parameters_added
-    assert added.parameters_by_block["w12"] == 20 * (40 + 20 + 20) + 20 * 40
+    assert added.parameters_by_block["w12"] == 8 * (80 + 40 + 40) + 20 * 40
     assert added.steps == 0
     with edited(done.path / "surgery.json") as record:
         record["expansions"]["default"]["training"] = [{"steps": 3}, {"steps": 4}]

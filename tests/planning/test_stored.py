@@ -61,11 +61,11 @@ def test_the_plan_lists_exactly_the_tensors_that_the_model_has(pair_of, name, re
 
 
 def test_parameter_count_in_closed_form(pair_of):
-    hidden, heads, kv_heads, head, inner, vocabulary = 40, 4, 2, 10, 52, 97
-    new_kv, inner_up = 1, 8  # round(2 / 8) is 0, so 1; 52 / 8 to a multiple of 8
+    hidden, heads, kv_heads, head, inner, vocabulary = 40, 8, 4, 10, 52, 97
+    # 1 of 4 heads is twice an eighth; 40 / 8 and 52 / 8 to a multiple of 8
+    new_kv, up, inner_up = 1, 8, 8
     query, query_up = heads * head, new_kv * heads // kv_heads * head
     key, key_up = kv_heads * head, new_kv * head
-    up = query_up
     into = query_up + 2 * key_up + 2 * inner_up  # new outputs that read the residual stream
     w21 = into * hidden + up * query + up * inner
     w22 = into * up + up * query_up + up * inner_up
