@@ -35,11 +35,10 @@ def tiny_config(family: str, **changes: object) -> transformers.PretrainedConfig
     """Config of a tiny model."""
     name, options = CONFIGS[family]
     common = dict(LLAMA_LIKE)
-    if family in ("gpt_neox", "gpt2", "phi3"):
+    if family in ("gpt_neox", "gpt2"):
         # heads of 10 features follow from four of them
         common |= {"num_attention_heads": 4}
         common.pop("head_dim")
-    if family in ("gpt_neox", "gpt2"):
         common.pop("num_key_value_heads")
     if family == "gpt2":
         common.pop("max_position_embeddings")

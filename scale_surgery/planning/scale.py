@@ -267,9 +267,11 @@ def _shares(plan: Plan) -> str:
             reasons.append(f"no new heads: {one}, more than twice the share (--up-kv-heads 1 adds it)")
         elif not 1 - SHARE_TOLERANCE <= share <= 1 + SHARE_TOLERANCE:
             reasons.append(f"heads are added whole: {one} (--up-kv-heads sets how many)")
-    return "; ".join([f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%}", *reasons]) + "." if (
-        reasons
-    ) else shares
+    return (
+        "; ".join([f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%}", *reasons]) + "."
+        if (reasons)
+        else shares
+    )
 
 
 def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:

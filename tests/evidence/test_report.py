@@ -143,12 +143,12 @@ def test_fused_projections_are_taken_apart_by_role(made_of) -> None:
         for part in parts_of(report(phi3, files_only=True))["model.layers.2.self_attn.qkv_proj.expansions.default.w12"]
     }
     block, start = tensors["model.layers.2.self_attn.qkv_proj.expansions.default.w12"], 0
-    for role, count in (("q", 40), ("k", 20), ("v", 20)):
+    for role, count in (("q", 80), ("k", 40), ("v", 40)):
         assert rows[role].norms.norm == pytest.approx(float(block[start : start + count].norm()))
         assert rows[role].shape == (count, block.shape[1])
         start += count
     assert rows["q"].norms.base_norm == pytest.approx(
-        float(tensors["model.layers.2.self_attn.qkv_proj.weight"][:40].norm())
+        float(tensors["model.layers.2.self_attn.qkv_proj.weight"][:80].norm())
     )
     _, neox = made_of("gpt_neox", "adapt")
     name = "gpt_neox.layers.2.attention.query_key_value.expansions.default.w21"
@@ -373,7 +373,7 @@ def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
         tensors[W12] = torch.zeros(3, 2)
     assert refusal(report, spoiled, error=CheckpointError).splitlines() == [
         f"{W21}: is missing from {spoiled}. Restore its shard.",
-        f"{W12}: shape (3, 2), expected (40, 20) from the plan. Restore its shard.",
+        f"{W12}: shape (3, 2), expected (80, 8) from the plan. Restore its shard.",
     ]
 
 

@@ -528,8 +528,14 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         (("--device", "nonsense"), "--device is 'nonsense', expected auto, cpu, cuda or another that torch knows."),
         (("--device", "hpu"), "--device is hpu, found"),
         (("--layers", "auto", "--budget", "0.01%"), "--budget 0.01% is 73 parameters, expected at least"),
-        (("--layers", "auto", "--budget", "20%", "--set", "expansion.collaborative_layers=0"), "cannot be said before layers are chosen."),
-        (("--layers", "auto", "--budget", "20%", "--set", "ranking.sequence_length=5000"), "--sequence-length is 5000, expected at most"),
+        (
+            ("--layers", "auto", "--budget", "20%", "--set", "expansion.collaborative_layers=0"),
+            "cannot be said before layers are chosen.",
+        ),
+        (
+            ("--layers", "auto", "--budget", "20%", "--set", "ranking.sequence_length=5000"),
+            "--sequence-length is 5000, expected at most",
+        ),
         (("--set", "training.routed=true"), "training.routed is True, and learn writes the router after the training"),
         (("--rehearse", "nosuch.txt"), "nosuch.txt: there is no such file."),
         (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: there is no such file"),

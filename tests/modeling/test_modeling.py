@@ -102,7 +102,7 @@ def test_what_a_model_does_not_take_is_refused(llama):
         model.resize_token_embeddings(120)
     with pytest.raises(ValueError, match="argument 2 is longer"):
         model(IDS, *[None] * 30)
-    with pytest.raises(ValueError, match="inputs_embeds: are 40 wide, expected 60, the base stream and the up streams"):
+    with pytest.raises(ValueError, match="inputs_embeds: are 40 wide, expected 48, the base stream and the up streams"):
         model(inputs_embeds=narrow)
     for run in (model, model.generate):
         with pytest.raises(ValueError, match=r"^adapter_names: is PEFT's, .* Give expansion_names=, "):

@@ -19,8 +19,8 @@ def test_a_base_model(tmp_path: Path) -> None:
     assert (sizes.hidden, sizes.layers, sizes.query_heads, sizes.key_value_heads) == (40, 3, 8, 4)
     assert (sizes.head_size, sizes.inner, sizes.vocabulary, sizes.is_tied) == (10, 52, 97, False)
     # embedding and head; q, o; k, v; gate, up, down; two norms a layer; their biases; final norm
-    weights = 2 * 97 * 40 + 3 * (2 * 40 * 40 + 2 * 20 * 40 + 3 * 52 * 40 + 80) + 40
-    biases = 3 * (40 + 20 + 20 + 40 + 52 + 52 + 40)
+    weights = 2 * 97 * 40 + 3 * (2 * 80 * 40 + 2 * 40 * 40 + 3 * 52 * 40 + 80) + 40
+    biases = 3 * (80 + 40 + 40 + 40 + 52 + 52 + 40)
     assert inspection.parameters_stored == inspection.parameters_unique == weights + biases
     assert (
         inspection.bytes == 4 * inspection.parameters_stored == sum(inspection.shards.values())

@@ -228,7 +228,7 @@ def test_heads_that_no_stock_class_has_are_refused(pair_of, family, reason):
 def test_what_has_more_than_one_path_or_stream_is_refused(pair_of, stock_of, tmp_path):
     _, expanded, _ = stock_of("llama", BOTH)
     assert problems_of(pair_of("llama").path) == [
-        "--to stock: the residual stream is 20 features wider than the base's 40, expected an up width of 0: a stock "
+        "--to stock: the residual stream is 8 features wider than the base's 40, expected an up width of 0: a stock "
         "class has one stream, whose norms, embedding and head know no second one. Merge --to fused, or expand with "
         "--variant adapt --up-width 0."
     ]
@@ -239,7 +239,9 @@ def test_what_has_more_than_one_path_or_stream_is_refused(pair_of, stock_of, tmp
 
 
 def test_heads_are_refused_where_rope_factors_fix_their_number(base_of):
-    config = open_checkpoint(base_of("phi3")).config
+    config = open_checkpoint(base_of("phi3")).config | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    # the rope factors are as many as follow from hidden size and heads
+    del config["head_dim"]
     sizes = read_sizes(FAMILIES["phi3"], config)
     longrope = {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [1.0] * 5}}
     longrope["rope_parameters"] |= {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
@@ -289,12 +291,12 @@ def test_the_plan_says_what_padding_costs(base_of, stock_of):
     assert cost.parameters_expanded == sum(info.elements for info in open_checkpoint(expanded).tensors.values())
     zeros = sum(int((read_tensor(open_checkpoint(path), name) == 0).sum()) for name in open_checkpoint(path).tensors)
     assert cost.padding == cost.parameters - cost.parameters_expanded == zeros
-    assert (cost.before, cost.after) == (StockWidths(4, 2, 52), StockWidths(8, 4, 60))
+    assert (cost.before, cost.after) == (StockWidths(8, 4, 52), StockWidths(10, 5, 60))
     everywhere = plan(base, replace(INNER, layers="all")).costs.stock
     assert everywhere.padding == 0
     text = " ".join(shown(render_plan(plan(base, BOTH), tensors=False)).split())
     assert (
-        "stock form +17,568 (41.9%), of them 14,152 zeros; heads from 4 query and 2 key/value to 8 query and 4 "
+        "stock form +10,248 (18.1%), of them 6,832 zeros; heads from 8 query and 4 key/value to 10 query and 5 "
         "key/value; inner from 52 to 60"
     ) in text
 
@@ -302,6 +304,7 @@ def test_the_plan_says_what_padding_costs(base_of, stock_of):
 @pytest.mark.parametrize(("hidden", "up", "heads"), ((40, 0, 4), (40, 1, 8), (48, 1, 6), (40, 3, 10), (42, 1, 6)))
 def test_query_heads_divide_the_hidden_size_where_the_config_wants_it(hidden, up, heads):
     sizes = replace(read_sizes(FAMILIES["llama"], tiny_config("llama").to_dict()), hidden=hidden)
+    sizes = replace(sizes, query_heads=4, key_value_heads=2)
     assert stock_sizes(FAMILIES["llama"], sizes, Widths(0, up, 0)).query_heads == heads
     assert stock_sizes(FAMILIES["mistral"], sizes, Widths(0, up, 0)).query_heads == 4 + 2 * up
     odd = replace(sizes, hidden=41)

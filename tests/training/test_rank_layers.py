@@ -29,7 +29,7 @@ from tests.conftest import digests, load, refusal
 from tests.each import mostly
 from tests.tiny import save_tiny
 
-PILOT = RankingSettings(budget="50%", steps=3, sequence_length=32, learning_rate=1e-3)
+PILOT = RankingSettings(budget="15%", steps=3, sequence_length=32, learning_rate=1e-3)
 LAYERS = 5
 SIZES = {"num_hidden_layers": LAYERS, "vocab_size": 1152}
 
@@ -246,7 +246,7 @@ SHORT = ("--steps", "3", "--sequence-length", "32", "--learning-rate", "1e-3")
 
 def test_the_command_proposes_a_command_that_runs(base, text, ranked, tmp_path):
     file, picture = tmp_path / "ranking.json", tmp_path / "ranking.png"
-    output = run("rank-layers", base, "--data", text, "--budget", "50%", "-o", file, "-o", picture, *SHORT).output
+    output = run("rank-layers", base, "--data", text, "--budget", "15%", "-o", file, "-o", picture, *SHORT).output
     assert "warning: 3 steps tell little of the text" in output
     (line,) = [line for line in output.splitlines() if line.startswith("next ")]
     command = line.removeprefix("next ").strip()
@@ -254,7 +254,7 @@ def test_the_command_proposes_a_command_that_runs(base, text, ranked, tmp_path):
     run(*command.split()[1:], "-o", tmp_path / "wide")
     assert json.loads(file.read_text()) == ranked.to_json()
     assert picture.read_bytes().startswith(b"\x89PNG")
-    shown = run("rank-layers", base, "--data", text, "--budget", "50%", "--json", *SHORT)
+    shown = run("rank-layers", base, "--data", text, "--budget", "15%", "--json", *SHORT)
     assert json.loads(shown.output) == ranked.to_json()
 
 
@@ -280,7 +280,7 @@ def test_the_proposed_command_repeats_what_was_asked_for(ranked, request_, words
 def test_a_layer_that_is_passed_over_is_named(base, text, tmp_path):
     """Layer 0 brings new columns of the embedding with it, and may be the best and not fit."""
     path = learning_only(base, 0, tmp_path / "one")
-    output = run("rank-layers", path, "--data", text, "--budget", "20%", *SHORT).output
+    output = run("rank-layers", path, "--data", text, "--budget", "10%", *SHORT).output
     (row,) = [line.split() for line in output.splitlines() if line.split()[:2] == ["1", "0"]]
     assert row[-2:] == ["over", "budget"]
     assert "over budget" not in run("rank-layers", path, "--data", text, "--budget", "60%", *SHORT).output
@@ -296,7 +296,7 @@ def test_the_figure_shows_every_layer_and_which_are_proposed(ranked):
 def test_the_line_that_learn_shows_ranks_for_the_same_expansion(base, text, tmp_path):
     wide = Request("all", variant="adapt", up_width=20, up_kv_heads=1, up_inner_width=8, dtype="float16")
     asked = replace(wide, init_w21="random", svd="exact", init_embedding="zero", new_tokens_init="zero", seed=9)
-    recipe = Recipe(str(base), (str(text),), expansion=replace(asked, layers=AUTO), ranking=replace(PILOT, seed=5))
+    recipe = Recipe(str(base), (str(text),), expansion=replace(asked, layers=AUTO), ranking=replace(PILOT, budget="50%", seed=5))
     work = Work(recipe, tmp_path, routes=True, has_pilot=True)
     (stage,) = [stage for stage in stages_of(work) if stage.name == "layers"]
     words = shlex.split(stage.line({}).replace(str(tmp_path / "texts-new" / "learn.jsonl"), str(text)))
