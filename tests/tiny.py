@@ -9,10 +9,8 @@ import transformers
 
 TINY = {"vocab_size": 97, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
 # of four key/value heads an eighth is none, and one is twice that share: it is added by default
-LLAMA_LIKE = TINY | {
-    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 10},
-    **{"intermediate_size": 52, "max_position_embeddings": 64},
-}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 10}
+LLAMA_LIKE = TINY | HEADS | {"intermediate_size": 52, "max_position_embeddings": 64}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # family: (config class, what differs from LLAMA_LIKE)

@@ -29,6 +29,7 @@ from scale_surgery.surgery.route import route_export
 
 FROZEN_LAYERS = 2
 RANK = 36
+UP_WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def deepened(base: Path, seed: int, *, request: Request) -> Any:
 
 def scale(name: str, inner_width: int, rate: float = 3e-3, **options: Any) -> Method:
     """Describe an expansion of all layers."""
-    return Method(name, partial(expanded, request=Request("all", up_inner_width=inner_width, **options)), rate)
+    request = Request("all", up_width=UP_WIDTH, up_kv_heads=1, up_inner_width=inner_width, **options)
+    return Method(name, partial(expanded, request=request), rate)
 
 
 def adapt(collaborate: Literal["attn", "both"], lowest: int, inner_width: int) -> Method:

@@ -59,8 +59,8 @@ def test_default_widths_are_an_eighth_and_shares_that_are_not_are_explained(base
         return rows(plan(base_of("llama"), Request("1", **widths)))["share of base"]
 
     assert share() == (
-        "residual stream 20.0%, key/value heads 25.0%, inner 15.4%. --ratio 0.125 asks for 12.5%; heads are added whole: "
-        "1 key/value head is 25.0% of 4 (--up-kv-heads sets how many)."
+        "residual stream 20.0%, key/value heads 25.0%, inner 15.4%. --ratio 0.125 asks for 12.5%; heads are added "
+        "whole: 1 key/value head is 25.0% of 4 (--up-kv-heads sets how many)."
     )
     assert share(ratio=0.1) == (
         "residual stream 20.0%, key/value heads 0.0%, inner 15.4%. --ratio 0.1 asks for 10.0%; no new heads: 1 "

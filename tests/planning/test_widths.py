@@ -40,9 +40,13 @@ def shape_of(tmp_path_factory):
 def save_shape(folder: Path, kind: str, vocabulary: int, hidden: int, inner: int, layers: int, *heads: int) -> Path:
     """Write a tied base of zeros, of which only the header takes room on the disk."""
     config = getattr(transformers, kind)(
-        **{"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers},
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
         **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True)),
-        **{"tie_word_embeddings": True, "dtype": "bfloat16"},
+        tie_word_embeddings=True,
+        dtype="bfloat16",
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

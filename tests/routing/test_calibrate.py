@@ -80,7 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("route_calibrate")
     # no more tokens than letters, so that what a path finds most likely can be written as an answer
     base = with_tokenizer(save_tiny(place / "base", "llama", vocab_size=33))
-    request = Request("0-2", variant="adapt", collaborative_layers="1-2", collaborate="both")
+    request = Request("0-2", variant="adapt", collaborative_layers="1-2", collaborate="both", up_width=20)
     shake(expand(base, request, place / "wide").path)
     for name, routing in ROUTINGS.items():
         route_export(place / "wide", place / name, routing)

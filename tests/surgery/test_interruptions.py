@@ -16,7 +16,7 @@ from tests.conftest import DEEPENED, digests
 from tests.each import mostly
 from tests.interrupted_steps import SHARD_BYTES, expand_on_a_full_disk, run_apart, run_killed
 
-REQUEST = Request("1-2", variant="adapt", collaborate="both", init_w22="random")
+REQUEST = Request("1-2", variant="adapt", collaborate="both", init_w22="random", up_width=20)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_a_name_for_each_row(llama):
         assert torch.equal(tokens[row], llama.alone(name).generate(**prompt, **GREEDY, num_beams=3)[row])
     model.set_expansion(list(LLAMA))
     keys = model(random_ids(2, 5), use_cache=True).cache.layers[1].keys
-    assert keys.shape[1] == 2 + 1 + 1 + 2 + 2, "the base's, new ones of medicine and music, those of law and chess"
+    assert keys.shape[1] == 4 + 1 + 1 + 4 + 4, "the base's, new ones of medicine and music, those of law and chess"
 
 
 def test_all_share_the_weights_of_the_base(llama):

@@ -71,7 +71,7 @@ def test_a_python_caller_is_told_all_typos_at_once_as_a_command_line_user_is_tol
     ("name", "value", "message"),
     [
         ("lm_head.weight", torch.zeros(50, 40), r"lm_head\.weight: shape \(50, 40\), expected \(97, 40\)"),
-        ("model.layers.1.self_attn.q_proj.bias", torch.zeros(7), r"q_proj\.bias: shape \(7,\), expected \(40,\)"),
+        ("model.layers.1.self_attn.q_proj.bias", torch.zeros(7), r"q_proj\.bias: shape \(7,\), expected \(80,\)"),
         (
             "model.layers.1.mlp.down_proj.bias",
             None,

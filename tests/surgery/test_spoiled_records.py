@@ -97,8 +97,8 @@ SPOILED: dict[str, tuple[Change, str]] = {
     "name": (lambda content: request(content).update(name="law"), "is called 'law' in its request"),
     "sizes": (lambda content: facts(content)["sizes"].update(hidden=17), "facts.sizes.hidden is 17, expected 40"),
     "heads": (
-        lambda content: facts(content)["sizes"].update(key_value_heads=4),
-        "facts.sizes.key_value_heads is 4, expected 2",
+        lambda content: facts(content)["sizes"].update(key_value_heads=2),
+        "facts.sizes.key_value_heads is 2, expected 4",
     ),
     "vocabulary": (
         lambda content: facts(content)["sizes"].update(vocabulary=96),

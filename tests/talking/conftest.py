@@ -28,9 +28,13 @@ TEMPLATE = (
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a stock model, expansions of it that stand for trained ones, and other forms of them."""
     place = tmp_path_factory.mktemp("talking")
-    base = save_tiny(place / "base", "llama", vocab_size=258, max_position_embeddings=CONTEXT)
+    # sizes of which random blocks make both paths win tokens
+    sizes = {"vocab_size": 258, "max_position_embeddings": CONTEXT, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = save_tiny(place / "base", "llama", **sizes)
     bytes_tokenizer().save_pretrained(base)
-    expand(base, Request("0-2", variant="adapt", collaborative_layers="1-2", init_w22="random"), place / "wide")
+    widths = {"up_width": 20, "up_kv_heads": 1}
+    request = Request("0-2", variant="adapt", collaborative_layers="1-2", init_w22="random", **widths)
+    expand(base, request, place / "wide")
     shake(place / "wide")
     route_export(place / "wide", place / "posterior", PosteriorRouter(switch_rate=0.05))
     # a threshold that sends tokens to both sides

@@ -296,7 +296,8 @@ def test_the_figure_shows_every_layer_and_which_are_proposed(ranked):
 def test_the_line_that_learn_shows_ranks_for_the_same_expansion(base, text, tmp_path):
     wide = Request("all", variant="adapt", up_width=20, up_kv_heads=1, up_inner_width=8, dtype="float16")
     asked = replace(wide, init_w21="random", svd="exact", init_embedding="zero", new_tokens_init="zero", seed=9)
-    recipe = Recipe(str(base), (str(text),), expansion=replace(asked, layers=AUTO), ranking=replace(PILOT, budget="50%", seed=5))
+    pilot = replace(PILOT, budget="50%", seed=5)
+    recipe = Recipe(str(base), (str(text),), expansion=replace(asked, layers=AUTO), ranking=pilot)
     work = Work(recipe, tmp_path, routes=True, has_pilot=True)
     (stage,) = [stage for stage in stages_of(work) if stage.name == "layers"]
     words = shlex.split(stage.line({}).replace(str(tmp_path / "texts-new" / "learn.jsonl"), str(text)))
