@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.files import as_json
@@ -92,6 +93,13 @@ def _is_text(value: str) -> bool:
 
 def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:
     """The text of tokenizer.json with new tokens, whose ids begin at the rows of the base's embedding."""
+    # bytes take a quarter of the memory of a text that has an emoji
+    return _extended(text.encode(), rows, new).decode()
+
+
+@lru_cache(maxsize=1)
+def _extended(text: bytes, rows: int, new: NewTokens) -> bytes:
+    """The same; it is tried before it is written, and a large one takes seconds to make."""
     content = json.loads(text)
     model, added, known = content["model"], content.setdefault(ADDED_TOKENS, []), token_ids(content)
     placeholders = {placeholder(id_): id_ for id_ in unused_ids(content, rows)}
@@ -108,7 +116,7 @@ def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:
         model["merges"] += [merge.split(" ") for merge in new.merges] if is_pairs else new.merges
     else:
         added += [_added(token, id_) for token, id_ in tokens.items()]
-    return as_json(content)
+    return as_json(content).encode()
 
 
 def extended_tokenizer_config(text: str, rows: int, new: NewTokens) -> str:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,23 @@ LEARN_THEM = "Or learn tokens from a text: --new-tokens-from TEXT --count N."
 
 
 @dataclass(frozen=True)
+class TokenizerFacts:
+    """Ids, kind of model, prefix of continuing pieces and number of merges of a tokenizer.json."""
+
+    ids: Mapping[str, int]
+    kind: str
+    prefix: str
+    merges: int
+
+
+@dataclass(frozen=True)
 class BaseTokenizer:
-    """A base's tokenizer: the text of its tokenizer.json, parsed too, and as it loads; `rows` are its embedding's."""
+    """A base's tokenizer: the text of its tokenizer.json, its facts, and as it loads; `rows` are its embedding's."""
 
     path: Path
     rows: int
     text: str
-    content: Mapping[str, Any]
+    facts: TokenizerFacts
     loaded: Any
 
 
@@ -44,8 +55,8 @@ def open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
             f"{model}: has no {TOKENIZER_FILE}, which new tokens are written into. {SAVE_IT} "
             "A tokenizer that is written in Python has none and can take no tokens."
         )
-    content = read_tokenizer(file)
     if loaded is None:
+        read_tokenizer(file)
         raise CheckpointError(
             f"{model}: its tokenizer does not load. --trust-remote-code lets one run its own code, and new tokens need "
             "one that runs none."
@@ -55,7 +66,9 @@ def open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
             f"{model}: its tokenizer is written in Python ({type(loaded).__name__}), expected one of the tokenizers "
             f"library, of which {TOKENIZER_FILE} says all."
         )
-    known, used = token_ids(content), loaded.get_vocab()
+    text = text_of(file)
+    facts = facts_of(text.encode())
+    known, used = facts.ids, loaded.get_vocab()
     if differing := [token for token in {**known, **used} if known.get(token) != used.get(token)]:
         raise CheckpointError(
             f"{file}: {counted(len(differing), 'token')} of the tokenizer {'has' if len(differing) == 1 else 'have'} "
@@ -67,7 +80,7 @@ def open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
             f"{model}: its tokenizer gives the id {known[highest]} for {highest!r}, expected ids below {rows}, the "
             "rows of its embedding. Use the tokenizer that the model was trained with."
         )
-    return BaseTokenizer(model, rows, text_of(file), content, loaded)
+    return BaseTokenizer(model, rows, text, facts, loaded)
 
 
 def read_tokenizer(file: Path) -> dict[str, Any]:
@@ -80,6 +93,19 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
     except Exception as error:  # the library raises it bare
         raise CheckpointError(f"{file}: the tokenizers library does not read it ({error}). {SAVE_IT}") from error
     return content
+
+
+@lru_cache(maxsize=1)
+def facts_of(text: bytes) -> TokenizerFacts:
+    """Read the facts of a tokenizer.json."""
+    content = json.loads(text)
+    model = content["model"]
+    return TokenizerFacts(
+        token_ids(content),
+        model.get("type", ""),
+        model.get("continuing_subword_prefix") or "",
+        len(model.get("merges") or ()),
+    )
 
 
 def text_of(file: Path) -> str:

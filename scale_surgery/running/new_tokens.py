@@ -113,7 +113,7 @@ def check_new_tokens(
     """Check that a base's tokenizer, as `load_tokenizer` gives it, can take these tokens; see `read_new_tokens`."""
     # they may be those of a saved plan, of somebody's own code, or of an expansion of another model
     base = open_base(model, tokenizer, rows)
-    ids = token_ids(base.content)
+    ids = base.facts.ids
     had = {
         token: ids.get(token) if new.merges else ids.get(token, _only_id(base.loaded, token)) for token in new.tokens
     }
@@ -122,11 +122,10 @@ def check_new_tokens(
         for token, id_ in had.items()
         if id_ is not None
     ]
-    if new.merges and base.content["model"].get("type") != "BPE":
+    if new.merges and base.facts.kind != "BPE":
         problems.append(f"--new-tokens: come with merges, and {model} has no BPE, whose merges they could go on with.")
-    prefix = base.content["model"].get("continuing_subword_prefix") or ""
     pairs = [merge.split(" ") for merge in new.merges]
-    made = [left + right.removeprefix(prefix) for left, right in pairs]
+    made = [left + right.removeprefix(base.facts.prefix) for left, right in pairs]
     # a character that the base writes in bytes is a token without a merge
     known = {*ids, *set(new.tokens).difference(made)}
     for token, pair in zip(made, pairs, strict=True):
@@ -153,7 +152,7 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
     _check_there(source)
     with open_text(source, no_progress) as (text, _):
         lines = text.read().removesuffix("\n").split("\n")
-    known = token_ids(base.content)
+    known = base.facts.ids
     names = {id_: token for token, id_ in known.items()}
     first: dict[str, int] = {}
     problems = []
@@ -185,7 +184,7 @@ def _read_folder(source: Path, base: BaseTokenizer) -> NewTokens:
     if not file.is_file():
         raise DataError(f"{source}: has no {TOKENIZER_FILE}, expected a folder of a tokenizer. {SAVE_IT}")
     content = read_tokenizer(file)
-    theirs, ours = token_ids(content), token_ids(base.content)
+    theirs, ours = token_ids(content), base.facts.ids
     moved = [
         f"{token!r} has the id {theirs[token]}, the base's is {id_}" if token in theirs else f"{token!r} is missing"
         for token, id_ in ours.items()
@@ -205,7 +204,7 @@ def _read_folder(source: Path, base: BaseTokenizer) -> NewTokens:
             f"{source}: of its {counted(len(tokens), 'new token')}, {len(odd):,} {'is' if len(odd) == 1 else 'are'} no "
             f"usual one: {name_some(odd)}. Expected tokens as add_tokens(...) adds texts; special ones stay the base's."
         )
-    return NewTokens(tokens, tuple(map(" ".join, _merges(content)[len(_merges(base.content)) :])))
+    return NewTokens(tokens, tuple(map(" ".join, _merges(content)[base.facts.merges :])))
 
 
 def _with_flags(content: Mapping[str, Any], tokens: Collection[str]) -> Iterator[str]:
@@ -223,7 +222,7 @@ def _merges(content: Mapping[str, Any]) -> list[list[str]]:
 
 def _check_same(source: Path, ours: Any, theirs: Any, base: BaseTokenizer, new: NewTokens) -> None:
     """Check that a folder's tokenizer is what its tokens make of the base's, whatever ids they have there."""
-    named = {*token_ids(base.content), *new.tokens}
+    named = {*base.facts.ids, *new.tokens}
     a, b = (_parts(json.loads(loaded.backend_tokenizer.to_str()), named) for loaded in (ours, theirs))
     if differing := [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]:
         raise DataError(

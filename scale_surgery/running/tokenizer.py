@@ -6,14 +6,17 @@ type of its own. Where that changes the class, the expanded folder's tokenizer_c
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 from scale_surgery import modeling
-from scale_surgery.checkpoint.files import write_json
+from scale_surgery.checkpoint.files import scratch_folder, write_json
 from scale_surgery.checkpoint.folder import read_config
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import (
@@ -24,6 +27,7 @@ from scale_surgery.checkpoint.names import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
+from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import DataError
 from scale_surgery.running.loading import quiet_transformers, trusts_code
 from scale_surgery.running.options import RunOptions
@@ -50,24 +54,86 @@ CHANGED_BY_CALLS = ("truncation", "padding")
 # files that a tokenizer written in Python may read, and those among them that belong to the model
 CODE_SUFFIXES = (".json", ".model", ".txt", ".py")
 MODEL_FILES = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
+# suffixes of files that a class of transformers may read
+READ_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".spm", ".bpe", ".tiktoken")
 # the class name of a tokenizer in tokenizer.json alone that transformers 4 and 5 both know
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+# the model in a tokenizer.json, which the tokenizers library writes last, and the smallest of two kinds
+MODEL_BEGIN = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
+SMALLEST: dict[str, dict[str, Any]] = {"BPE": {"vocab": {}, "merges": []}, "Unigram": {"vocab": [["<unk>", 0.0]], "unk_id": 0}}
+# a large tokenizer loads for seconds; a command needs that of its base, and that with new tokens
+MOST_KEPT = 2
+_kept: dict[tuple[type, str], Any] = {}
 
 
 def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
-    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code."""
+    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code.
+
+    A tokenizer of the same class and files is loaded once. Its copies share the vocabulary, which nobody changes.
+    """
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
     modeling.register()
     is_trusted = trusts_code(path, run)
+    chosen = None if is_trusted else _find_class(path)
+    key = None if chosen is None else (chosen, _hash_files(path))
+    if key is None or key not in _kept:
+        loaded = _load(path, is_trusted=is_trusted)
+        # also the last guard of a chosen class
+        if key is None or type(loaded) is not chosen:
+            return loaded
+        for oldest in list(_kept)[: len(_kept) + 1 - MOST_KEPT]:
+            del _kept[oldest]
+        _kept[key] = loaded
+    return _copy_for(path, _kept[key])
+
+
+def _load(path: Path, *, is_trusted: bool) -> Any | None:
+    from transformers import AutoTokenizer
+
     try:
         with quiet_transformers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
     except Exception:  # tokenizers raise it bare
         return None
+
+
+def _copy_for(path: Path, tokenizer: Any) -> Any:
+    """Copy a tokenizer, as loaded from this folder, without its vocabulary."""
+    made = copy.copy(tokenizer)
+    for name, value in vars(tokenizer).items():
+        if isinstance(value, dict | list):
+            vars(made)[name] = copy.copy(value)
+    made.name_or_path = str(path)
+    return made
+
+
+def _find_class(path: Path) -> type | None:
+    """Find the class that AutoTokenizer chooses, on a copy without vocabulary; None where only loading tells."""
+    text = read_bytes(path / TOKENIZER_FILE).decode(errors="replace") if (path / TOKENIZER_FILE).is_file() else ""
+    if (begin := MODEL_BEGIN.search(text)) is None or (kind := begin[1]) not in SMALLEST:
+        return None
+    try:
+        content = json.loads(f'{text[: begin.start()]}"model": {{}}}}')
+    except ValueError:
+        return None
+    with scratch_folder() as folder:
+        for name in (CONFIG_FILE, TOKENIZER_CONFIG_FILE):
+            if (path / name).is_file():
+                shutil.copyfile(path / name, folder / name)
+        write_json(folder / TOKENIZER_FILE, content | {"added_tokens": [], "model": {"type": kind, **SMALLEST[kind]}})
+        found = _load(folder, is_trusted=False)
+    # code of others may read what is not here
+    return type(found) if type(found).__module__.startswith("transformers.") else None
+
+
+def _hash_files(path: Path) -> str:
+    """Hash the files that a tokenizer may be made of, with their names."""
+    files = [file for file in path.iterdir() if file.suffix in READ_SUFFIXES and file.name not in MODEL_FILES]
+    files += (path / MORE_TEMPLATES).glob("*.jinja")
+    hashes = [(str(file.relative_to(path)), hash_file(file)) for file in sorted(files) if file.is_file()]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
@@ -113,10 +179,11 @@ def digest_tokenizer(tokenizer: Any, path: Path) -> str:
 
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
     """Write the base's tokenizer class into the expanded folder where transformers would choose another; its name."""
-    wanted = load_tokenizer(base, run)
-    if wanted is None or type(wanted) is type(load_tokenizer(expanded, run)):
+    wanted = type(load_tokenizer(base, run))
+    chosen = None if trusts_code(expanded, run) else _find_class(expanded)
+    if wanted is type(None) or wanted is (chosen or type(load_tokenizer(expanded, run))):
         return None
-    name = type(wanted).__name__
+    name = wanted.__name__
     file = expanded / TOKENIZER_CONFIG_FILE
     config = read_config(file) if file.exists() else {}
     write_json(file, config | {"tokenizer_class": PORTABLE_NAMES.get(name, name)})
