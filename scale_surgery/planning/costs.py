@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
+from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.specs import REPLACING, Widths
 from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problems
@@ -15,8 +16,12 @@ from scale_surgery.planning.stock import StockCost, cost_of_stock, stock_problem
 if TYPE_CHECKING:
     from scale_surgery.planning.tensors import TensorPlan
 
-# interpreter with torch and transformers imported
-PROCESS_BYTES = 500_000_000
+# peak resident memory of a process that imported torch and transformers, pages of their libraries included
+PROCESS_BYTES = 930_000_000
+# bytes for each byte of tokenizer.json: while it loads, when it is loaded, and while tokens are added to it
+LOADING_TOKENIZER = 13
+LOADED_TOKENIZER = 9
+EXTENDING_TOKENIZER = 43
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Costs:
         forward_factor: Multiply-adds of all linears and the head, expanded over base.
         up_stream_from: Lowest layer through which training backpropagates the up stream.
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
-        peak_memory_bytes: Estimated peak memory of the expansion.
+        peak_memory_bytes: Estimated peak memory of the expansion: resident, with pages of the libraries.
         stock: Cost of the stock form, a plain checkpoint of the base's architecture; None where there is none.
         stock_problems: Why there is none.
     """
@@ -71,7 +76,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
         forward_factor=_forward_factor(base, tensors),
         up_stream_from=min(specs["expanded_layers"], default=0),
         base_stream_from=min(trained, default=None),
-        peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd),
+        peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd, has_new_tokens=widths.new_tokens > 0),
         stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, base.head, (before, beside)),
         stock_problems=problems,
     )
@@ -110,7 +115,12 @@ def _forward_factor(base: Base, tensors: Sequence[TensorPlan]) -> float:
 
 
 def _peak_memory(
-    decomposed: Sequence[TensorPlan], tensors: Sequence[TensorPlan], checkpoint: Checkpoint, svd: str
+    decomposed: Sequence[TensorPlan],
+    tensors: Sequence[TensorPlan],
+    checkpoint: Checkpoint,
+    svd: str,
+    *,
+    has_new_tokens: bool = False,
 ) -> int:
     shards: dict[str, int] = {}
     for tensor in tensors:
@@ -128,4 +138,10 @@ def _peak_memory(
             # in float32 the share of one copy; of several also the noise that keeps them apart
             matrices = 1 if tensor.elements == info.elements else 5
             working = max(working, info.elements * (DTYPE_BYTES[info.dtype] + 4 * matrices))
-    return PROCESS_BYTES + working + 2 * max(shards.values(), default=0)
+    tokenizer = checkpoint.path / TOKENIZER_FILE
+    # of a repository on the Hub, it may not be here yet
+    text = tokenizer.stat().st_size if tokenizer.is_file() else 0
+    made = working + 2 * max(shards.values(), default=0)
+    if has_new_tokens:
+        return PROCESS_BYTES + EXTENDING_TOKENIZER * text + made
+    return PROCESS_BYTES + max(LOADING_TOKENIZER * text, LOADED_TOKENIZER * text + made)

@@ -69,7 +69,9 @@ def open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
     text = text_of(file)
     facts = facts_of(text.encode())
     known, used = facts.ids, loaded.get_vocab()
-    if differing := [token for token in {**known, **used} if known.get(token) != used.get(token)]:
+    # equal dicts compare in a tenth of the time
+    both = {} if known == used else {**known, **used}
+    if differing := [token for token in both if known.get(token) != used.get(token)]:
         raise CheckpointError(
             f"{file}: {counted(len(differing), 'token')} of the tokenizer {'has' if len(differing) == 1 else 'have'} "
             f"another id there, or none: {name_some(sorted(map(repr, differing)))}. {SAVE_IT}"
@@ -136,7 +138,7 @@ def load_extended(base: BaseTokenizer, new: NewTokens, text: str, run: RunOption
 def check_as_before(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
     """Check that every old token keeps its id, and that each new one has its own."""
     now = extended.get_vocab()
-    wanted = base.loaded.get_vocab() | {token: base.rows + place for place, token in enumerate(new.tokens)}
+    wanted = {**base.facts.ids} | {token: base.rows + place for place, token in enumerate(new.tokens)}
     moved = [f"{token!r} has {now.get(token)}" for token, id_ in wanted.items() if now.get(token) != id_]
     added = base.loaded.get_added_vocab()
     moved += [f"{token!r} is cut" for token in added if ids_of(extended, token) != ids_of(base.loaded, token)]
