@@ -125,9 +125,7 @@ def _copy_and_hash(base: Path, copy: Path) -> None:
 @click.option("--memory", is_flag=True, help="Compare memory of more expansions.")
 @click.option("--floor", type=click.Path(path_type=Path), nargs=2, help="Run the floor alone: EXPANDED, a copy.")
 @click.option("--floor-tokens", type=click.Path(path_type=Path), nargs=2, help="Run this floor alone: WORDS, a copy.")
-def main(
-    base: Path, memory: bool, floor: tuple[Path, Path] | None, floor_tokens: tuple[Path, Path] | None
-) -> None:
+def main(base: Path, memory: bool, floor: tuple[Path, Path] | None, floor_tokens: tuple[Path, Path] | None) -> None:
     """Print times and memory of expand beside their floors and forecasts."""
     if floor:
         run_floor(base, *floor)

@@ -60,7 +60,10 @@ READ_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".spm", ".bpe", ".tiktoken
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 # the model in a tokenizer.json, which the tokenizers library writes last, and the smallest of two kinds
 MODEL_BEGIN = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
-SMALLEST: dict[str, dict[str, Any]] = {"BPE": {"vocab": {}, "merges": []}, "Unigram": {"vocab": [["<unk>", 0.0]], "unk_id": 0}}
+SMALLEST: dict[str, dict[str, Any]] = {
+    "BPE": {"vocab": {}, "merges": []},
+    "Unigram": {"vocab": [["<unk>", 0.0]], "unk_id": 0},
+}
 # a large tokenizer loads for seconds; a command needs that of its base, and that with new tokens
 MOST_KEPT = 2
 _kept: dict[tuple[type, str], Any] = {}

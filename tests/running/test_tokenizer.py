@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from scale_surgery.evidence.verify import verify
+from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
+from scale_surgery.running import tokenizer as tokenizers_kept
+from scale_surgery.running.new_tokens import find_new_tokens
+from scale_surgery.running.options import Probes
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
@@ -133,3 +139,100 @@ def test_a_folder_without_a_tokenizer(base_of, tmp_path):
     expansion = expand(base_of("llama"), Request("0"), tmp_path / "expanded")
     assert expansion.pinned_tokenizer is None
     assert not (expansion.path / "tokenizer_config.json").exists()
+
+
+def test_a_tokenizer_loads_without_a_question_and_without_code(folders, tmp_path):
+    _, expanded, _ = folders["qwen3_named"]
+    script = """
+import io, json, sys
+from contextlib import redirect_stdout
+from transformers import AutoTokenizer
+found = []
+for flags in ({"trust_remote_code": False}, {}, {"trust_remote_code": True}):
+    sys.stdin = io.StringIO("n\\n")
+    with redirect_stdout(io.StringIO()) as said:
+        ids = AutoTokenizer.from_pretrained(sys.argv[1], **flags)("hello world")["input_ids"]
+    runs_code = any(name.startswith("transformers_modules.") for name in sys.modules)
+    found.append([ids, "run the custom code?" in said.getvalue(), runs_code])
+print(json.dumps(found))
+"""
+    done = run_fresh(script, expanded, cwd=tmp_path)
+    ids = load_tokenizer(expanded)("hello world")["input_ids"]
+    # the negative controls: without the flag it asks, and with the other its code runs; as soon as transformers asks no
+    # more, docs/trust.md can do without a flag
+    assert json.loads(done.stdout) == [[ids, False, False], [ids, True, False], [ids, False, True]], done.stderr
+
+
+def test_a_class_is_found_without_a_vocabulary(folders):
+    chosen = set()
+    for base, expanded, _ in folders.values():
+        for folder in (base, expanded):
+            assert tokenizers_kept._find_class(folder) is type(load_tokenizer(folder))
+            chosen.add(type(load_tokenizer(folder)))
+    # the negative control: always the same class would be right for some
+    assert len(chosen) > 1
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> list[Path]:
+    """Folders from which transformers loads a tokenizer with its vocabulary."""
+    folders, load = list[Path](), PreTrainedTokenizerBase._from_pretrained.__func__
+
+    def counted(cls, resolved, folder, *args, **options):
+        if json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]:
+            folders.append(Path(folder))
+        return load(cls, resolved, folder, *args, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "_from_pretrained", classmethod(counted))
+    tokenizers_kept._kept.clear()
+    return folders
+
+
+def test_a_tokenizer_of_the_same_files_is_loaded_once(folders, tmp_path, loaded):
+    base, expanded, _ = folders["qwen3_named"]
+    first, second = load_tokenizer(base), load_tokenizer(expanded)
+    assert loaded == [base]
+    assert (first.name_or_path, second.name_or_path) == (str(base), str(expanded))
+    # what is set on one copy is not set on another
+    second.chat_template, second.eos_token = "{{ messages }}", "<s>"
+    second.model_input_names.append("more")
+    third = load_tokenizer(base)
+    assert (third.chat_template, third.eos_token) == (first.chat_template, "</s>") == (None, "</s>")
+    assert "more" not in third.model_input_names
+    # the negative controls: another token, a template, another class
+    other = Path(shutil.copytree(expanded, tmp_path / "other"))
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"<unk>"', '"<unknown>"'))
+    assert load_tokenizer(other).convert_tokens_to_ids("<unknown>") == 3
+    shutil.copyfile(base / "tokenizer.json", tokenizer)
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    assert load_tokenizer(other).chat_template == "{{ messages }}"
+    (other / "chat_template.jinja").unlink()
+    (other / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert type(load_tokenizer(other)) is not type(first)
+    assert loaded == [base, other, other, other]
+
+
+def test_a_command_loads_a_tokenizer_once(tmp_path, loaded):
+    for config, pinned in (({"tokenizer_class": "Qwen2Tokenizer"}, False), ({}, True)):
+        base = save_tiny(tmp_path / f"base-{pinned}", "qwen2", vocab_size=300)
+        write_tokenizer(base, config)
+        tokenizers_kept._kept.clear()
+        loaded.clear()
+        expansion = expand(base, Request("0"), tmp_path / f"expanded-{pinned}")
+        assert (expansion.pinned_tokenizer is not None, loaded) == (pinned, [base])
+        assert verify(expansion.path, probes=Probes(max_new_tokens=0)).passed
+        # the negative control: with a class that had to be pinned, files differ, so both are loaded and compared
+        assert len(loaded) == (2 if pinned else 1)
+
+
+def test_new_tokens_load_the_tokenizer_without_them_and_with_them(tmp_path, loaded):
+    base, words = save_tiny(tmp_path / "base", "llama", vocab_size=300), tmp_path / "words.txt"
+    write_tokenizer(base, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    words.write_text("zorbified\nunzorbified")
+    tokens = find_new_tokens(base, TokenSource(token_file=str(words)))
+    expansion = expand(base, Request("none", new_tokens=tokens), tmp_path / "expanded")
+    assert [base, len(loaded)] == [loaded[0], 2]
+    # the negative control: what is kept is not taken for the one with new tokens
+    assert load_tokenizer(expansion.path).convert_tokens_to_ids("zorbified") == 300
+    assert load_tokenizer(base).convert_tokens_to_ids("zorbified") != 300
