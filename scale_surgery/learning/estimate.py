@@ -5,10 +5,13 @@ Numbers that nobody can know before a pilot has chosen layers are taken as if it
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
@@ -17,13 +20,17 @@ from scale_surgery.errors import DataError
 from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
+from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.freeze import expansion_disabled
+from scale_surgery.running.loading import RUNNING, loaded_whole, translated
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.answers import ChatReader
-from scale_surgery.text.documents import Document, read_text
+from scale_surgery.text.documents import Document, read_questions, read_text
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, suffix_of
+from scale_surgery.training.base_samples import begin_tokens, sampling_of, tokens_per_second
 from scale_surgery.training.rank_layers import read_budget
 
 if TYPE_CHECKING:
@@ -45,6 +52,21 @@ class TokenCount:
 
 
 @dataclass(frozen=True)
+class ToSample:
+    """What the base writes before it is trained on.
+
+    Attributes:
+        texts: Texts, at most.
+        tokens: Tokens in them, about.
+        seconds: How long that takes by the speed of a few tokens; None if the base is too large to try.
+    """
+
+    texts: int
+    tokens: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class StageLine:
     """A stage before it starts: its line, and whether an earlier run did it."""
 
@@ -62,6 +84,7 @@ class Estimate:
         tokens: Tokens to learn in one pass, about.
         is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub, or a
             folder of compressed or .json files, that is longer than a sample of it.
+        to_sample: What the base writes for rehearsal, unless an earlier run of it kept that; None if it writes nothing.
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
         disk_bytes: Bytes of its folder, without base shards that reflinks or links share with MODEL.
         free_bytes: Free bytes there.
@@ -72,6 +95,7 @@ class Estimate:
     stages: tuple[StageLine, ...]
     tokens: int
     is_least: bool
+    to_sample: ToSample | None
     memory_bytes: int
     disk_bytes: int
     free_bytes: int
@@ -112,6 +136,7 @@ def estimate_cost(
         stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
         tokens=count.tokens,
         is_least=count.is_least,
+        to_sample=None if "train" in kept else _to_sample(work, checkpoint, tokenizer, count.tokens, base_bytes),
         memory_bytes=_least_memory(work, plan, base_bytes, added),
         disk_bytes=disk,
         free_bytes=free,
@@ -138,6 +163,32 @@ def _disk(work: Work, base_bytes: int, added: int) -> int:
     text_bytes = sum(parse_source(name).bytes for name in (*work.recipe.data, *work.recipe.old))
     # during training, moments of AdamW and float32 parameters are on disk too
     return round(base * copies + added * (4 * folders + TRAINED_BYTES) + 1.1 * text_bytes)
+
+
+def _to_sample(
+    work: Work, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, tokens: int, base_bytes: int
+) -> ToSample | None:
+    """What the base writes for the training, and how long it takes."""
+    recipe, settings = work.recipe, work.recipe.training
+    if not settings.rehearses_itself:
+        return None
+    context = {recipe.model: context_of(checkpoint.config)}
+    sequence = choose_length(settings.sequence_length, context)
+    together = settings.batch_size * settings.gradient_accumulation * recipe.processes
+    steps = settings.steps or math.ceil(settings.epochs * math.ceil(tokens / (sequence * together)))
+    batches = steps * settings.gradient_accumulation * recipe.processes
+    length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
+    sampling = sampling_of(settings, batches, sequence, length)
+    beginnings = [] if settings.rehearsal_prompts is None else read_questions([Path(settings.rehearsal_prompts)])
+    begins = begin_tokens(tokenizer, beginnings, recipe.model)
+    speed = None
+    if base_bytes <= recipe.running.memory_bytes:
+        rows = sampling.rows(len(begins))
+        with loaded_whole(checkpoint.path, recipe.model, recipe.running) as model:
+            alone = expansion_disabled(model) if work.is_one_of_several else nullcontext()
+            with alone, translated(recipe.model, *RUNNING[1:]):
+                speed = tokens_per_second(model, begins[0], rows, tokenizer)
+    return ToSample(sampling.count, sampling.tokens, None if speed is None else sampling.tokens / speed)
 
 
 def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> TokenCount:

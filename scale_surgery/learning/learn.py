@@ -132,7 +132,6 @@ def _facts(recipe: Recipe) -> JobFacts:
         context=context_of(config) or DEFAULT_LENGTH,
         tokens=tokens,
         processes=recipe.processes,
-        rehearses_texts=bool(recipe.training.rehearse) and not recipe.training.rehearses_itself,
     )
 
 

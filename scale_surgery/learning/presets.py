@@ -42,7 +42,6 @@ class JobFacts:
         processes: How many processes train.
         batch_size: The batch size, if given.
         sequence_length: The length of sequences, if given.
-        rehearses_texts: Whether texts are rehearsed that are given.
     """
 
     layers: int
@@ -51,7 +50,6 @@ class JobFacts:
     processes: int = 1
     batch_size: int | None = None
     sequence_length: int | None = None
-    rehearses_texts: bool = False
 
 
 def _default(facts: JobFacts) -> PresetValues:
@@ -71,17 +69,13 @@ def _default(facts: JobFacts) -> PresetValues:
 
 
 def _one_path(facts: JobFacts) -> PresetValues:
-    return (
-        _default(facts)
-        | {
-            "route": False,
-            "expansion.layers": "all",
-            "expansion.variant": "gated",
-            "training.rehearse": ("self",),
-            "training.rehearsal_weight": 3.0,
-        }
-        | ({} if facts.rehearses_texts else {"training.rehearsal_samples": 2000})
-    )
+    return _default(facts) | {
+        "route": False,
+        "expansion.layers": "all",
+        "expansion.variant": "gated",
+        "training.rehearse": ("self",),
+        "training.rehearsal_weight": 3.0,
+    }
 
 
 def _paper(facts: JobFacts) -> PresetValues:

@@ -6,27 +6,45 @@ an object. `generate`, `chat` and `serve` answer so. What compares models needs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def generate_with(model: Any, inputs: Mapping[str, Tensor], **settings: Any) -> Any:
-    """Generate with these settings alone; those that are left out are transformers' own."""
+def generate_with(
+    model: Any, inputs: Mapping[str, Tensor], *, on_token: Callable[[Tensor], None] | None = None, **settings: Any
+) -> Any:
+    """Generate with these settings alone; those that are left out are transformers' own.
+
+    `on_token` is called with the token ids of all rows after each new token.
+    """
     import torch
     from transformers import GenerationConfig
+
+    watching = {} if on_token is None else {"stopping_criteria": [_never_stopping(on_token)]}
 
     before, own = model.generation_config, GenerationConfig(**settings)  # type: ignore[no-untyped-call]
     # transformers fills in what a given config leaves out from that of the model
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         with torch.no_grad():
-            made = model.generate(**inputs, generation_config=own)
+            made = model.generate(**inputs, generation_config=own, **watching)
     finally:
         model.generation_config = before
     return made
+
+
+def _never_stopping(on_token: Callable[[Tensor], None]) -> Any:
+    """Make a criterion of transformers that stops no row, and tells of each token."""
+    import torch
+
+    def watch(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        on_token(ids)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    return watch
 
 
 def continue_greedily(
@@ -36,7 +54,7 @@ def continue_greedily(
     suppressed = _end_tokens(model)
     if known is not None:
         suppressed += range(known, model.config.get_text_config(decoder=True).vocab_size)
-    settings = {"suppress_tokens": suppressed} if suppressed else {}
+    settings: dict[str, Any] = {"suppress_tokens": suppressed} if suppressed else {}
     made: Tensor = generate_with(
         model, inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, use_cache=use_cache, **settings
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 from scale_surgery.errors import counted
 from scale_surgery.show.commands import command, running_command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, heading, sentence
+from scale_surgery.show.log_lines import format_left
 from scale_surgery.show.tables import (
     format_bytes,
     format_count,
@@ -30,7 +31,7 @@ from scale_surgery.show.tables_verify import render_verification
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from scale_surgery.learning.estimate import Estimate
+    from scale_surgery.learning.estimate import Estimate, ToSample
     from scale_surgery.learning.hold_out import HeldOut
     from scale_surgery.learning.learned import Learned, Row, Side
 
@@ -58,10 +59,17 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         ("memory", f"at least {format_bytes(estimate.memory_bytes)}, and activations"),
         ("disk", f"about {format_bytes(estimate.disk_bytes)} at most, {format_bytes(estimate.free_bytes)} are free"),
         ("to learn", f"{about} {format_count(estimate.tokens)} tokens"),
+        *([] if estimate.to_sample is None else [("to sample", _format_samples(estimate.to_sample))]),
     ]
     notes = [sentence(f"note: {note}", "yellow") for note in estimate.notes]
     notes += [sentence(f"missing: {estimate.disk_problem}", "red")] if estimate.missing_bytes else []
     return Group(Facts("to do", stages), Text(), Facts("", rows), *notes)
+
+
+def _format_samples(sampled: ToSample) -> str:
+    """What the base writes before training, and about how long it takes."""
+    took = "its first batch says how long" if sampled.seconds is None else f"about {format_left(sampled.seconds)}"
+    return f"about {format_count(sampled.tokens)} tokens of the base's own, at most {sampled.texts:,} texts; {took}"
 
 
 def render_lines(estimate: Estimate) -> RenderableType:

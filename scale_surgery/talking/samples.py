@@ -19,7 +19,14 @@ from scale_surgery.running.loading import RUNNING, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import loaded_speaker, open_subject
-from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
+from scale_surgery.training.base_samples import (
+    Sampling,
+    begin_tokens,
+    identity_in,
+    kept_or_drawn,
+    made_of,
+    sample_texts,
+)
 
 # samples are drawn from the distribution of the base, whole
 SAMPLED_BY = ("max_new_tokens", "temperature", "seed")
@@ -27,11 +34,19 @@ SAMPLED_BY = ("max_new_tokens", "temperature", "seed")
 
 @dataclass(frozen=True)
 class Samples:
-    """The file of texts that a base wrote, {"text"} a line: how many, and of how many tokens with the ends of texts."""
+    """The file of texts that a base wrote, {"text"} a line.
+
+    Attributes:
+        path: The file.
+        texts: How many texts.
+        tokens: Tokens in them, with the ends of texts.
+        found: Whether an earlier run of the same base drew them, or why the next will not find them; else empty.
+    """
 
     path: Path
     texts: int
     tokens: int
+    found: str
 
 
 def write_samples_of(
@@ -73,7 +88,13 @@ def write_samples_of(
     with loaded_speaker(subject, run, track) as speaker:
         alone = expansion_disabled(speaker.network) if subject.is_expanded else nullcontext()
         with alone, translated(subject.name, *RUNNING[1:]):
-            samples = sample_texts(speaker.network, begins, sampling, tokenizer, track)
+            # as for a training whose base is not quantised
+            base = [*identity_in(subject.path, subject.manifest), None]
+            drawn_of = made_of(speaker.network, base, begins, sampling, tokenizer)
+            own = kept_or_drawn(
+                lambda: sample_texts(speaker.network, begins, sampling, tokenizer, track), drawn_of, None, track
+            )
+    samples = own.texts
     written = [_without_ends(samples[place]["input_ids"], tokenizer.eos_token_id) for place in range(count)]
     # other special tokens stay: read again, they are the same tokens
     texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in written]
@@ -83,7 +104,7 @@ def write_samples_of(
             f"{subject.name}: its base ends every text before the first word. Give text with what it knows."
         )
     write_text(Path(output), "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    return Samples(Path(output), len(texts), len(samples.ids) - count)
+    return Samples(Path(output), len(texts), len(samples.ids) - count, own.found)
 
 
 def _without_ends(ids: Tensor, end: int | None) -> list[int]:

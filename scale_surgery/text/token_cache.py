@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -61,6 +62,22 @@ def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any)
                 "another folder with --cache-dir."
             ) from error
         raise cause from None
+
+
+def find_stored(key: str, cache: str | None) -> Sequences | None:
+    """Read stored sequences into memory; None if there are none."""
+    try:
+        with quiet_datasets():
+            folder = Path(TokenBuilder((), None, cache_dir=cache, hash=key).cache_dir)
+    except OSError:
+        return None  # the cache has no folder yet, and none can be made
+    if not folder.is_dir():
+        return None
+    stored = open_stored(key, cache)
+    sequences = stored.some(len(stored))
+    if sequences.fingerprint() != stored.digest:
+        raise DataError(f"{folder}: holds damaged tokens (they are others than were stored). Delete it.")
+    return sequences
 
 
 def open_stored(key: str, cache: str | None) -> StoredSequences:

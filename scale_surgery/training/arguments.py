@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.errors import TrainingError, counted
+from scale_surgery.errors import TrainingError
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
 from scale_surgery.training.settings import TrainingSettings
@@ -54,7 +54,8 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
         sequences=len(learned),
         tokens=learned.scored,
         passes=steps / steps_a_pass,
-        rehearses=_rehearses(settings),
+        # what the base writes is known when it is written
+        rehearses="" if settings.rehearses_itself else describe_rehearsal(settings, "the given text"),
     )
 
 
@@ -63,11 +64,10 @@ def _warmup_steps(settings: TrainingSettings, steps: int) -> int:
     return min(math.ceil(settings.warmup * steps), steps - 1)
 
 
-def _rehearses(settings: TrainingSettings) -> str:
+def describe_rehearsal(settings: TrainingSettings, which: str) -> str:
+    """Say which text is rehearsed, and how much beside each batch; nothing if none is."""
     if not settings.rehearse:
         return ""
-    drawn = f"{counted(settings.rehearsal_samples, 'sample')} of the base"
-    which = drawn if settings.rehearses_itself else "the given text"
     learned = "sequence" if settings.batch_size == 1 else f"{settings.batch_size:,} sequences"
     return f"{which}, {settings.rehearsed_rows:,} beside each {learned} to learn"
 

@@ -5,10 +5,13 @@ The file has a line of JSON for each sample, with the text to read and the token
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +19,192 @@ import torch
 from torch import Tensor
 
 from scale_surgery.checkpoint.files import write_text
-from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import DataError, TrainingError
-from scale_surgery.progress import Track
+from scale_surgery.errors import DataError, TrainingError, counted
+from scale_surgery.progress import Finding, Progress, Track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.loss import evaluating
 from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.tokenizer import check_token_ids
+from scale_surgery.surgery.parts import hash_parts
+from scale_surgery.surgery.record import Manifest, tool_versions
 from scale_surgery.text.documents import read_questions
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack, tokenize_prompts
 from scale_surgery.training.settings import TrainingSettings
-from scale_surgery.training.training_texts import made_by_one
 
-# samples in one call of generate, of short sequences; fewer of long ones
+# samples in one call of generate, of short sequences; fewer of long ones, whose KV caches take memory
 TOGETHER, TOKENS_TOGETHER = 64, 16_384
+# of the tokens that a run rehearses, the share that is drawn, so that each is read about twice; and most texts.
+# Measured on the shipped model (benchmarks/rehearsal.md)
+DRAWN, MOST_TEXTS = 0.5, 800
+# tokens a row after which the speed is known; a wait in seconds that is worth a line
+TIMED, WAIT = 4, 10.0
 GIVE_BEGINNINGS = "Give beginnings with --set rehearsal_prompts=FILE, or texts with --rehearse FILE."
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How samples are drawn; `length` is in tokens, the first one included."""
+    """How samples are drawn.
+
+    Attributes:
+        count: Texts, at most.
+        length: Tokens of a text, at most; the first one is included.
+        temperature: Temperature of the distribution.
+        seed: Seed of everything random.
+        enough: Tokens of all texts after which no more are drawn. Default: all texts are.
+    """
 
     count: int
     length: int
     temperature: float
     seed: int
+    enough: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all texts, at most or about."""
+        return min(self.count * self.length, self.count * self.length if self.enough is None else self.enough)
+
+    def rows(self, begins: int) -> int:
+        """Texts in one call of generate, with so many beginnings."""
+        least = self.count if self.enough is None else min(self.count, math.ceil(self.enough / self.length))
+        return max(1, min(TOGETHER, TOKENS_TOGETHER // self.length, math.ceil(least / begins)))
+
+    def describe(self, begins: int = 1) -> str:
+        """Say what is drawn, before it is."""
+        texts, rows = counted(self.count, "text"), self.rows(begins)
+        drawn = texts if self.enough is None else f"about {self.tokens:,} tokens in at most {texts}"
+        return f"the base writes {drawn}, {rows:,} at once" if rows > 1 else f"the base writes {drawn}"
 
 
-def sample_rehearsal(
-    model: Any, checkpoint: Checkpoint, tokenizer: Any, settings: TrainingSettings, processes: Any, track: Track
-) -> Sequences:
-    """Let the base write its rehearsal text, in one process for all."""
-    samples: Sequences = made_by_one(
-        processes, lambda: _write_samples(model.to(processes.device), checkpoint, tokenizer, settings, track)
-    )
-    return samples
+@dataclass(frozen=True)
+class OwnText:
+    """Texts that a base wrote; `found` says if an earlier run drew them, or why the next run will not find them."""
+
+    texts: Sequences
+    found: str
+
+    @property
+    def description(self) -> str:
+        """How many texts and tokens."""
+        drawn = f"{counted(len(self.texts), 'sample')} of the base, {counted(self.texts.tokens, 'token')}"
+        return f"{drawn} ({self.found})" if self.found else drawn
 
 
-def _write_samples(
-    model: Any, checkpoint: Checkpoint, tokenizer: Any, settings: TrainingSettings, track: Track
-) -> Sequences:
+def sampling_of(settings: TrainingSettings, batches: int, sequence: int, length: int) -> Sampling:
+    """What the base writes for a run.
+
+    Args:
+        settings: Its settings.
+        batches: Forward passes of all processes beside which some sequences are rehearsed.
+        sequence: Tokens of a sequence to learn.
+        length: Tokens of a sample, at most.
+    """
+    how = (length, settings.rehearsal_temperature, settings.seed)
+    if settings.rehearsal_samples is not None:
+        return Sampling(settings.rehearsal_samples, *how)
+    rows = batches * settings.rehearsed_rows
+    # where texts are not packed, each sample is a sequence
+    count = MOST_TEXTS if settings.packing else min(MOST_TEXTS, math.ceil(rows * DRAWN))
+    return Sampling(count, *how, enough=math.ceil(rows * sequence * DRAWN))
+
+
+def write_own_text(
+    model: Any,
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    tokenizer: Any,
+    settings: TrainingSettings,
+    batches: int,
+    cache: Path | None,
+    track: Track,
+) -> OwnText:
+    """Let the base write its rehearsal text, or find what it wrote for an earlier run."""
     name, prompts = checkpoint.path.name, settings.rehearsal_prompts
     context = {name: context_of(checkpoint.config)}
+    sequence = choose_length(settings.sequence_length, context)
     length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
+    sampling = sampling_of(settings, batches, sequence, length)
     begins = begin_tokens(tokenizer, read_questions([Path(prompts)]) if prompts else [], name)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     check_token_ids(name, max(chain.from_iterable(begins), default=0), vocabulary, "the rehearsal prompts")
-    sampling = Sampling(settings.rehearsal_samples, length, settings.rehearsal_temperature, settings.seed)
-    with quiet_transformers():
-        samples = sample_base(model, begins, sampling, tokenizer, track)
-    return samples if prompts else as_documents(samples, tokenizer)
+
+    def draw() -> Sequences:
+        with quiet_transformers():
+            return sample_base(model, begins, sampling, tokenizer, track)
+
+    base = [*identity_of(manifest), settings.base_quantization]
+    own = kept_or_drawn(draw, made_of(model, base, begins, sampling, tokenizer), cache, track)
+    return own if prompts else replace(own, texts=as_documents(own.texts, tokenizer))
+
+
+def identity_of(manifest: Manifest, hashes: Mapping[str, str] | None = None) -> list[Any]:
+    """The base of an expanded model, by the bytes of its tensors, of its config and of code of its own.
+
+    `hashes` are those of the base's tensors; by default those in the record, for a folder that was checked against it.
+    """
+    texts = {name: file.sha256 for name, file in manifest.base_files.items() if _decides(name)}
+    return [sorted((manifest.base_hashes if hashes is None else hashes).items()), sorted(texts.items())]
+
+
+def identity_in(path: Path, manifest: Manifest | None) -> list[Any]:
+    """The same of a folder, expanded or not, whose base tensors are read and hashed."""
+    checkpoint = open_checkpoint(path)
+    if manifest is not None:
+        return identity_of(manifest, hash_parts(checkpoint, manifest, manifest.base_tensors))
+    texts = {name: hash_file(path / name) for name in checkpoint.side_files if _decides(name)}
+    return [sorted(hash_tensors(checkpoint, list(checkpoint.tensors)).items()), sorted(texts.items())]
+
+
+def _decides(file: str) -> bool:
+    return file == CONFIG_FILE or file.endswith(".py")
+
+
+def made_of(
+    model: Any, base: Sequence[Any], begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
+) -> dict[str, Any]:
+    """All that decides what a base writes."""
+    return {
+        "samples": asdict(sampling) | {"begins": [list(begin) for begin in begins], "end": tokenizer.eos_token_id},
+        "base": hashlib.sha256(repr(base).encode()).hexdigest(),
+        # rows of new tokens take part in the drawing of lots
+        "vocabulary": model.config.get_text_config(decoder=True).vocab_size,
+        "runs": [model.device.type, str(model.dtype), str(model.config._attn_implementation)],
+        "tool": tool_versions(),
+    }
+
+
+def kept_or_drawn(
+    draw: Callable[[], Sequences], made_of: Mapping[str, Any], cache: Path | None, track: Track
+) -> OwnText:
+    """Find the samples that an earlier run of the same base kept, or draw them and keep them."""
+    own = _kept_or_drawn(draw, made_of, cache)
+    if own.found:
+        with track("samples", 1) as advance:
+            advance(1, Finding(own.description))
+    return own
+
+
+def _kept_or_drawn(draw: Callable[[], Sequences], made_of: Mapping[str, Any], cache: Path | None) -> OwnText:
+    # `datasets` takes a second to import
+    from scale_surgery.text.token_cache import find_stored, store
+
+    key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:40]
+    folder = None if cache is None else str(cache)
+    if (stored := find_stored(key, folder)) is not None:
+        return OwnText(stored, "drawn by an earlier run")
+    samples = draw()
+    try:
+        store(key, folder, [samples], dict(made_of))
+    except DataError as error:
+        return OwnText(samples, f"not kept for the next run: {' '.join(error.lines)}")
+    return OwnText(samples, "")
 
 
 def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
@@ -123,32 +258,88 @@ def sample_texts(
 ) -> Sequences:
     """Let a model write text."""
     parts: list[Sequences] = []
-    rows = max(1, min(TOGETHER, TOKENS_TOGETHER // sampling.length))
     devices = [model.device] if model.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
         evaluating(model),
-        track("samples", sampling.count) as advance,
+        track("samples", sampling.tokens) as advance,
     ):
         torch.manual_seed(sampling.seed)
-        for begin, places in _in_turns(begins, sampling.count, rows):
-            made = _generate(model, begin, len(places), sampling, tokenizer)
-            parts += [_row(ids, len(begin), tokenizer.eos_token_id) for ids in made.cpu()]
-            advance(len(places))
+        progress = _Progress(sampling, len(begins), tokenizer.eos_token_id, advance)
+        for begin, places in _in_turns(begins, sampling.count, sampling.rows(len(begins))):
+            made = _generate(model, begin, len(places), sampling, tokenizer, progress.take)
+            drawn = [_row(ids, len(begin), tokenizer.eos_token_id) for ids in made.cpu()]
+            parts += drawn
+            progress.end(parts)
+            if sampling.enough is not None and progress.tokens >= sampling.enough:
+                parts = _until(parts, sampling.enough)
+                break
     return concatenate(parts)
 
 
+def _until(parts: Sequence[Sequences], enough: int) -> list[Sequences]:
+    """The first texts that are so many tokens together."""
+    before = accumulate((part.tokens for part in parts), initial=0)
+    return [part for part, tokens in zip(parts, before, strict=False) if tokens < enough]
+
+
+class _Progress:
+    """Tells how far sampling is, token by token."""
+
+    def __init__(self, sampling: Sampling, begins: int, end: int | None, advance: Progress) -> None:
+        self.sampling, self.end_id, self.advance = sampling, end, advance
+        # tokens of whole batches, and with those of this one
+        self.tokens = self.reached = self.done = self.steps = 0
+        self.note, self.began = sampling.describe(begins), time.monotonic()
+        advance(0, Finding(self.note, self.note))
+
+    def take(self, ids: Tensor) -> None:
+        """Take what all rows have by now, of which each active one has a token more."""
+        self.reached += len(ids) if self.end_id is None else int((ids[:, -2] != self.end_id).sum())
+        self.steps += 1
+        self._report(self.reached, is_timed=self.steps == TIMED)
+
+    def end(self, parts: Sequence[Sequences]) -> None:
+        """Take what was drawn by the end of a batch."""
+        self.tokens = self.reached = sum(part.tokens for part in parts)
+        # texts that end early are fewer tokens than was thought
+        self._report(max(self.tokens, self.sampling.tokens * len(parts) // self.sampling.count), is_timed=False)
+
+    def _report(self, reached: int, *, is_timed: bool) -> None:
+        before, self.done = self.done, max(self.done, min(reached, self.sampling.tokens))
+        seconds = (time.monotonic() - self.began) / max(1, self.done) * (self.sampling.tokens - self.done)
+        is_long = is_timed and seconds > WAIT
+        self.advance(self.done - before, Finding(self.note, self.note) if is_long else self.note)
+
+
+def tokens_per_second(model: Any, begin: Sequence[int], rows: int, tokenizer: Any) -> float | None:
+    """Measure by a few tokens how fast a model writes so many texts at once; None if it ends all at once."""
+    times: list[float] = []
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
+        sampling = Sampling(rows, len(begin) + TIMED, 1.0, 0)
+        _generate(model, begin, rows, sampling, tokenizer, lambda ids: times.append(time.monotonic()))
+    return rows * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+
+
 def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tuple[Sequence[int], range]]:
-    """Batches of samples, each of one beginning; beginnings take equal parts."""
+    """Batches of samples, each of one beginning; beginnings take equal parts, a batch of each in turn."""
     each = [count // len(begins) + (place < count % len(begins)) for place in range(len(begins))]
-    return [
+    batches = [
         (begin, range(start, min(start + rows, total)))
         for begin, total in zip(begins, each, strict=True)
         for start in range(0, total, rows)
     ]
+    return sorted(batches, key=lambda batch: batch[1].start)
 
 
-def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, tokenizer: Any) -> Tensor:
+def _generate(
+    model: Any,
+    begin: Sequence[int],
+    rows: int,
+    sampling: Sampling,
+    tokenizer: Any,
+    on_token: Callable[[Tensor], None],
+) -> Tensor:
     """Sample from the base's own distribution, whole."""
     ids = torch.tensor([list(begin)[: sampling.length - 1]] * rows, device=model.device)
     end = tokenizer.eos_token_id
@@ -161,7 +352,8 @@ def _generate(model: Any, begin: Sequence[int], rows: int, sampling: Sampling, t
         "eos_token_id": end,
         "pad_token_id": 0 if end is None else end,
     }
-    made: Tensor = generate_with(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    made: Tensor = generate_with(model, inputs, on_token=on_token, **options)
     return made
 
 

@@ -63,7 +63,8 @@ class TrainingSettings:
         rehearsal_weight: Weight of the divergence from the base in the loss.
         rehearsal_share: Share of the sequences of a step that are rehearsed, rounded to whole sequences beside each
             batch of each process, at least one.
-        rehearsal_samples: Samples that the base writes (rehearse self).
+        rehearsal_samples: Texts that the base writes (rehearse self). Default: half of the tokens that the run
+            rehearses, in at most 800 texts.
         rehearsal_length: Tokens of a sample (rehearse self). Default: as many as a sequence has.
         rehearsal_temperature: Temperature of sampling (rehearse self).
         rehearsal_prompts: File with beginnings of samples, one a line (rehearse self). Default: the token with which
@@ -97,7 +98,7 @@ class TrainingSettings:
     rehearse: tuple[str, ...] = ()
     rehearsal_weight: AboveZero = field(default=1.0, metadata=NO_OPTION)
     rehearsal_share: Annotated[float, Range(above=0, below=1, noun="a share")] = field(default=0.25, metadata=NO_OPTION)
-    rehearsal_samples: Count = field(default=800, metadata=NO_OPTION)
+    rehearsal_samples: Count | None = field(default=None, metadata=NO_OPTION)
     rehearsal_length: SequenceLength | None = field(default=None, metadata=NO_OPTION)
     rehearsal_temperature: AboveZero = field(default=1.0, metadata=NO_OPTION)
     rehearsal_prompts: str | None = field(default=None, metadata=NO_OPTION)

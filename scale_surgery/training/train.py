@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -44,6 +44,7 @@ from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
     TrainingSchedule,
     check_device,
+    describe_rehearsal,
     is_cpu,
     make_arguments,
     training_schedule,
@@ -125,8 +126,8 @@ def train(
     files = _sources(data, eval_data, settings)
     # these imports take seconds, so the checks above come first
     from scale_surgery.running.loading import quiet_transformers
-    from scale_surgery.training.base_samples import as_learned, read_samples, sample_rehearsal, write_samples
-    from scale_surgery.training.training_texts import read_texts
+    from scale_surgery.training.base_samples import OwnText, as_learned, read_samples, write_own_text, write_samples
+    from scale_surgery.training.training_texts import made_by_one, read_texts
 
     # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing
     with quiet_transformers():
@@ -151,10 +152,13 @@ def train(
         if settings.rehearses_itself:
             tokenizer = tokenizer_alone(path, manifest, run)
             if start.resume and samples.is_file():
-                written = read_samples(samples)
+                own = OwnText(read_samples(samples), "of this run")
             else:
-                written = sample_rehearsal(model, checkpoint, tokenizer, settings, processes, track)
-            texts[REHEARSAL] = as_learned(written, settings, checkpoint)
+                batches = schedule.steps * settings.gradient_accumulation * processes.num_processes
+                given = (checkpoint, manifest, tokenizer, settings, batches, start.cache_dir, track)
+                own = made_by_one(processes, lambda: write_own_text(model.to(processes.device), *given))
+            schedule = replace(schedule, rehearses=describe_rehearsal(settings, own.description))
+            texts[REHEARSAL] = as_learned(own.texts, settings, checkpoint)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
         if start.resume:
             check_resumable(target, decisive)
@@ -165,7 +169,7 @@ def train(
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, track, overwrite=start.overwrite)
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
-            write_samples(samples, written, tokenizer)
+            write_samples(samples, own.texts, tokenizer)
         processes.wait_for_everyone()
         start.announce(schedule)
         started = time.monotonic()

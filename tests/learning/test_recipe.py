@@ -252,8 +252,7 @@ def test_one_path_has_gates_and_rehearsal_in_place_of_a_router(data):
     recipe = resolve_recipe({"model": str(SHIPPED_MODEL), "data": str(data), "preset": "one-path"})
     expansion, training = recipe.expansion, recipe.training
     assert (recipe.route, expansion.layers, expansion.variant, expansion.collaborate) == (False, "all", "gated", "both")
-    assert (training.rehearse, training.rehearsal_weight, training.rehearsal_samples) == (("self",), 3.0, 2000)
-    # texts need no samples
+    assert (training.rehearse, training.rehearsal_weight, training.rehearsal_samples) == (("self",), 3.0, None)
     values = {"model": str(SHIPPED_MODEL), "data": str(data), "preset": "one-path", "training.rehearse": [str(data)]}
     training = resolve_recipe(values).training
     assert (training.rehearsal_weight, training.rehearsal_samples) == (3.0, TrainingSettings().rehearsal_samples)

@@ -1,0 +1,206 @@
+"""Text that a base writes itself: as much as a run needs, said before it is drawn, and kept for the next run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from scale_surgery import DataError, Request, TrainingSettings, TrainingStart, expand, train
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.progress import Finding
+from scale_surgery.show.log_lines import LogLines
+from scale_surgery.talking.samples import write_samples_of
+from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.training.base_samples import (
+    MOST_TEXTS,
+    Sampling,
+    begin_tokens,
+    kept_or_drawn,
+    sample_base,
+    sample_texts,
+    sampling_of,
+)
+from scale_surgery.training.result import Training
+from scale_surgery.training.settings import SAMPLES_FILE
+from tests.conftest import Bars, edited, flip, load
+from tests.training.test_train import write_lines
+
+SELF = TrainingSettings(steps=3, batch_size=1, sequence_length=32, rehearse=("self",))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text to learn, the shipped model expanded, and another base of the same shape expanded alike."""
+    folder = tmp_path_factory.mktemp("own")
+    write_lines(folder / "new.jsonl", [{"text": biography(person, 3)} for person in people(8, start=400)])
+    expand(SHIPPED_MODEL, Request("last:1"), folder / "wide")
+    shutil.copytree(SHIPPED_MODEL, folder / "other")
+    with edited(folder / "other" / "model.safetensors") as tensors:
+        tensors["model.norm.weight"] *= 0.5
+    expand(folder / "other", Request("last:1"), folder / "other-wide")
+    return folder
+
+
+@pytest.fixture
+def learn(place: Path, tmp_path: Path) -> Callable[..., tuple[Training, str]]:
+    """Train, with a cache of its own; what was done, and the file of samples."""
+    runs = iter(range(10))
+
+    def run(name: str = "wide", settings: TrainingSettings = SELF) -> tuple[Training, str]:
+        start = TrainingStart(cache_dir=tmp_path / "cache")
+        done = train(place / name, [place / "new.jsonl"], tmp_path / f"run{next(runs)}", settings, start=start)
+        return done, (done.path / "training" / SAMPLES_FILE).read_text()
+
+    return run
+
+
+class Told:
+    """Notes of the work with some label, and what was done when each came."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, str]] = []
+        self.total = 0
+
+    @contextmanager
+    def __call__(self, label: str, total: int) -> Iterator[Callable[..., None]]:
+        self.total = total
+        yield lambda amount, note="": self.events.append((amount, note))
+
+
+# how much
+
+
+@pytest.mark.parametrize(
+    ("changes", "batches", "texts", "tokens", "rows"),
+    [
+        # the job of the issue rehearses three sequences of 128 tokens: half of that
+        ({"batch_size": 1}, 3, MOST_TEXTS, 192, 2),
+        # three sequences beside each batch of eight
+        ({}, 120, MOST_TEXTS, 120 * 3 * 128 // 2, 64),
+        ({"rehearsal_share": 0.5}, 120, MOST_TEXTS, 120 * 8 * 128 // 2, 64),
+        # so much that the texts are what ends it
+        ({}, 10**6, MOST_TEXTS, MOST_TEXTS * 128, 64),
+        # each sample is a sequence
+        ({"packing": False}, 5, 8, 960, 8),
+        # who says how many gets them
+        ({"rehearsal_samples": 1000}, 3, 1000, 128_000, 64),
+        ({"rehearsal_samples": 4}, 10**6, 4, 512, 4),
+    ],
+)
+def test_a_base_writes_what_a_run_needs(changes: dict, batches: int, texts: int, tokens: int, rows: int) -> None:
+    settings = TrainingSettings(rehearse=("self",), sequence_length=128, **changes)
+    sampling = sampling_of(settings, batches, 128, 128)
+    assert (sampling.count, sampling.tokens, sampling.rows(1)) == (texts, tokens, rows)
+
+
+def test_rows_at_once_fit_memory_and_beginnings() -> None:
+    assert Sampling(800, 1024, 1.0, 0).rows(1) == 16 and Sampling(800, 8192, 1.0, 0).rows(1) == 2
+    assert Sampling(800, 10**6, 1.0, 0).rows(1) == 1
+    assert Sampling(6, 32, 1.0, 0).rows(4) == 2, "each beginning has its turn"
+    assert Sampling(MOST_TEXTS, 128, 1.0, 0, enough=192).rows(1) == 2
+
+
+def test_no_text_is_drawn_after_enough(place: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(SHIPPED_MODEL), load(place / "wide")
+    begins, told = begin_tokens(tokenizer, [], "model"), Told()
+    some = sample_base(model, begins, Sampling(50, 24, 1.0, 3, enough=100), tokenizer, told)
+    assert 100 <= some.tokens < 100 + 24 and some.starts[-2] < 100
+    every = sample_base(model, begins, Sampling(50, 24, 1.0, 3), tokenizer, Told())
+    assert len(every) == 50 > len(some), "the control"
+    # told before the first token, and then token by token, to the end
+    first = told.events[0]
+    assert isinstance(first[1], Finding)
+    assert first == (0, "the base writes about 100 tokens in at most 50 texts, 5 at once")
+    assert len(told.events) > 10 and sum(amount for amount, _ in told.events) == told.total == 100
+
+
+def test_beginnings_take_turns_until_enough() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    begins = begin_tokens(tokenizer, ["Q: What is", "The"], "model")
+    made = sample_texts(load(SHIPPED_MODEL), begins, Sampling(50, 12, 1.0, 0, enough=40), tokenizer, Told())
+    texts = [tokenizer.decode(made[row]["input_ids"], skip_special_tokens=True) for row in range(len(made))]
+    assert any(text.startswith("Q: What is") for text in texts) and any(text.startswith("The") for text in texts)
+
+
+def test_a_log_says_what_is_drawn_and_how_long_it_takes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(SHIPPED_MODEL), load(place / "wide")
+    lines: list[str] = []
+    now = iter(range(0, 10**6, 2))
+    monkeypatch.setattr("scale_surgery.training.base_samples.time.monotonic", lambda: next(now))
+    log = LogLines(lines.append, clock=lambda: next(now))
+    sample_base(model, begin_tokens(tokenizer, [], "model"), Sampling(30, 24, 1.0, 3), tokenizer, log.track)
+    assert lines[0].endswith("samples  0 %  the base writes 30 texts, 30 at once")
+    assert any(line.endswith(" left") for line in lines[1:]) and len(lines) > 2
+
+
+# kept
+
+
+def test_the_next_run_of_the_same_base_finds_them(learn: Callable[..., tuple[Training, str]]) -> None:
+    first, samples = learn()
+    assert "drawn by an earlier run" not in first.schedule.rehearses
+    rows = [json.loads(line) for line in samples.splitlines()]
+    tokens = sum(len(row["ids"]) for row in rows)
+    assert 0 < tokens < 48 + 32, "half of three sequences of 32 tokens"
+    assert first.schedule.rehearses.startswith(f"{len(rows)} sample")
+    second, again = learn()
+    assert "(drawn by an earlier run), 1 beside each sequence" in second.schedule.rehearses and again == samples
+    # another base, another seed, another length: nothing of it is found
+    for name, settings in (("other-wide", SELF), ("wide", replace(SELF, seed=1)), ("wide", replace(SELF, steps=4))):
+        other, drawn = learn(name, settings)
+        assert "earlier run" not in other.schedule.rehearses, (name, settings)
+        assert drawn != samples, (name, settings)
+
+
+def test_an_interrupted_run_keeps_nothing(place: Path, tmp_path: Path) -> None:
+    given = (place / "wide", [place / "new.jsonl"])
+    start = TrainingStart(cache_dir=tmp_path / "cache")
+    with pytest.raises(KeyboardInterrupt):
+        train(*given, tmp_path / "one", SELF, start=start, track=Bars(stop="samples"))
+    done = train(*given, tmp_path / "two", SELF, start=start)
+    assert "earlier run" not in done.schedule.rehearses
+
+
+def test_damaged_samples_are_refused_and_a_cache_that_cannot_be_written_is_said(place: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    model, begins = load(SHIPPED_MODEL), begin_tokens(tokenizer, [], "model")
+
+    def draw():
+        return sample_texts(model, begins, Sampling(4, 24, 1.0, 0), tokenizer, Told())
+
+    cache, kind = tmp_path / "cache", {"samples": 4}
+    assert kept_or_drawn(draw, kind, cache, Told()).found == ""
+    assert kept_or_drawn(draw, kind, cache, Told()).texts.fingerprint() == draw().fingerprint()
+    (arrow,) = cache.rglob("*.arrow")
+    flip(arrow, arrow.read_bytes().index(draw().ids[:8].numpy().tobytes()) + 4)
+    with pytest.raises(DataError, match=r"holds damaged tokens .* Delete it"):
+        kept_or_drawn(draw, kind, cache, Told())
+    (tmp_path / "file").write_text("")
+    told = Told()
+    own = kept_or_drawn(draw, kind, tmp_path / "file", told)
+    assert own.found.startswith("not kept for the next run: ") and len(own.texts) == 4
+    assert [note for _, note in told.events] == [own.description]
+
+
+def test_generate_finds_what_it_drew_of_the_same_base(place: Path, tmp_path: Path) -> None:
+    settings = GenerationSettings(max_new_tokens=15, seed=5)
+    first = write_samples_of(SHIPPED_MODEL, tmp_path / "first.jsonl", 3, settings)
+    again = write_samples_of(place / "wide", tmp_path / "again.jsonl", 3, settings)
+    assert (first.found, again.found) == ("", "drawn by an earlier run"), "its base is the same"
+    assert (tmp_path / "first.jsonl").read_bytes() == (tmp_path / "again.jsonl").read_bytes()
+    for other in ("other", "other-wide"):
+        drawn = write_samples_of(place / other, tmp_path / f"{other}.jsonl", 3, settings)
+        assert drawn.found == ("" if other == "other" else "drawn by an earlier run")
+        assert (tmp_path / f"{other}.jsonl").read_bytes() != (tmp_path / "first.jsonl").read_bytes()
+    # the same tensors, read in another way
+    config = Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "config"))
+    with edited(config / "config.json") as content:
+        content["rms_norm_eps"] = content["rms_norm_eps"] * 10
+    assert write_samples_of(config, tmp_path / "config.jsonl", 3, settings).found == ""
