@@ -86,6 +86,11 @@ def excess(model: Any, texts: HostileTexts, device: str) -> Iterator[tuple[str, 
 
 def _losses(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """Sum of -log p over the tokens of each text but its first, in nats, float64."""
-    scores = logits[:, :-1].double().log_softmax(-1)
-    losses = -scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return losses.masked_fill(mask[:, :-1] == 0, 0).sum(-1)
+    # logits of half precision are rounded so far that float64 would add nothing but time
+    exact = torch.float32 if logits.dtype.itemsize < 4 else torch.float64
+    # one text at a time: logits over a wide vocabulary are large
+    losses = [
+        -row[:-1].to(exact).log_softmax(-1).gather(-1, read[1:, None]).squeeze(-1).double()
+        for row, read in zip(logits, ids, strict=True)
+    ]
+    return torch.stack(losses).masked_fill(mask[:, :-1] == 0, 0).sum(-1)

@@ -63,7 +63,12 @@ def measure_kept_state(model: Any, batch: Batch, device: str, rounding: float) -
     if not model.choice.router.reads_tokens:
         return None
     inputs = batch.inputs(device)
-    options = {"max_new_tokens": WRITTEN, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    options: dict[str, Any] = {
+        "max_new_tokens": WRITTEN,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+    }
     written = generate_with(model, inputs, **options)
     ids, mask = written.sequences, inputs["attention_mask"]
     layers = getattr(find_cache(written), "layers", ())

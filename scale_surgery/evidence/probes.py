@@ -27,11 +27,11 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, counted, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.evidence.kept_state import KeptState, measure_kept_state
 from scale_surgery.planning.architecture import Sizes
-from scale_surgery.progress import Track
+from scale_surgery.progress import Finding, Track
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
 from scale_surgery.running.freeze import base_states
 from scale_surgery.running.gates import keeping_scores, shut_so_far
@@ -43,6 +43,11 @@ from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.config import make_index, written_config
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.surgery.views import only
+
+# tokens of a continuation without KV cache
+UNCACHED_TOKENS = 2
+# bytes of a model whose probes take long enough to be forecast
+LARGE = 2**28
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class PathNumbers:
         drift: Largest absolute difference of logits, chosen by name.
         drift_beside: Largest absolute difference of logits, beside all others.
         generation_equal: Whether greedy continuation with KV cache gives that model's tokens; None if not run.
-        uncached_equal: The same without KV cache.
+        uncached_equal: The same without KV cache, for the longest and the shortest prompt and at most two tokens.
     """
 
     name: str
@@ -134,8 +139,8 @@ class Numbers(LogitDrift):
         base_logits_drift: Largest absolute difference of those.
         layers: The same base stream layer by layer; layer -1 is the embedding.
         generation_equal: Whether greedy continuation with KV cache gives the base's tokens; None if not run.
-        uncached_equal: The same without KV cache.
-        new_tokens: Tokens generated for each prompt.
+        uncached_equal: The same without KV cache, for the longest and the shortest prompt and at most two tokens.
+        new_tokens: Tokens generated for each prompt with KV cache.
         paths: The base's path, and that of each expansion; empty where the model has one path.
         mixture: Loss of its router's mixture; None without a router.
         kept_state: What a router that reads tokens keeps with a KV cache; None without one.
@@ -204,6 +209,8 @@ def probe(
     real = batch.mask.bool()
     # the base and the model; each expansion alone, each path by name, and the mixture
     with track("probe prompts", 2 + (2 * len(names) + 2) * bool(names)) as advance:
+        if sum(info.bytes for info in checkpoint.tensors.values()) >= LARGE:
+            advance(0, forecast(2 + len(names), batch, probes))
         with loaded(base, run, name=manifest.base_name, renamed=renamed) as (model, known):
             stock = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             del model
@@ -226,7 +233,7 @@ def probe(
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
                     advance(1)
                 mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.max_new_tokens))
-                kept_state = measure_kept_state(model, batch, run.device, mixture.rounding)
+                kept_state = measure_kept_state(model, batch.two(), run.device, mixture.rounding)
                 advance(1)
     return Numbers(
         **vars(compare_logits(stock.logits, expanded.logits, batch, run.device)),
@@ -249,6 +256,17 @@ def probe(
         load_problems=tuple(problems),
         token_problems=tokens,
     )
+
+
+def forecast(models: int, batch: Batch, probes: Probes) -> Finding:
+    """Say what probes run, and which options run less."""
+    written = probes.max_new_tokens
+    read = f"{models} models read {counted(int(batch.mask.sum()), 'token')}"
+    prompts, cheaper = counted(len(batch.ids), "prompt"), "--files-only runs no model"
+    if written:
+        read += f" and go on with {prompts} for {counted(written, 'token')}"
+        cheaper = f"--max-new-tokens 0 writes no token, {cheaper}"
+    return Finding(f"{read}; cheaper: {cheaper}", f"cheaper: {'--max-new-tokens 0, ' * bool(written)}--files-only")
 
 
 def _compare_shut(base: Tensor, expanded: ModelRun, real: Tensor) -> ShutGates:
@@ -290,14 +308,14 @@ def run_path(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: st
 def _continue(
     model: Any, batch: Batch, known: int, new_tokens: int, device: str
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Greedy continuation by tokens of the base, with KV cache and without."""
+    """Greedy continuation by tokens of the base: of all prompts with KV cache, of two prompts without."""
     if not new_tokens:
         return None, None
-    cached, uncached = (
-        continue_greedily(model, batch.inputs(device), new_tokens, known=known, use_cache=use_cache).cpu()
-        for use_cache in (True, False)
-    )
-    return cached, uncached
+    cached = continue_greedily(model, batch.inputs(device), new_tokens, known=known)
+    # a whole forward for each token; logits of all prompts were compared without a KV cache
+    few = min(new_tokens, UNCACHED_TOKENS)
+    uncached = continue_greedily(model, batch.two().inputs(device), few, known=known, use_cache=False)
+    return cached.cpu(), uncached.cpu()
 
 
 def _base_logits(model: Any, base: Tensor) -> Tensor:

@@ -47,6 +47,12 @@ class Batch:
         """What a model on a device takes."""
         return {"input_ids": self.ids.to(device), "attention_mask": self.mask.to(device)}
 
+    def two(self) -> Batch:
+        """Take the longest prompt and the shortest: one without padding, and the one with the most."""
+        lengths = self.mask.sum(1)
+        rows = torch.stack((lengths.argmax(), lengths.argmin()))
+        return Batch(self.ids[rows], self.mask[rows])
+
 
 @dataclass(frozen=True)
 class EncodedPrompts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor, read_text
 from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
@@ -232,6 +232,8 @@ def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
         replaced[TOKENIZER_CONFIG_FILE] = "{}"
     for name, text in tokenizer_texts(manifest.plans.values(), replaced).items():
         if (checkpoint.path / name).is_file():
+            if read_text(checkpoint, name) == text:
+                continue  # to parse a large vocabulary takes seconds
             differing = differing_keys(read_config(checkpoint.path / name), parse_json(text))
             differing = [key for key in differing if (key == "auto_map" if is_theirs else key != "tokenizer_class")]
             problems += [f"{name}: {key} is not what the base's says." for key in differing]
