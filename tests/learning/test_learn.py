@@ -586,6 +586,25 @@ def test_the_estimate_is_of_the_right_size(done, recipe, tmp_path):
     assert estimate.free_bytes > estimate.disk_bytes and 10**8 < estimate.memory_bytes < 10**10
 
 
+def test_own_samples_are_forecast_in_tokens_and_time(settings, tmp_path):
+    def sampled(running: RunOptions = RunOptions(), **changes: Any) -> tuple[Any, str]:
+        given = {"training.rehearse": ("self",), "training.batch_size": 1, "training.steps": 3, **changes}
+        asked = replace(resolve_recipe(settings | given), running=running)
+        made = prepare(asked, tmp_path / "job").estimate
+        return made.to_sample, " ".join(shown(render_estimate(made)).split())
+
+    few, said = sampled()
+    assert few is not None and (few.texts, few.tokens) == (800, 3 * settings["training.sequence_length"] // 2)
+    assert few.seconds is not None and 0 < few.seconds < 60
+    assert re.search(r"to sample about \d+ tokens of the base's own, at most 800 texts; about \d+ s", said)
+    many, _ = sampled(**{"training.rehearsal_samples": 5, "training.rehearsal_length": 16})
+    assert many is not None and (many.texts, many.tokens) == (5, 80)
+    large, said = sampled(RunOptions(memory_bytes=1000))
+    assert large is not None and large.seconds is None and "; its first batch says how long" in said
+    none, said = sampled(**{"training.rehearse": ()})
+    assert none is None and "to sample" not in said
+
+
 @pytest.mark.parametrize(("budget", "layers"), [("20%", "'(chosen by the pilot)'"), ("400%", "all")])
 def test_a_pilot_runs_only_where_the_budget_leaves_a_choice(budget, layers, settings, tmp_path):
     job = prepare(resolve_recipe(settings | {"ranking.budget": budget}), tmp_path / "job")
