@@ -30,7 +30,6 @@ from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, suffix_of
-from scale_surgery.training.base_samples import begin_tokens, sampling_of, tokens_per_second
 from scale_surgery.training.rank_layers import read_budget
 
 if TYPE_CHECKING:
@@ -169,6 +168,9 @@ def _to_sample(
     work: Work, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, tokens: int, base_bytes: int
 ) -> ToSample | None:
     """What the base writes for the training, and how long it takes."""
+    # imports torch
+    from scale_surgery.training.base_samples import begin_tokens, sampling_of, tokens_per_second
+
     recipe, settings = work.recipe, work.recipe.training
     if not settings.rehearses_itself:
         return None
