@@ -22,6 +22,7 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import DataError, TrainingError, counted
 from scale_surgery.progress import Finding, Progress, Track
@@ -45,6 +46,18 @@ TOGETHER, TOKENS_TOGETHER = 64, 16_384
 DRAWN, MOST_TEXTS = 0.5, 800
 # tokens a row after which the speed is known; a wait in seconds that is worth a line
 TIMED, WAIT = 4, 10.0
+# keys of a config that say nothing of how its base computes
+NOT_COMPUTED = (
+    CONFIG_KEY,
+    "architectures",
+    "auto_map",
+    "model_type",
+    "transformers_version",
+    "_name_or_path",
+    "vocab_size",
+    "dtype",
+    "torch_dtype",
+)
 GIVE_BEGINNINGS = "Give beginnings with --set rehearsal_prompts=FILE, or texts with --rehearse FILE."
 
 
@@ -176,8 +189,17 @@ def made_of(
         # rows of new tokens take part in the drawing of lots
         "vocabulary": model.config.get_text_config(decoder=True).vocab_size,
         "runs": [model.device.type, str(model.dtype), str(model.config._attn_implementation)],
+        # what runs, whatever a record says of it: the name of a module from a folder holds a hash of its code
+        "config": {key: str(value) for key, value in _stock_values(model.config.to_dict()).items()},
+        "code": type(model).__module__ if type(model).__module__.startswith("transformers_modules") else "",
         "tool": tool_versions(),
     }
+
+
+def _stock_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a config by which a base computes, those of parts too; an expanded model has them as its base does."""
+    parts = {key: _stock_values(value) for key, value in config.items() if isinstance(value, dict)}
+    return {key: value for key, value in ({**config, **parts}).items() if key not in NOT_COMPUTED}
 
 
 def kept_or_drawn(

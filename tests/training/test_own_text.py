@@ -204,3 +204,8 @@ def test_generate_finds_what_it_drew_of_the_same_base(place: Path, tmp_path: Pat
     with edited(config / "config.json") as content:
         content["rms_norm_eps"] = content["rms_norm_eps"] * 10
     assert write_samples_of(config, tmp_path / "config.jsonl", 3, settings).found == ""
+    # a record that says nothing of the change
+    wide = Path(shutil.copytree(place / "wide", tmp_path / "wide"))
+    with edited(wide / "config.json") as content:
+        content["rms_norm_eps"] = content["rms_norm_eps"] * 10
+    assert write_samples_of(wide, tmp_path / "wide.jsonl", 3, settings).found == ""
