@@ -19,14 +19,8 @@ from scale_surgery.running.loading import RUNNING, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import loaded_speaker, open_subject
-from scale_surgery.training.base_samples import (
-    Sampling,
-    begin_tokens,
-    identity_in,
-    kept_or_drawn,
-    made_of,
-    sample_texts,
-)
+from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
+from scale_surgery.training.kept_samples import identity_in, kept_or_drawn, made_of
 
 # samples are drawn from the distribution of the base, whole
 SAMPLED_BY = ("max_new_tokens", "temperature", "seed")

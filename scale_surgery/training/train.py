@@ -126,7 +126,8 @@ def train(
     files = _sources(data, eval_data, settings)
     # these imports take seconds, so the checks above come first
     from scale_surgery.running.loading import quiet_transformers
-    from scale_surgery.training.base_samples import OwnText, as_learned, read_samples, write_own_text, write_samples
+    from scale_surgery.training.base_samples import as_learned, read_samples, write_own_text, write_samples
+    from scale_surgery.training.kept_samples import OwnText
     from scale_surgery.training.training_texts import made_by_one, read_texts
 
     # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing

@@ -22,11 +22,11 @@ from scale_surgery.training.base_samples import (
     MOST_TEXTS,
     Sampling,
     begin_tokens,
-    kept_or_drawn,
     sample_base,
     sample_texts,
     sampling_of,
 )
+from scale_surgery.training.kept_samples import kept_or_drawn
 from scale_surgery.training.result import Training
 from scale_surgery.training.settings import SAMPLES_FILE
 from tests.conftest import Bars, edited, flip, load
