@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from scale_surgery.running.prompts import Batch
 
+# logits that stand in memory in float64 at a time, 32 MB of them; a vocabulary can be wide
+LOGITS_AT_ONCE = 2**22
 # the largest drift that passes for rounding, as a share of the largest logit
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 
@@ -81,20 +83,33 @@ def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> 
     import torch
 
     real = batch.mask.bool()
-    first, second = before[real].double(), after[real].double()
-    log_first, log_second = first.log_softmax(-1), second.log_softmax(-1)
+    first, second = before[real], after[real]
+    rows = max(1, LOGITS_AT_ONCE // first.shape[-1])
+    pieces = map(_compare_tokens, torch.split(first, rows), torch.split(second, rows))
+    differences, largest, divergences, agreements = torch.cat(list(pieces), dim=1)
     return LogitDrift(
         prompts=int(batch.ids.shape[0]),
         tokens=int(real.sum()),
         device=device,
         dtype=str(before.dtype).removeprefix("torch."),
         # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
-        is_bit_equal=torch.equal(before[real], after[real]),
-        drift=largest_difference(first, second),
-        largest_logit=float(first.abs().max()),
-        kl_divergence=float((log_first.exp() * (log_first - log_second)).sum(-1).mean()),
-        top1_agreement=float((first.argmax(-1) == second.argmax(-1)).double().mean()),
+        is_bit_equal=torch.equal(first, second),
+        drift=float(differences.max()),
+        largest_logit=float(largest.max()),
+        kl_divergence=float(divergences.mean()),
+        top1_agreement=float(agreements.mean()),
     )
+
+
+def _compare_tokens(first: Tensor, second: Tensor) -> Tensor:
+    """Return four rows with a number for each token: difference, largest logit, divergence, agreement."""
+    import torch
+
+    first, second = first.double(), second.double()
+    log_first, log_second = first.log_softmax(-1), second.log_softmax(-1)
+    divergence = (log_first.exp() * (log_first - log_second)).sum(-1)
+    is_same = (first.argmax(-1) == second.argmax(-1)).double()
+    return torch.stack([(first - second).abs().amax(-1), first.abs().amax(-1), divergence, is_same])
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
