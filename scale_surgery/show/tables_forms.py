@@ -29,9 +29,9 @@ WORDS = {
 }
 # why a merged model has other parameters than the model it was made from
 REASONS = {
-    "zeros": "zeros of larger matrices, in place of blocks that are not there",
-    "head": "numbers of the head, which is tied to the embedding in the base and a matrix of its own when fused",
-    "copy": "numbers of the head that the base stores beside the embedding to which it is tied",
+    "zeros": "zeros where a larger matrix has no block",
+    "head": "numbers of the head, which is a matrix of its own in the fused form",
+    "copy": "numbers of the head, which the base stores beside the embedding",
     "router": "numbers of the matrix by which the router decides",
 }
 
