@@ -145,6 +145,8 @@ def measure_drift(
                 if path == after and problems:
                     raise CheckpointError.from_problems(problems)
                 runs.append(_run(model, batch, probes.max_new_tokens, run.device))
+                # else it would stay until the next model is there
+                del model
             advance(1)
     (logits, new), (other_logits, other_new) = runs
     pairs = zip(logits, other_logits, strict=True)
