@@ -72,7 +72,7 @@ def loaded(
     renamed: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Load a model as a user would, with the names of tensors that did not fit; freed if the caller holds it no more."""
+    """Load a model as a user would, with the names of tensors that did not fit; free it if no caller holds it."""
     free_memory()
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     if left_over := left_over_quantisation(checkpoint.config, {info.dtype for info in checkpoint.tensors.values()}):
