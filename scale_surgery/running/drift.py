@@ -80,18 +80,22 @@ class Drift(LogitDrift):
 
 def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> LogitDrift:
     """Compare the logits of two models on the same batch; padding does not count."""
+    real = batch.mask.bool()
+    return _compare_real(before[real], after[real], len(batch.ids), device)
+
+
+def _compare_real(first: Tensor, second: Tensor, prompts: int, device: str) -> LogitDrift:
+    """Compare logits of the same tokens (tokens, vocabulary)."""
     import torch
 
-    real = batch.mask.bool()
-    first, second = before[real], after[real]
     rows = max(1, LOGITS_AT_ONCE // first.shape[-1])
     pieces = map(_compare_tokens, torch.split(first, rows), torch.split(second, rows))
     differences, largest, divergences, agreements = torch.cat(list(pieces), dim=1)
     return LogitDrift(
-        prompts=int(batch.ids.shape[0]),
-        tokens=int(real.sum()),
+        prompts=prompts,
+        tokens=len(first),
         device=device,
-        dtype=str(before.dtype).removeprefix("torch."),
+        dtype=str(first.dtype).removeprefix("torch."),
         # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
         is_bit_equal=torch.equal(first, second),
         drift=float(differences.max()),
@@ -150,7 +154,8 @@ def measure_drift(
             advance(1)
     (logits, new), (other_logits, other_new) = runs
     pairs = zip(logits, other_logits, strict=True)
-    comparison = max((compare_logits(*pair, batch, run.device) for pair in pairs), key=lambda compared: compared.drift)
+    compared = (_compare_real(*pair, len(batch.ids), run.device) for pair in pairs)
+    comparison = max(compared, key=lambda comparison: comparison.drift)
     return Drift(
         **vars(comparison),
         tolerance=TOLERANCES[comparison.dtype],
@@ -159,15 +164,15 @@ def measure_drift(
 
 
 def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[Tensor], Tensor | None]:
-    """Logits of the batch, on each side of a cosine router, and greedily generated tokens; on the CPU."""
+    """Logits of the batch's tokens, on each side of a cosine router, and greedily generated tokens; on the CPU."""
     import torch
 
-    inputs = batch.inputs(device)
+    inputs, real = batch.inputs(device), batch.mask.bool()
     logits = []
     with torch.no_grad(), translated(*RUNNING):
         for side in _sides(model):
             with side:
-                logits.append(model(**inputs, use_cache=False).logits.cpu())
+                logits.append(model(**inputs, use_cache=False).logits[real.to(device)].cpu())
         if not new_tokens:
             return logits, None
         new = continue_greedily(model, inputs, new_tokens)
