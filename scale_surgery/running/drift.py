@@ -172,7 +172,9 @@ def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[T
     with torch.no_grad(), translated(*RUNNING):
         for side in _sides(model):
             with side:
-                logits.append(model(**inputs, use_cache=False).logits[real.to(device)].cpu())
+                of_batch = model(**inputs, use_cache=False).logits
+                logits.append(of_batch[real.to(of_batch.device)].cpu())
+                del of_batch
         if not new_tokens:
             return logits, None
         new = continue_greedily(model, inputs, new_tokens)
