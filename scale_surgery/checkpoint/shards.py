@@ -31,7 +31,7 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[[], Iterable[bytes]]
+    read: Callable[[], Iterable[bytes | memoryview]]
 
     @property
     def bytes(self) -> int:
@@ -52,11 +52,12 @@ def computed(name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], T
     return Entry(name, dtype, shape, lambda: [tensor_bytes(make())])
 
 
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """A tensor's bytes, row by row, as they lie in a file."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, row by row, as they lie in a file; of one that lies so in memory nothing is copied."""
     import torch
 
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    content: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return content
 
 
 def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
@@ -100,7 +101,7 @@ def header_bytes(file: Path) -> bytes:
         return length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
 
 
-def entries_of(header: bytes, read: Mapping[str, Callable[[], Iterable[bytes]]]) -> Iterator[Entry]:
+def entries_of(header: bytes, read: Mapping[str, Callable[[], Iterable[bytes | memoryview]]]) -> Iterator[Entry]:
     """The tensors that a header lists, in the order in which they lie, with where their bytes come from."""
     listed = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
     for name, entry in sorted(listed.items(), key=lambda item: item[1]["data_offsets"]):

@@ -8,6 +8,8 @@ Its key `scale_surgery` is that of the expanded model (`configuration_scale`), w
     expansions          of the only one
         fused               true
         first_wide_layer    the first layer whose input has an up stream; -1 where the embedding has it already
+        own_columns         of an embedding that is also the head, as it is in the base: its last columns, which the
+                            head does not read; null if the head is a matrix of its own
         fork                the first layer that two paths pass through; null where there is one path
     gram                of two paths: rows of the matrix by which the last norm decides
 """
@@ -74,7 +76,7 @@ def _make_config(stock: Any, module: str) -> type:
             if "_heterogeneity_spec" in vars(self):
                 values["per_layer_config"] = self.to_dict()["per_layer_config"]
             inside = make_stock(values, self.scale_surgery)
-            # what is wider has a head of its own
+            # a wider head may be one of its own
             for part in (inside, inside.get_text_config(decoder=True)):
                 part.tie_word_embeddings = self.tie_word_embeddings
             # without its type transformers would rename the tensors of the model inside once more

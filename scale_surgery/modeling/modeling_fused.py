@@ -9,6 +9,8 @@ by its own can serve it. What cannot be one wide module is a small class before 
     Split       a norm: of the base stream by the stock module, of the up stream beside it by its own statistics
     Narrow      a module that reads the base stream alone, or beside whose output zeros stand
     Entering    a layer before which the up stream begins, as zeros, or two paths part
+    Shared      an embedding that is also the head: [W | the head's up part | its own up part]
+    Padding     the last norm before such a head: zeros for the columns that only the embedding reads
 
 A cosine router makes two paths of the layers from the first with W12 on: [p, p_up | a, a_up] side by side. Their heads
 attend in one call, and a linear is two (`PathLinear`), of base streams and of up streams, since W12 acts on the second
@@ -115,10 +117,16 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
         become(layers[index], Entering, up_width=up * (index == first), path_count=1 + (index == fork))
     for index in range(max(first, 0), len(layers)):
         widen_layer(layers[index], specs, index, has_two_paths=index >= fork)
+    own = plan["own_columns"]
+    if own is None and first < 0:
+        widen_embedding(embedding, up)
+    elif own is not None:
+        widen_embedding(embedding, up + own)
+        become(embedding, Shared, widths=[facts["hidden"], up, own], zeros=up - own if first < 0 else 0)
     for name, spec in plan["model"].items():
         if find_module(base_model, name) is embedding:
-            widen_embedding(embedding, up if first < 0 else 0)
-        elif first < 0 or name == facts["last"]:
+            continue
+        if first < 0 or name == facts["last"]:
             widen_module(base_model, name, spec, 1 + (name == facts["last"] and fork < len(layers)), up)
     head = model.get_output_embeddings()
     # a server has a head of its own, and reads what the last norm gives
@@ -126,8 +134,12 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
         add_gate(find_module(base_model, facts["last"]), facts["hidden"] + up)
     if fork < len(layers):
         decide(find_module(base_model, facts["last"]), specs, up)
+    if own:
+        become(find_module(base_model, facts["last"]), Padding, zeros=own)
     if up and head is not None:
-        widen_linear(head, up, 0)
+        widen_linear(head, up + (own or 0), 0)
+        if own is not None:
+            head.weight = embedding.weight
     if up and adds_features(base_model):
 
         def widen_features(features: Tensor, layer: int) -> Tensor:
@@ -311,6 +323,21 @@ class Narrow:
         bases = [path if self.base_width is None else path[..., : self.base_width] for path in paths]
         outputs = [padded(super(Narrow, self).forward(base, *args, **kwargs), self.up_width) for base in bases]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+class Shared:
+    """An embedding that is also the head; the columns of the head's up part are left out, or zeros in their place."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        base, _, up = super().forward(*args, **kwargs).split(self.widths, dim=-1)
+        return padded(torch.cat((base, up), dim=-1), self.zeros)
+
+
+class Padding:
+    """A module beside whose output stand zeros."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return padded(super().forward(*args, **kwargs), self.zeros)
 
 
 class Entering:

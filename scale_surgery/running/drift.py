@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from scale_surgery.running.prompts import Batch
 
+# logits that stand in memory in float64 at a time, 32 MB of them; a vocabulary can be wide
+LOGITS_AT_ONCE = 2**22
 # the largest drift that passes for rounding, as a share of the largest logit
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 
@@ -78,39 +80,49 @@ class Drift(LogitDrift):
 
 def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> LogitDrift:
     """Compare the logits of two models on the same batch; padding does not count."""
+    real = batch.mask.bool()
+    return _compare_real(before[real], after[real], len(batch.ids), device)
+
+
+def _compare_real(first: Tensor, second: Tensor, prompts: int, device: str) -> LogitDrift:
+    """Compare logits of the same tokens (tokens, vocabulary)."""
     import torch
 
-    real = batch.mask.bool()
-    first, second = before[real], after[real]
     # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
     is_bit_equal = torch.equal(first, second)
+    drift, divergence, agreement = 0.0, 0.0, 1.0
+    if not is_bit_equal:
+        rows = max(1, LOGITS_AT_ONCE // first.shape[-1])
+        pieces = map(_compare_tokens, torch.split(first, rows), torch.split(second, rows))
+        differences, divergences, agreements = torch.cat(list(pieces), dim=1)
+        drift, divergence, agreement = float(differences.max()), float(divergences.mean()), float(agreements.mean())
     return LogitDrift(
-        prompts=int(batch.ids.shape[0]),
-        tokens=int(real.sum()),
+        prompts=prompts,
+        tokens=len(first),
         device=device,
-        dtype=str(before.dtype).removeprefix("torch."),
+        dtype=str(first.dtype).removeprefix("torch."),
         is_bit_equal=is_bit_equal,
-        drift=largest_difference(first, second),
+        drift=drift,
         largest_logit=float(first.abs().max()),
-        # in float64 a wide vocabulary takes gigabytes and seconds
-        kl_divergence=0.0 if is_bit_equal else _divergence(first, second),
-        top1_agreement=float((first.argmax(-1) == second.argmax(-1)).double().mean()),
+        kl_divergence=divergence,
+        top1_agreement=agreement,
     )
 
 
-def _divergence(first: Tensor, second: Tensor) -> float:
-    """Mean KL(first || second) over tokens (tokens, vocabulary), in nats, taken in float64."""
-    tokens = zip(first, second, strict=True)
-    pairs = ((one.double().log_softmax(-1), other.double().log_softmax(-1)) for one, other in tokens)
-    divergences = [float((one.exp() * (one - other)).sum()) for one, other in pairs]
-    return sum(divergences) / len(divergences)
+def _compare_tokens(first: Tensor, second: Tensor) -> Tensor:
+    """Return three rows with a number for each token: difference, divergence, agreement."""
+    import torch
+
+    first, second = first.double(), second.double()
+    log_first, log_second = first.log_softmax(-1), second.log_softmax(-1)
+    divergence = (log_first.exp() * (log_first - log_second)).sum(-1)
+    is_same = (first.argmax(-1) == second.argmax(-1)).double()
+    return torch.stack([(first - second).abs().amax(-1), divergence, is_same])
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference of two tensors, taken in float64; 0 of equal ones."""
-    import torch
-
-    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().max())
+    """Largest absolute difference of two tensors, taken in float64."""
+    return float((a.double() - b.double()).abs().max())
 
 
 def cosines(a: Tensor, b: Tensor) -> Tensor:
@@ -141,10 +153,13 @@ def measure_drift(
                 if path == after and problems:
                     raise CheckpointError.from_problems(problems)
                 runs.append(_run(model, batch, probes.max_new_tokens, run.device))
+                # else it would stay until the next model is there
+                del model
             advance(1)
     (logits, new), (other_logits, other_new) = runs
     pairs = zip(logits, other_logits, strict=True)
-    comparison = max((compare_logits(*pair, batch, run.device) for pair in pairs), key=lambda compared: compared.drift)
+    compared = (_compare_real(*pair, len(batch.ids), run.device) for pair in pairs)
+    comparison = max(compared, key=lambda comparison: comparison.drift)
     return Drift(
         **vars(comparison),
         tolerance=TOLERANCES[comparison.dtype],
@@ -153,15 +168,17 @@ def measure_drift(
 
 
 def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[Tensor], Tensor | None]:
-    """Logits of the batch, on each side of a cosine router, and greedily generated tokens; on the CPU."""
+    """Logits of the batch's tokens, on each side of a cosine router, and greedily generated tokens; on the CPU."""
     import torch
 
-    inputs = batch.inputs(device)
+    inputs, real = batch.inputs(device), batch.mask.bool()
     logits = []
     with torch.no_grad(), translated(*RUNNING):
         for side in _sides(model):
             with side:
-                logits.append(model(**inputs, use_cache=False).logits.cpu())
+                of_batch = model(**inputs, use_cache=False).logits
+                logits.append(of_batch[real.to(of_batch.device)].cpu())
+                del of_batch
         if not new_tokens:
             return logits, None
         new = continue_greedily(model, inputs, new_tokens)

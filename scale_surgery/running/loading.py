@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def loaded(
     renamed: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Load a model as a user would, with the names of tensors that did not fit; free it afterwards."""
+    """Load a model as a user would, with the names of tensors that did not fit; free it if no caller holds it."""
+    free_memory()
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     if left_over := left_over_quantisation(checkpoint.config, {info.dtype for info in checkpoint.tensors.values()}):
         raise CheckpointError(f"{title}: {left_over}")
@@ -96,7 +98,15 @@ def loaded(
         with quiet_transformers():
             yield model, _load_problems(model, info)
             del model
-        gc.collect()
+        free_memory()
+
+
+def free_memory() -> None:
+    """Collect garbage, and return freed memory to the system: a large tokenizer leaves hundreds of MB in the heap."""
+    gc.collect()
+    # of glibc; other C libraries have no such function, and Windows has no CDLL of None
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def link_flat(checkpoint: Checkpoint, folder: Path) -> Path:

@@ -27,6 +27,13 @@ WORDS = {
     "stock": "a plain checkpoint of the base's architecture; no remote code",
     "blocks": "the expanded model again, every shard checked by sha256",
 }
+# why a merged model has other parameters than the model it was made from
+REASONS = {
+    "zeros": "zeros where a larger matrix has no block",
+    "head": "numbers of the head, which is a matrix of its own in the fused form",
+    "copy": "numbers of the head, which the base stores beside the embedding",
+    "router": "numbers of the matrix by which the router decides",
+}
 
 
 def render_merged(done: Merged) -> RenderableType:
@@ -39,6 +46,7 @@ def render_merged(done: Merged) -> RenderableType:
         ("base", done.base_name),
         ("parameters", f"{done.parameters:,}{change}"),
     ]
+    rows += [("of them", f"{count:+,} {REASONS[reason]}") for reason, count in done.differences.items()]
     rows += [] if done.drift is None else _drift_rows(done.drift)
     rows += [("not taken along", ", ".join(done.left_out))]
     return finished("taken apart" if done.form == "blocks" else "merged", rows, done.warnings, _next(done))

@@ -22,7 +22,7 @@ from scale_surgery.planning.paths import base_specs, path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.stock import first_wide_layer
-from scale_surgery.surgery.joining import fork_of, gram_size
+from scale_surgery.surgery.joining import fork_of, gram_size, own_columns, shares_head
 from scale_surgery.surgery.record import BaseTensor, Manifest
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
@@ -119,15 +119,21 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     plan = manifest.plan
     architecture, specs = plan.architecture, config[CONFIG_KEY]
     fork = fork_of(manifest)
-    wide = _wide_values(config, plan, fork)
+    wide = _wide_values(config, manifest, fork)
+    is_shared = shares_head(manifest)
     if plan.widths.up_width:
-        # a head that reads both streams is not the embedding any more
-        wide["tie_word_embeddings"] = False
+        wide["tie_word_embeddings"] = is_shared
     fused = {
         **({} if fork is None else {ROUTER_KEY: specs[ROUTER_KEY], "gram": gram_size(manifest)}),
         BASE_KEY: specs[BASE_KEY],
         EXPANSIONS_KEY: [
-            {**spec, "fused": True, "first_wide_layer": first_wide_layer(architecture, plan.layers), "fork": fork}
+            {
+                **spec,
+                "fused": True,
+                "first_wide_layer": first_wide_layer(architecture, plan.layers),
+                "own_columns": own_columns(manifest) if is_shared else None,
+                "fork": fork,
+            }
             for spec in specs[EXPANSIONS_KEY]
         ],
         STOCK_KEY: {key: config.get(key) for key, value in wide.items() if config.get(key) != value},
@@ -142,8 +148,9 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     }
 
 
-def _wide_values(config: Mapping[str, Any], plan: Plan, fork: int | None) -> dict[str, Any]:
+def _wide_values(config: Mapping[str, Any], manifest: Manifest, fork: int | None) -> dict[str, Any]:
     """Sizes of hidden state and heads, base and expansion together, by keys of config.json; of new tokens none."""
+    plan = manifest.plan
     # where a model sees images, what serves its language model reads them from the modules
     if "text_config" in config or plan.widths == Widths(new_tokens=plan.widths.new_tokens):
         return {}
@@ -160,7 +167,8 @@ def _wide_values(config: Mapping[str, Any], plan: Plan, fork: int | None) -> dic
     layers = dict(config.get("per_layer_config") or {})
     layers |= {number: {**layers.get(number, {}), **values} for number, values in per_layer.items()}
     return {
-        key["hidden"]: sizes.hidden + widths.up_width,
+        # that which the head reads
+        key["hidden"]: sizes.hidden + widths.up_width + (own_columns(manifest) if shares_head(manifest) else 0),
         key["query_heads"]: most[0],
         key["key_value_heads"]: most[1],
         key["head_size"]: sizes.head_size,

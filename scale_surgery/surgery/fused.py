@@ -34,6 +34,7 @@ from scale_surgery.progress import Track
 from scale_surgery.surgery.config import code_texts, fused_config
 from scale_surgery.surgery.joining import (
     cast_problems,
+    copied_head,
     fork_of,
     gram_of,
     gram_size,
@@ -117,12 +118,13 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
 def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
     """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
     tensors, renamed = checkpoint.tensors, renamed_tensors(manifest)
-    # a head that was tied stands where its up part was
+    # a head that was tied, but is no more, stands where its up part was
     joined = {
         item.name if item.name in tensors else item.pieces.get("up_weight", item.base): item
         for item in joined_tensors(manifest)
     }
     inside = {name for item in joined.values() for name in item.pieces.values() if INFIX in name}
+    copy = copied_head(manifest)
     read = functools.partial(read_tensor, checkpoint)
     kept: dict[str, list[Entry]] = {shard: [] for shard in checkpoint.shards}
     for name, info in tensors.items():
@@ -130,7 +132,7 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
             item = joined[name]
             make = functools.partial(join_pieces, item, read)
             kept[info.file].append(computed(item.name, tensors[item.base].dtype, item.shape, make))
-        elif name not in inside:
+        elif name not in inside and name != copy:
             kept[info.file].append(replace(stored(checkpoint, name), name=renamed.get(name, name)))
     filled = [entries for entries in kept.values() if entries]
     if fork_of(manifest) is not None:

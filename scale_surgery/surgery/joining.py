@@ -3,8 +3,9 @@
     [ W    W12 ]      rows are outputs, columns inputs; of a fused projection, each section has its base rows before
     [ W21  W22 ]      its up rows: q, q_up, k, k_up, ...
 
-Of the embedding, and of the head, the up part stands beside the base's columns. In a layer that is not expanded, a
-linear that reads or writes the hidden state gets zeros where the up stream is.
+The up part of the embedding, and of the head, follows the base's columns. If the base ties them, they stay one matrix
+[W | head's up part | embedding's up part]. In a layer that is not expanded, a linear that reads or writes the hidden
+state gets zeros for the up stream.
 
 Joining copies and never adds, so that every tensor comes out bit for bit as it went in; but for a grown MLP, whose base
 weight counts a share, and which may have trained copies W11 in place of W. It is joined for the stock form alone.
@@ -12,8 +13,9 @@ weight counts a share, and which may have trained copies W11 in place of W. It i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import INFIX, tensor_name
@@ -27,20 +29,22 @@ from scale_surgery.surgery.record import Manifest
 if TYPE_CHECKING:
     from torch import Tensor
 
-# whether a tensor lies in the rows that write the up stream, or in all, and in the columns that read it
-PLACES = {
-    "weight": (False, False),
-    "w12": (False, True),
-    "w21": (True, False),
-    "w22": (True, True),
-    "bias": (False, False),
-    "up_bias": (True, False),
+# whether a tensor lies in the rows that write the up stream, or in all, and in which of the `inputs` its columns lie
+PLACES: dict[str, tuple[bool | None, int]] = {
+    "weight": (False, 0),
+    "w12": (False, 1),
+    "w21": (True, 0),
+    "w22": (True, 1),
+    "bias": (False, 0),
+    "up_bias": (True, 0),
     # of the head and the embedding, in which rows of new tokens come after those of the base
-    "up_weight": (None, True),
-    "new_rows": (True, False),
+    "up_weight": (None, 1),
+    "new_rows": (True, 0),
+    # of an embedding whose second columns are the head's up part
+    "embedding_up_weight": (None, 2),
     # of a grown MLP: what is trained in place of the base's
-    "w11": (False, False),
-    "bias11": (False, False),
+    "w11": (False, 0),
+    "bias11": (False, 0),
 }
 
 
@@ -51,7 +55,7 @@ class Joined:
     Attributes:
         name: Its name; that of the base tensor in it, but for a head that was tied to the embedding.
         pieces: Names of the tensors in it, by the last part of their names; what is not there is zero.
-        inputs: Base and up width of what the linear reads.
+        inputs: Base and up width of what the linear reads; of an embedding that is also the head, three widths.
         sections: Base and up width of what it writes, section by section.
         is_transposed: Whether the weight is stored as (inputs, outputs), as Conv1D does.
         share: What the base weight counts; other than 1 in the down projection of a grown MLP.
@@ -59,7 +63,7 @@ class Joined:
 
     name: str
     pieces: dict[str, str]
-    inputs: tuple[int, int]
+    inputs: tuple[int, ...]
     sections: tuple[tuple[int, int], ...]
     is_transposed: bool
     share: float = 1.0
@@ -90,12 +94,16 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     embedding, first = plan.embedding, first_wide_layer(architecture, plan.layers)
     fork, new = fork_of(manifest), plan.widths.new_tokens
     columns = up if first == IN_EMBEDDING else 0
-    embedding_rows = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "new_rows")
-    if columns or new:
-        up_weight = tensor_name(embedding.removesuffix(".weight"), plan.request.name, "up_weight")
-        pieces = {"weight": embedding, "up_weight": up_weight, "new_rows": embedding_rows}
-        pieces = {block: name for block, name in pieces.items() if name in present}
-        yield Joined(embedding, pieces, (sizes.hidden, columns), ((sizes.embedded, new),), False)
+    up_weight, own_rows = (tensor_name(plan.head, plan.request.name, block) for block in ("up_weight", "new_rows"))
+    embedding_up, embedding_rows = (_embedding_block(plan, block) for block in ("up_weight", "new_rows"))
+    is_shared = shares_head(manifest)
+    if is_shared:
+        pieces = {"weight": embedding, "up_weight": up_weight, "embedding_up_weight": embedding_up}
+        widths = (sizes.hidden, up, own_columns(manifest))
+        yield _of_vocabulary(embedding, {**pieces, "new_rows": embedding_rows}, widths, (sizes.embedded, new), present)
+    elif columns or new:
+        pieces = {"weight": embedding, "up_weight": embedding_up, "new_rows": embedding_rows}
+        yield _of_vocabulary(embedding, pieces, (sizes.hidden, columns), (sizes.embedded, new), present)
     for layer in range(max(first, 0), sizes.layers):
         is_expanded = layer in plan.layers
         gated = plan.collaboration.groups if plan.variant == "gated" and layer in plan.collaboration.layers else ()
@@ -127,13 +135,50 @@ def joined_tensors(manifest: Manifest) -> Iterator[Joined]:
     head, bias = (f"{plan.head}.{part}" for part in ("weight", "bias"))
     if new and bias in present:
         yield Joined(bias, {"bias": bias}, (0, 0), ((sizes.vocabulary, new),), False)
-    up_weight, own_rows = (tensor_name(plan.head, plan.request.name, block) for block in ("up_weight", "new_rows"))
-    if up_weight in present or own_rows in present or (new and head in present):
+    if not is_shared and (up_weight in present or own_rows in present or (new and head in present)):
         # one that is tied to the embedding becomes a tensor of its own; a copy of it may be stored
         pieces = {"weight": head if head in present else embedding, "up_weight": up_weight}
         pieces["new_rows"] = own_rows if own_rows in present else embedding_rows
-        pieces = {block: name for block, name in pieces.items() if name in present}
-        yield Joined(head, pieces, (sizes.hidden, up), ((sizes.vocabulary, new),), False)
+        yield _of_vocabulary(head, pieces, (sizes.hidden, up), (sizes.vocabulary, new), present)
+
+
+def _of_vocabulary(
+    name: str, pieces: dict[str, str], inputs: tuple[int, ...], rows: tuple[int, int], present: Collection[str]
+) -> Joined:
+    """Describe an embedding or a head, of the pieces that are present."""
+    pieces = {block: piece for block, piece in pieces.items() if piece in present}
+    return Joined(name, pieces, inputs, (rows,), False)
+
+
+def _embedding_block(plan: Plan, block: str) -> str:
+    """Name of a block of the embedding."""
+    return tensor_name(plan.embedding.removesuffix(".weight"), plan.request.name, block)
+
+
+def shares_head(manifest: Manifest) -> bool:
+    """Whether embedding and head of a fused model with an up stream are one matrix, as they are in the base."""
+    plan, sizes = manifest.plan, manifest.plan.sizes
+    # what leaves the last norm is wider by them than what enters the first layer
+    is_too_wide = plan.architecture.keeps_width and own_columns(manifest) > 0
+    return plan.widths.up_width > 0 and sizes.is_tied and sizes.embedded == sizes.vocabulary and not is_too_wide
+
+
+def tied_head(manifest: Manifest) -> Joined | None:
+    """The head of a fused model that was tied to the embedding and is a matrix of its own, if there is one."""
+    *_, last = joined_tensors(manifest)
+    return last if "up_weight" in last.pieces and last.base == manifest.plan.embedding != last.name else None
+
+
+def own_columns(manifest: Manifest) -> int:
+    """Columns of the embedding of a fused model that only the embedding reads, if it is the head too."""
+    plan = manifest.plan
+    return plan.widths.up_width * (_embedding_block(plan, "up_weight") in manifest.expansion_tensors)
+
+
+def copied_head(manifest: Manifest) -> str | None:
+    """Name of a head that the base's files hold beside the embedding to which it is tied, if a fused model lacks it."""
+    head = f"{manifest.plan.head}.weight"
+    return head if head in manifest.base_tensors and shares_head(manifest) else None
 
 
 def _stock_linears(plan: Plan, layer: int) -> dict[str, Spec]:
@@ -190,12 +235,6 @@ def _fused_name(plan: Plan, module: str, block: str) -> str:
     return f"{module}.{block}"
 
 
-def tied_head(manifest: Manifest) -> Joined | None:
-    """The head of a fused model that was tied to the embedding, if it was."""
-    *_, last = joined_tensors(manifest)
-    return last if "up_weight" in last.pieces and last.base == manifest.plan.embedding != last.name else None
-
-
 def head_of(manifest: Manifest) -> tuple[str, str | None]:
     """Names of the base tensors that the head is made of: its weight, or the embedding's where tied, and its bias."""
     head = manifest.plan.head
@@ -219,6 +258,22 @@ def last_norm_of(plan: Plan) -> str:
     return f"{plan.prefix}{plan.architecture.on_disk(plan.architecture.final_norm.name)}"
 
 
+def count_differences(manifest: Manifest) -> dict[str, int]:
+    """Count the parameters that a fused model has beyond those of its blocks, by reason; negative if it has fewer."""
+    joined = list(joined_tensors(manifest))
+    sizes = [{name: prod(_shape(item, block)) for block, name in item.pieces.items()} for item in joined]
+    pieces = {name: size for of_item in sizes for name, size in of_item.items()}
+    copy = None if copied_head(manifest) is None else pieces[manifest.plan.embedding]
+    counts = {
+        "zeros": sum(prod(item.shape) - sum(of_item.values()) for item, of_item in zip(joined, sizes, strict=True)),
+        # those of a head that is tied in the base, and a matrix of its own here
+        "head": sum(sum(of_item.values()) for of_item in sizes) - sum(pieces.values()),
+        "copy": -(copy or 0),
+        "router": 0 if fork_of(manifest) is None else gram_size(manifest) ** 2,
+    }
+    return {reason: count for reason, count in counts.items() if count}
+
+
 def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
     """Tensors to be joined that are missing or of a wrong shape."""
     problems = []
@@ -234,11 +289,11 @@ def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
 
 def _shape(joined: Joined, block: str) -> tuple[int, ...]:
     """Shape of a piece as it is stored."""
-    is_up_row, is_up_column = PLACES[block]
+    is_up_row, column = PLACES[block]
     rows = sum(sum(section) if is_up_row is None else section[is_up_row] for section in joined.sections)
     if joined.is_bias:
         return (rows,)
-    columns = joined.inputs[is_up_column]
+    columns = joined.inputs[column]
     return (columns, rows) if joined.is_transposed and block == "weight" else (rows, columns)
 
 
@@ -293,5 +348,6 @@ def _rows(joined: Joined, block: str) -> list[int]:
 
 
 def _columns(joined: Joined, block: str) -> slice:
-    base = joined.inputs[0]
-    return slice(base, None) if PLACES[block][1] else slice(0, base)
+    place = PLACES[block][1]
+    start = sum(joined.inputs[:place])
+    return slice(start, start + joined.inputs[place])

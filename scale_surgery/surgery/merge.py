@@ -39,7 +39,7 @@ from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.config import code_texts, hash_texts, with_router
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
-from scale_surgery.surgery.joining import damaged_pieces
+from scale_surgery.surgery.joining import count_differences, damaged_pieces
 from scale_surgery.surgery.merge_stock import check_stock, write_stock
 from scale_surgery.surgery.record import Manifest, check_name, read_manifest, refuse_linked, tool_versions
 from scale_surgery.surgery.views import only
@@ -57,6 +57,8 @@ class Merged:
         base_name: What its base model is called.
         parameters_before: Stored parameters of the model that it was made from.
         parameters: Its stored parameters.
+        differences: How many more it has than that model, by reason: "zeros" in place of blocks, a "head" that is a
+            matrix of its own, a "copy" of the embedding as the head, the "router".
         bytes_written: Bytes of its shards.
         drift: How far its logits are from those of the model it was made from; None for "blocks", whose files are
             compared by hash.
@@ -69,6 +71,7 @@ class Merged:
     base_name: str
     parameters_before: int
     parameters: int
+    differences: Mapping[str, int]
     bytes_written: int
     drift: Drift | None
     left_out: tuple[str, ...]
@@ -268,11 +271,21 @@ def _describe(target: Path, to: MergedForm, checkpoint: Checkpoint, manifest: Ma
         base_name=manifest.base_name,
         parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
         parameters=sum(info.elements for info in written.tensors.values()),
+        differences=_differences(manifest, to),
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
         left_out=checkpoint.left_behind,
         warnings=() if to == "blocks" else _warnings(manifest.plan.sizes),
     )
+
+
+def _differences(manifest: Manifest, to: MergedForm) -> dict[str, int]:
+    if to == "stock":
+        assert manifest.plan.costs.stock is not None
+        padding = manifest.plan.costs.stock.padding
+        return {"zeros": padding} if padding else {}
+    counts = count_differences(manifest)
+    return {reason: -count for reason, count in counts.items()} if to == "blocks" else counts
 
 
 def _warnings(sizes: Sizes) -> tuple[str, ...]:

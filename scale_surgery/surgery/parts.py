@@ -20,7 +20,14 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.surgery.joining import Joined, joined_tensors, renamed_tensors, take_piece, tied_head
+from scale_surgery.surgery.joining import (
+    Joined,
+    copied_head,
+    joined_tensors,
+    renamed_tensors,
+    take_piece,
+    tied_head,
+)
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -47,6 +54,8 @@ def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callab
             readers |= {
                 item.name if item == head and name == item.base else name: piece for name, piece in pieces.items()
             }
+    if (copy := copied_head(manifest)) and manifest.plan.embedding in readers:
+        readers[copy] = readers[manifest.plan.embedding]
     return readers
 
 
@@ -142,5 +151,5 @@ def rebuild_shard(
         ) from error
 
 
-def _bytes_reader(read: Callable[[], Tensor]) -> Callable[[], Iterable[bytes]]:
+def _bytes_reader(read: Callable[[], Tensor]) -> Callable[[], Iterable[memoryview]]:
     return lambda: [tensor_bytes(read())]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from scale_surgery import PlanError, Request, expand, merge
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.modeling.modeling_fused import Entering, Narrow, Split
+from scale_surgery.modeling.modeling_fused import Entering, Narrow, Padding, Shared, Split
 from scale_surgery.progress import no_track
 from scale_surgery.surgery.fused import write_fused
 from scale_surgery.surgery.record import read_manifest
@@ -121,12 +121,13 @@ def test_what_a_server_replaces_is_stock(
 ) -> None:
     """Linears, embeddings, head and attention have the classes that they have in the base model."""
     fused = twins_of(family, "between", True)[1]
-    added = {Entering: 0, Split: 0, Narrow: 0}
+    added = {Entering: 0, Split: 0, Narrow: 0, Shared: 0, Padding: 0}
     for (name, module), (_, stock) in zip(fused.named_modules(), load(base_of(family)).named_modules(), strict=True):
         if type(module) is not type(stock) and name:
             added[type(module).__bases__[0]] += 1
     # GPT-2 expects after the last norm what entered the layers, so the up stream begins in the embedding
     assert added[Split] and bool(added[Entering]) == (family != "gpt2")
+    assert added[Shared] == 1 and not added[Padding]
 
 
 def test_the_config_says_what_a_server_asks_of_each_layer(twins_of: Callable[..., Twins]) -> None:
@@ -134,13 +135,45 @@ def test_the_config_says_what_a_server_asks_of_each_layer(twins_of: Callable[...
     config, plan = json.loads((folder / "config.json").read_text()), MADE["between"]
     base = config["scale_surgery"]["stock"]
     assert config["hidden_size"] > base["hidden_size"] and plan.layers == "1"
-    assert config["num_attention_heads"] > base["num_attention_heads"] and config["tie_word_embeddings"] is False
+    assert config["num_attention_heads"] > base["num_attention_heads"] and config["tie_word_embeddings"] is True
     heads = {name: base[name] for name in ("num_attention_heads", "num_key_value_heads")}
     assert config["per_layer_config"] == {"0": heads, "2": heads}
     loaded = load(folder)
     for index, layer in enumerate(loaded.model.layers):
         wanted = heads["num_attention_heads"] if index != 1 else config["num_attention_heads"]
         assert layer.self_attn.q_proj.out_features == wanted * config["head_dim"]
+
+
+@pytest.mark.parametrize(
+    ("family", "request_name", "tied"),
+    [
+        ("qwen3", "last", True),
+        # of the lowest layer the embedding has an up part of its own
+        ("qwen3", "deep", True),
+        # zeros enter the layers below
+        ("gpt2", "between", True),
+        ("gpt2", "deep", False),
+        ("qwen3", "last", False),
+    ],
+)
+def test_a_tied_head_stays_the_embedding(
+    twins_of: Callable[..., Twins], family: str, request_name: str, tied: bool
+) -> None:
+    # GPT-2 expects after the last norm what entered the layers, which has no room for the up part of the head
+    _, fused, folder = twins_of(family, request_name, True if family == "gpt2" else tied)
+    head, embedding = fused.get_output_embeddings(), fused.get_input_embeddings()
+    tensors = open_checkpoint(folder).tensors
+    stored = [name for name, info in tensors.items() if info.shape[0] == embedding.num_embeddings]
+    assert (head.weight is embedding.weight) is tied and len(stored) == (1 if tied else 2)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is tied
+    # the control: another up part of the head is another head and the same embedding
+    ids, up_width = prompts()[1]["input_ids"], fused.config.scale_surgery["expansions"][0]["widths"]["up_width"]
+    up_part = head.weight.narrow(1, fused.stock_config.hidden_size, up_width)
+    with torch.no_grad():
+        logits, features = fused(ids).logits, embedding(ids)
+        up_part += 1
+        assert torch.equal(embedding(ids), features) and not torch.allclose(fused(ids).logits, logits, **CLOSE)
+        up_part -= 1
 
 
 def test_without_a_head_both_streams_come_out(twins_of: Callable[..., Twins]) -> None:
@@ -204,7 +237,10 @@ def test_without_a_head_sizes_are_those_of_the_base(tmp_path: Path) -> None:
     body, prompt = AutoModel.from_pretrained(fused).eval(), prompts()[1]
     with torch.no_grad():
         hidden = body(**prompt).last_hidden_state
-        torch.testing.assert_close(hidden, AutoModel.from_pretrained(expanded)(**prompt).last_hidden_state, **CLOSE)
+        expected = AutoModel.from_pretrained(expanded)(**prompt).last_hidden_state
+        # columns that only the embedding reads come last, and get zeros
+        torch.testing.assert_close(hidden[..., : expected.shape[-1]], expected, **CLOSE)
+        assert hidden.shape[-1] > expected.shape[-1] and not hidden[..., expected.shape[-1] :].any()
         assert torch.equal(load(fused).lm_head(hidden), load(fused)(**prompt).logits)
         # what the stock forward remembers, it remembers of the model
         for _ in range(2):

@@ -44,7 +44,7 @@ from tests.command import run
 from tests.conftest import REQUESTS, digests, edited, load, refusal, shake
 from tests.each import each_shape, mostly
 from tests.routed import between
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, save_tiny
 
 
 def change(file: Path, name: str, index: tuple[int, ...]) -> None:
@@ -240,6 +240,76 @@ def test_a_fused_model_is_saved_and_loaded_by_transformers(fused: Path, tmp_path
     copy = load(tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(model(ids).logits, copy(ids).logits)
+
+
+# a head that is tied to the embedding
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def tied_base(folder: Path, family: str, *, has_copy: bool = False) -> Path:
+    """A base whose head is tied to the embedding; its file may hold a copy of it."""
+    base = save_tiny(folder, family, tie_word_embeddings=True)
+    if has_copy:
+        with edited(base / "model.safetensors") as tensors:
+            tensors[HEAD] = tensors[EMBEDDING].clone()
+    return base
+
+
+@pytest.mark.parametrize(
+    ("family", "request_name", "has_copy", "reasons"),
+    [
+        # layer 1 alone, below which there is no up stream
+        ("qwen3", "middle", False, {"zeros"}),
+        ("qwen3", "adapt", False, {"zeros"}),
+        ("qwen3", "middle", True, {"zeros", "copy"}),
+        ("gemma3_text", "routed", False, {"zeros", "router"}),
+        # after the last norm it expects the width that entered the layers
+        ("gpt2", "adapt", False, {"zeros", "head"}),
+    ],
+)
+def test_a_tied_head_is_written_once_and_differences_are_counted(
+    tmp_path: Path, family: str, request_name: str, has_copy: bool, reasons: set[str]
+) -> None:
+    base = tied_base(tmp_path / "base", family, has_copy=has_copy)
+    request = REQUESTS["adapt"] if request_name == "adapt" else Request("1", variant="adapt", init_w22="random")
+    expanded = shake(expand(base, request, tmp_path / "expanded").path)
+    if request_name == "routed":
+        expanded = route_export(expanded, tmp_path / "routed", CosineRouter(threshold=0.5)).path
+    done = merge(expanded, tmp_path / "fused")
+    assert done.drift is not None and done.drift.share < 1e-5
+    assert set(done.differences) == reasons
+    assert sum(done.differences.values()) == done.parameters - done.parameters_before
+    tensors = open_checkpoint(done.path).tensors
+    embedding = tensors[read_manifest(expanded).plan.embedding]
+    rows = [info.name for info in tensors.values() if info.shape[0] == embedding.shape[0]]
+    assert len(rows) == 1 + ("head" in reasons)
+    apart = merge(done.path, tmp_path / "blocks", "blocks")
+    assert digests(apart.path) == digests(expanded)
+    assert apart.differences == {reason: -count for reason, count in done.differences.items()}
+    assert digests(strip(done.path, tmp_path / "stripped").path) == digests(base)
+    assert verify(done.path, record=False).passed
+    # the controls: each part of the matrix is compared
+    shard = done.path / embedding.file
+    content = shard.read_bytes()
+    change(shard, embedding.name, (5, 0))
+    assert [name for name in (embedding.name, HEAD) if f"{name}: sha256" in str(verify(done.path, record=False))] == [
+        embedding.name,
+        *[HEAD] * has_copy,
+    ]
+    shard.write_bytes(content)
+    change(shard, embedding.name, (5, -1))
+    message = refusal(merge, done.path, tmp_path / "refused", "blocks", error=CheckpointError)
+    assert re.match(r"expansion-default-\d+-of-\d+.safetensors: sha256", message)
+
+
+def test_the_command_says_why_parameters_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expanded = expand(tied_base(tmp_path / "base", "gpt2"), REQUESTS["adapt"], tmp_path / "expanded").path
+    output = " ".join(run("merge", expanded, "-o", "fused").output.split())
+    assert re.search(r"of them \+[\d,]+ zeros .* of them \+[\d,]+ numbers of the head, which is a matrix", output)
+    output = " ".join(run("merge", "fused", "-o", "again", "--to", "blocks").output.split())
+    assert re.search(r"of them -[\d,]+ numbers of the head, which is a matrix", output)
 
 
 # what notices a fault

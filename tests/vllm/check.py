@@ -29,11 +29,12 @@ def serve(path: Path) -> None:
     """Print the tokens that vLLM makes of the prompts, all in one call."""
     from vllm import LLM, SamplingParams
 
-    options = {"dtype": "float32", "max_model_len": LONGEST, "max_num_seqs": AT_ONCE, "enforce_eager": True}
-    model = LLM(model=str(path), trust_remote_code=True, skip_tokenizer_init=True, **options)
     expected = json.loads(path.with_name(f"{path.name}.expected.json").read_text())
-    prompts = [{"prompt_token_ids": ids} for ids in expected["prompts"]]
-    wanted = SamplingParams(max_tokens=len(expected["tokens"][0]), temperature=0, ignore_eos=True, detokenize=False)
+    prompts, new_tokens = [{"prompt_token_ids": ids} for ids in expected["prompts"]], len(expected["tokens"][0])
+    longest = max(LONGEST, new_tokens + max(map(len, expected["prompts"])))
+    options = {"dtype": "float32", "max_model_len": longest, "max_num_seqs": AT_ONCE, "enforce_eager": True}
+    model = LLM(model=str(path), trust_remote_code=True, skip_tokenizer_init=True, **options)
+    wanted = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
     print(json.dumps([list(answer.outputs[0].token_ids) for answer in model.generate(prompts, wanted, use_tqdm=False)]))
 
 

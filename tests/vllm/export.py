@@ -12,20 +12,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_surgery import CosineRouter, NewTokens, Request, expand, merge, register, route_export
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.checkpoint.folder import open_checkpoint
 from tests.conftest import shake
 from tests.routed import between
 from tests.tiny import save_tiny
 
 # heads of 32 features, the fewest that vLLM's attention takes on a CPU
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
-FAMILIES = ("llama", "qwen3", "gemma2", "olmo2", "phi3", "gpt_neox")
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3", "gpt_neox")
 NEW_TOKENS, PROMPTS, LONGEST = 16, 20, 40
 # logits of the two most likely tokens are further apart
 CLEAR = 1e-3
-ALL = Request("all", variant="adapt", init_w22="random")
+ALL = Request("all", variant="adapt", up_width=64, up_kv_heads=1, init_w22="random")
 # layers that differ in heads and widths, below and above the one that is expanded
-MIDDLE = Request("1", variant="adapt", init_w22="random")
-GATED = Request("all", variant="gated", collaborate="both", init_w22="random")
+MIDDLE = replace(ALL, layers="1")
+GATED = replace(ALL, variant="gated", collaborate="both")
 GROWN = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
 
 
@@ -84,6 +85,8 @@ def main(folder: Path) -> None:
         route(middle, subfolder)
         for name in ("stock", "stock-grown", "fused", "fused-middle", "gated", "routed", "other-threshold"):
             compute(subfolder / name, prompts(97))
+        tied = {open_checkpoint(made).config["tie_word_embeddings"] for made in (base, subfolder / "fused")}
+        assert tied == {family.startswith("gemma")}, "of each kind there is one"
     export_text(folder / "text")
     export_new_tokens(folder / "new-tokens")
 
