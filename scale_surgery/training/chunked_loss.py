@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from scale_surgery.modeling.expanded_mixture import row_chunks
 from scale_surgery.running.loss import evaluating
 from scale_surgery.running.pieces import PROBED_TOKENS, Pieces, Tail, find_tail, in_pieces
 from scale_surgery.text.sequences import IGNORED
@@ -72,6 +73,37 @@ class SumOfPieces(torch.autograd.Function):
         return None, None, *(None if made is None else made.mul_(given[0].to(made.dtype)) for made in gradients)
 
 
+class CrossEntropy(torch.autograd.Function):
+    """Cross entropy of tokens over a number of them; the gradient is made beside the loss, in the dtype of the logits.
+
+    Few rows are float32 at a time, so beside the logits stands their gradient alone.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, targets: Tensor, total: Any) -> Tensor:
+        """Nats of the tokens that are not IGNORED, over `total`."""
+        gradient = torch.empty_like(logits) if context.needs_input_grad[0] else None
+        nats = logits.new_empty(len(targets), dtype=torch.float32)
+        for rows in row_chunks(logits):
+            # no token is predicted where none is wanted
+            is_wanted, tokens = targets[rows, None] != IGNORED, targets[rows, None].clamp(min=0)
+            log_p = logits[rows].log_softmax(-1, dtype=torch.float32)
+            nats[rows] = torch.where(is_wanted, -log_p.gather(-1, tokens), 0)[:, 0]
+            if gradient is not None:
+                p = log_p.exp_()
+                p.scatter_add_(-1, tokens, p.new_full(tokens.shape, -1))
+                gradient[rows] = torch.where(is_wanted, p.div_(total), 0)
+        context.gradient = gradient
+        return nats.sum() / total
+
+    @staticmethod
+    def backward(context: Any, *given: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient, in its own memory."""
+        gradient, context.gradient = context.gradient, None
+        made: Tensor = gradient.mul_(given[0].to(gradient.dtype))
+        return made, None, None
+
+
 def sum_of_pieces(head: Any, loss_of: Callable[[Tensor, slice], Tensor], pieces: Pieces) -> Tensor:
     """Add up the losses of pieces, with gradients for the hidden states and for what trains in the head."""
     total: Tensor = SumOfPieces.apply(loss_of, pieces.slices, pieces.hidden, *trained_in_head(head))
@@ -98,8 +130,9 @@ def cross_entropy(head: Any, pieces: Pieces, labels: Tensor, count: Any = None) 
     total = (targets != IGNORED).sum() if count is None else count
 
     def loss_of(part: Tensor, positions: slice) -> Tensor:
-        logits = pieces.logits(part, positions).flatten(0, 1).float()
-        return functional.cross_entropy(logits, targets[:, positions].flatten(), reduction="sum") / total
+        logits = pieces.logits(part, positions).flatten(0, 1)
+        loss: Tensor = CrossEntropy.apply(logits, targets[:, positions].flatten(), total)
+        return loss
 
     return sum_of_pieces(head, loss_of, pieces)
 
