@@ -44,7 +44,7 @@ from scale_surgery.training.trainer import ExpansionTrainer
 TARGETS = {"adapt": (0.9, 0.6), "preserve": (0.7, 0.6)}
 LENGTH, ROWS = 128, 4
 # steps of a turn, of which the first is not counted: it makes the optimizer's state
-STEPS, TURNS = 3, 4
+STEPS, TURNS = 3, 3
 LORA = "LoRA"
 SETTINGS = TrainingSettings(sequence_length=LENGTH, batch_size=ROWS, steps=STEPS, schedule="constant")
 

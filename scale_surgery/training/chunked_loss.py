@@ -94,7 +94,8 @@ class CrossEntropy(torch.autograd.Function):
                 p.scatter_add_(-1, tokens, p.new_full(tokens.shape, -1))
                 gradient[rows] = torch.where(is_wanted, p.div_(total), 0)
         context.gradient = gradient
-        return nats.sum() / total
+        mean: Tensor = nats.sum() / total
+        return mean
 
     @staticmethod
     def backward(context: Any, *given: Tensor) -> tuple[Tensor, None, None]:
