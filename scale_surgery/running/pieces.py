@@ -94,16 +94,10 @@ def find_tail(model: Any, ids: Tensor) -> Tail | None:
     """
     import torch
 
-    modules = dict(model.named_modules())
-    head, decoder = model.get_output_embeddings(), model.get_decoder()
-    paths = [name.split(".") for wanted in (decoder, head) for name, module in modules.items() if module is wanted]
-    if len(paths) != 2 or decoder is model:
+    tail = _tail_of(model)
+    if tail is None:
         return None
-    depth = next((depth for depth, pair in enumerate(zip(*paths, strict=False)) if len(set(pair)) == 2), None)
-    if depth is None:
-        return None
-    tail = Tail(modules[".".join(paths[0][:depth])], paths[0][depth], head)
-    ids = ids[None, :PROBED_TOKENS].long().to(head.weight.device)
+    ids = ids[None, :PROBED_TOKENS].long().to(tail.head.weight.device)
     few, read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, list[torch.Tensor]()
 
     def keep(pieces: Pieces) -> Tensor:
@@ -114,8 +108,24 @@ def find_tail(model: Any, ids: Tensor) -> Tail | None:
         whole = model(**few, use_cache=False).logits
         with in_pieces(model, tail, few, None, keep):
             model(**few, use_cache=False)
+    if not read:
+        return None
     drift, largest = (torch.cat(read, 1).float() - whole.float()).abs().max(), whole.float().abs().max()
     return tail if bool(drift <= TOLERANCES[str(read[0].dtype).removeprefix("torch.")] * largest) else None
+
+
+def _tail_of(model: Any) -> Tail | None:
+    """The largest module that holds the embedding and not the head, taken as the decoder; None if there is none."""
+    modules = dict(model.named_modules())
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    paths = [name.split(".") for wanted in (embedding, head) for name, module in modules.items() if module is wanted]
+    if len(paths) != 2:
+        return None
+    depth = next((depth for depth, pair in enumerate(zip(*paths, strict=False)) if len(set(pair)) == 2), None)
+    # no layers stand beside an embedding that is a module of its own
+    if depth is None or depth == len(paths[0]) - 1:
+        return None
+    return Tail(modules[".".join(paths[0][:depth])], paths[0][depth], head)
 
 
 @contextmanager
@@ -142,7 +152,8 @@ def finishing(model: Any, tail: Tail, finish: Callable[[Callable[[Tensor], Tenso
         # pieces have left theirs
         for blocks, kept in scores:
             vars(blocks)["scores"] = kept
-        return {"loss": made.pop()}
+        # nothing was made where a model calls what is inside of its decoder
+        return {"loss": made.pop()} if made else output
 
     hooks = [tail.decoder.register_forward_hook(finish_pieces), model.register_forward_hook(give, prepend=True)]
     try:

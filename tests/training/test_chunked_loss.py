@@ -176,13 +176,20 @@ def test_a_loss_with_a_term_of_its_own_is_left_to_the_model(tmp_path: Path) -> N
     model.config.output_router_logits = False
     tail = find_pieces(model, model, batch())
     assert tail is not None and tail.name == "model", "the control: without the term it is read in pieces"
-    # a head that is no module of its own beside a decoder
-    model.get_decoder = lambda: model
-    assert find_tail(model, batch()["input_ids"][0]) is None
-    model.get_decoder = lambda: model.model
-    model.model.register_forward_hook(lambda *_: None)
+    embedding = model.get_input_embeddings()
+    model.get_input_embeddings = lambda: None
+    assert find_tail(model, batch()["input_ids"][0]) is None, "nobody says where the decoder is"
+    model.get_input_embeddings = lambda: embedding
+    assert find_tail(model, batch()["input_ids"][0]) is not None
     model.lm_head.register_forward_hook(lambda module, args, output: output * args[0].shape[1])
     assert find_tail(model, batch()["input_ids"][0]) is None, "logits that depend on how many are asked for"
+
+
+@pytest.mark.parametrize("name", ["OPT", "Bloom"])
+def test_a_model_that_calls_what_is_inside_of_its_decoder(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(vocab_size=97, hidden_size=16, num_attention_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert (find_tail(model, torch.arange(3, 9)) is None) is (name == "OPT"), "the other one is the control"
 
 
 @pytest.mark.parametrize("kind", ["preserve", "adapt", "gated", "grow", "depth", "posterior"])
