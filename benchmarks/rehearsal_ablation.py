@@ -79,7 +79,7 @@ ONE_WAY += tuple(name for name in CHANGES if "head" in name)
 TRAINER, TRAIN = "scale_surgery.training.trainer", "scale_surgery.training.base_samples"
 
 
-def loss_of_samples(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor:
+def loss_of_samples(model: Any, inside: Any, batch: dict[str, Tensor], tail: Any = None) -> Tensor:
     """Cross entropy over the next token of the samples, with the signature of `divergence_from_base`."""
     logits = model(**batch, use_cache=False).logits[:, :-1]
     kept = batch["attention_mask"][:, 1:].bool()

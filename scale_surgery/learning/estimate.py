@@ -30,13 +30,13 @@ from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, suffix_of
+from scale_surgery.training.arguments import choose_precision
+from scale_surgery.training.memory import TRAINED_BYTES, forecast_memory
 from scale_surgery.training.rank_layers import read_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# bytes in float32: parameter, gradient, and two moments of AdamW
-TRAINED_BYTES = 16
 # bytes in float32 of a pilot, which frees gradients at once: parameter and two moments
 PILOT_BYTES = 12
 SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
@@ -84,7 +84,7 @@ class Estimate:
         is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub, or a
             folder of compressed or .json files, that is longer than a sample of it.
         to_sample: What the base writes for rehearsal, unless an earlier run of it kept that; None if it writes nothing.
-        memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
+        memory_bytes: Peak memory of the largest stage, about: of a pilot without its activations.
         disk_bytes: Bytes of its folder, without base shards that reflinks or links share with MODEL.
         free_bytes: Free bytes there.
         missing_bytes: Bytes that have to be freed before the job can run; files of an earlier run count as written.
@@ -136,7 +136,7 @@ def estimate_cost(
         tokens=count.tokens,
         is_least=count.is_least,
         to_sample=None if "train" in kept else _to_sample(work, checkpoint, tokenizer, count.tokens, base_bytes),
-        memory_bytes=_least_memory(work, plan, base_bytes, added),
+        memory_bytes=_peak_memory(work, plan, checkpoint, added),
         disk_bytes=disk,
         free_bytes=free,
         missing_bytes=max(0, disk - written - free),
@@ -144,9 +144,16 @@ def estimate_cost(
     )
 
 
-def _least_memory(work: Work, plan: Plan, base_bytes: int, added: int) -> int:
-    """Memory of the stage that needs most, without activations: the expansion, the pilot, or the training."""
-    candidates = [plan.costs.peak_memory_bytes, PROCESS_BYTES + base_bytes + TRAINED_BYTES * added]
+def _peak_memory(work: Work, plan: Plan, checkpoint: Checkpoint, added: int) -> int:
+    """Memory of the stage that needs most: the expansion, the pilot, or the training."""
+    base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
+    settings, run = work.recipe.training, work.recipe.running
+    length = choose_length(settings.sequence_length, {work.recipe.model: context_of(checkpoint.config)})
+    precision = choose_precision(checkpoint.running_dtype, settings, run)
+    candidates = [
+        plan.costs.peak_memory_bytes,
+        forecast_memory(plan, base_bytes, added, settings, precision, length),
+    ]
     if work.has_pilot:
         # the matrices of MLPs are about two thirds of a model; as they were, they stay in memory too
         trained = 2 * plan.costs.parameters_before // 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from typing import Any
 
@@ -11,6 +12,8 @@ from scale_surgery.errors import PlanError
 COMPLETE_KINDS = ("cuda",)
 # kinds of accelerators
 ACCELERATORS = ("cuda", "mps", "xpu", "npu", "hpu", "mtia")
+# names of 64-bit ARM processors
+ARM = ("aarch64", "arm64")
 # on the CPU a model larger than the given memory is read from its files as it runs
 MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or --memory, where a command has them."
 
@@ -32,6 +35,22 @@ def choose_device(name: str, *, only_trains: bool = False) -> str:
         machine = "no accelerator" if accelerator is None else f"an accelerator called {accelerator.type}"
         raise PlanError(f"--device is {name}, found {machine} on this machine; expected auto, cpu or that.")
     return str(device)
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether a device has instructions that multiply in bfloat16; a CPU without them takes several times as long.
+
+    Of accelerators it is taken for granted.
+    """
+    import torch
+
+    if torch.device(device).type != "cpu":
+        return True
+    if platform.machine().lower() in ARM:
+        # oneDNN asks the processor; a torch without it has no kernels that use them
+        return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # on x86 oneDNN takes bfloat16 from AVX-512 on, and widens it to float32 where there is no more than that
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.records import open_record
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.pieces import Pieces, Tail, find_tail, in_pieces, pieces_of_logits
 from scale_surgery.running.processes import shared_out
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scale_surgery.text.sequences import Sequences
-
-# logits that are taken to float32 at a time: 64 MiB, whatever the size of the batch and of the vocabulary
-LOGITS_AT_ONCE = 2**24
 
 
 @open_record  # its JSON also has what follows from the sums
@@ -95,12 +93,13 @@ def measure(
 
     def score(batch: list[int]) -> Measurement:
         rows = [sequences[row] for row in batch]
-        scored = _measure_batch(model, rows)
+        scored = _measure_batch(model, tail, rows)
         # the others have read as many
         advance(sum(len(row["input_ids"]) for row in rows) * (1 if processes is None else processes.num_processes))
         return scored
 
     with torch.no_grad(), evaluating(model):
+        tail = find_tail(model, sequences[order[0]]["input_ids"]) if order else None
         # batches, and the order in which they are added, are those of one process
         return sum(shared_out(batches, score, processes), Measurement(0.0, 0, 0, 0))
 
@@ -122,32 +121,43 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = mode
 
 
-def _measure_batch(model: Any, rows: Sequence[dict[str, Tensor]]) -> Measurement:
+def _measure_batch(model: Any, tail: Tail | None, rows: Sequence[dict[str, Tensor]]) -> Measurement:
+    from torch.nn.functional import pad as pad_tensor
+
+    from scale_surgery.text.sequences import IGNORED, PROMPT
     from scale_surgery.text.tokenizing import collate, pad
 
-    batch = collate(rows)
+    batch, labels = collate(rows), pad(rows, "labels")
     device = next(model.parameters()).device
     inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
-    labels = pad(rows, "labels")
-    scored = (labels[:, 1:] >= 0).nonzero()
-    tokens_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-    total = Measurement(0.0, 0, 0, 0)
-    for start in range(0, len(scored), tokens_at_once):
-        total += _measure_tokens(logits, labels, *scored[start : start + tokens_at_once].unbind(1))
-    return total
+    following = pad_tensor(labels[:, 1:], (0, 1), value=IGNORED)
+    # a prompt's last token predicts the first of its answer
+    asks = labels == PROMPT
+    measured: list[Measurement] = []
+
+    def finish(pieces: Pieces) -> Tensor:
+        targets, questions = pieces.pick(following), pieces.pick(asks)
+        for positions in pieces.slices:
+            logits = pieces.logits(pieces.hidden[:, positions], positions)
+            scored = targets[:, positions] >= 0
+            chosen = logits.flatten(0, 1) if pieces.wanted is not None else logits[scored]
+            measured.append(_measure_tokens(chosen, targets[:, positions][scored], questions[:, positions][scored]))
+        return pieces.hidden.new_zeros(())
+
+    if tail is None:
+        finish(pieces_of_logits(model(**inputs, use_cache=False).logits, following >= 0))
+    else:
+        with in_pieces(model, tail, inputs, following >= 0, finish):
+            model(**inputs, use_cache=False)
+    return sum(measured, Measurement(0.0, 0, 0, 0))
 
 
-def _measure_tokens(logits: Tensor, labels: Tensor, row: Tensor, column: Tensor) -> Measurement:
-    """Score the tokens that stand after `column` in `row`; both (tokens,)."""
+def _measure_tokens(logits: Tensor, targets: Tensor, questions: Tensor) -> Measurement:
+    """Score tokens by the logits before them (tokens, v); a question asks for the token."""
     from torch.nn import functional
 
-    from scale_surgery.text.sequences import PROMPT
-
-    chosen = logits[row.to(logits.device), column.to(logits.device)].float()  # (tokens, v)
-    targets = labels[row, column + 1].to(logits.device)
-    nats = functional.cross_entropy(chosen, targets, reduction="none")
-    is_first = (labels[row, column] == PROMPT).to(logits.device)
-    answered = chosen[is_first].argmax(-1) == targets[is_first]
+    logits = logits.float()
+    nats = functional.cross_entropy(logits, targets, reduction="none")
+    answered = logits[questions].argmax(-1) == targets[questions]
     # float64 is not there on every device
-    return Measurement(float(nats.cpu().double().sum()), len(row), len(answered), int(answered.sum()))
+    return Measurement(float(nats.cpu().double().sum()), len(targets), len(answered), int(answered.sum()))

@@ -255,6 +255,7 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
         ("texts", f"{texts}, {tokens} to learn, read {passes}"),
         ("steps", f"{schedule.steps:,}, the learning rate rises in {schedule.warmup_steps:,} of them"),
         ("rehearses", schedule.rehearses),
+        ("computes in", schedule.precision),
     ]
     return Group(Facts("to train", rows), Text())
 

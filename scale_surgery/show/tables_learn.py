@@ -56,7 +56,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     stages = [(stage.name, ABOUT[stage.name] + " (done)" * stage.is_done) for stage in estimate.stages]
     about = "at least" if estimate.is_least else "about"
     rows = [
-        ("memory", f"at least {format_bytes(estimate.memory_bytes)}, and activations"),
+        ("memory", f"about {format_bytes(estimate.memory_bytes)}"),
         ("disk", f"about {format_bytes(estimate.disk_bytes)} at most, {format_bytes(estimate.free_bytes)} are free"),
         ("to learn", f"{about} {format_count(estimate.tokens)} tokens"),
         *([] if estimate.to_sample is None else [("to sample", _format_samples(estimate.to_sample))]),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import TrainingError
-from scale_surgery.running.device import choose_device
+from scale_surgery.running.device import choose_device, has_bfloat16
 from scale_surgery.running.options import RunOptions
 from scale_surgery.training.settings import TrainingSettings
 
@@ -32,6 +32,7 @@ class TrainingSchedule:
         tokens: Tokens in them that are learned.
         passes: Passes over them.
         rehearses: On what it stays what its base is; nothing where it is not asked to.
+        precision: How a base in bfloat16 computes; of other bases nothing.
     """
 
     steps: int
@@ -40,6 +41,42 @@ class TrainingSchedule:
     tokens: int
     passes: float
     rehearses: str = ""
+    precision: str = ""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a model computes while it trains.
+
+    Attributes:
+        bf16: Whether by autocast in bfloat16.
+        widens: Whether a base in bfloat16 is loaded in float32, which changes none of its numbers.
+        reason: What says so; empty of a base that is not in bfloat16.
+    """
+
+    bf16: bool
+    widens: bool = False
+    reason: str = ""
+
+
+def choose_precision(stored: str, settings: TrainingSettings, run: RunOptions) -> Precision:
+    """Choose how a model computes, by what was asked for, the dtype of its base, and what the processor has.
+
+    Args:
+        stored: Dtype of the base, in safetensors' name.
+        settings: How to train.
+        run: Where.
+    """
+    if stored != "BF16":
+        return Precision(bool(settings.bf16))
+    if settings.bf16 is not None:
+        return Precision(settings.bf16, reason="autocast to bfloat16" if settings.bf16 else "bfloat16 without autocast")
+    device = choose_device(run.device, only_trains=True)
+    # a quantised base has a dtype of its own
+    if has_bfloat16(device) or settings.base_quantization is not None:
+        return Precision(True, reason="autocast to bfloat16, as the base is stored")
+    reason = "float32: this processor has no instructions for bfloat16, in which the base is stored; see --bf16"
+    return Precision(False, widens=True, reason=reason)
 
 
 def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:

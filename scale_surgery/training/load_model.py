@@ -22,14 +22,18 @@ from scale_surgery.surgery.config import written_config
 from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.surgery.views import open_expansion
-from scale_surgery.training.arguments import is_cpu
+from scale_surgery.training.arguments import choose_precision, is_cpu
 from scale_surgery.training.settings import Quantisation, TrainingSettings
 
 
 def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
-    """Load a model to be trained: trained parameters in float32, all others frozen in their stored dtype."""
+    """Load a model to be trained: trained parameters in float32, all others frozen, in the dtype of the base.
+
+    That is their stored dtype, or float32 where `choose_precision` widens it.
+    """
     kind = settings.base_quantization
-    model = _load(checkpoint, run) if kind is None else _load_quantised(checkpoint, kind, run)
+    widens = choose_precision(checkpoint.running_dtype, settings, run).widens
+    model = _load(checkpoint, run, widens=widens) if kind is None else _load_quantised(checkpoint, kind, run)
     others = [name for name in getattr(model, "expansions", ()) if name not in names_in(checkpoint)]
     for name in others:
         # it does not train, and would take memory
@@ -69,9 +73,11 @@ def names_in(checkpoint: Checkpoint) -> list[str]:
     return [str(entry["name"]) for entry in entries if "name" in entry]
 
 
-def _load(checkpoint: Checkpoint, run: RunOptions) -> Any:
+def _load(checkpoint: Checkpoint, run: RunOptions, *, widens: bool) -> Any:
+    options: dict[str, Any] = {"dtype": "float32"} if widens else {}
     with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded", LOADING_ADVICE):
-        return model_class(checkpoint, run).from_pretrained(checkpoint.path, trust_remote_code=run.trust_remote_code)
+        make = model_class(checkpoint, run).from_pretrained
+        return make(checkpoint.path, trust_remote_code=run.trust_remote_code, **options)
 
 
 def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantisation | None, run: RunOptions) -> None:

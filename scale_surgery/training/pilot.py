@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -20,8 +21,11 @@ from torch.utils.data import DataLoader
 from scale_surgery.errors import TrainingError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.progress import Track
+from scale_surgery.running.device import has_bfloat16
+from scale_surgery.running.pieces import Tail
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
+from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.ranking import RankingSettings
 
 WARM_UP = 0.06  # share of the steps, as in `train`
@@ -43,6 +47,9 @@ def run_pilot(
     model: Any, facts: Architecture, text: Sequences, settings: RankingSettings, steps: int, track: Track
 ) -> Pilot:
     """Train a base model in place for a few steps, and measure how much each layer changed."""
+    if model.dtype == torch.bfloat16 and not has_bfloat16(model.device.type):
+        # as `train` widens a base
+        model.float()
     precision = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=model.dtype != torch.float32)
     matrices = find_matrices(model, facts)
     start = {layer: [matrix.detach().to("cpu", copy=True) for matrix in some] for layer, some in matrices.items()}
@@ -98,6 +105,7 @@ def share_of_rate(step: int, steps: int) -> float:
 
 
 def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, precision: torch.autocast) -> Any:
+    tail: Tail | None = None
     model.train()
     model.config.use_cache = False
     if settings.gradient_checkpointing:
@@ -115,8 +123,11 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)  # what models draw, such as dropout
         for step, batch in enumerate(islice(chain.from_iterable(repeat(loader)), steps), start=1):
+            inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
             with precision:
-                loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
+                tail = find_pieces(model, model, inputs) if step == 1 else tail
+                with nullcontext() if tail is None else loss_in_pieces(model, tail, inputs):
+                    loss = model(**inputs)["loss"]
             number = float(loss.detach())
             if not math.isfinite(number):
                 raise TrainingError(

@@ -12,6 +12,7 @@ measured, and not proved as a router's promise is.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.loss import evaluating
+from scale_surgery.running.pieces import Pieces, Tail, in_pieces
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
+from scale_surgery.training.chunked_loss import sum_of_pieces
 from scale_surgery.training.settings import TrainingSettings
 
 # most float32 numbers held at once beside the logits
@@ -63,10 +66,57 @@ def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> R
     return Rehearsal(sequences, settings.rehearsed_rows, settings.rehearsal_weight, settings.seed)
 
 
-def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> Tensor:
-    """KL(base || model) over the next token, a mean over the tokens of a batch."""
+def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail | None = None) -> Tensor:
+    """KL(base || model) over the next token, a mean over the tokens of a batch.
+
+    Args:
+        model: The model as it is wrapped.
+        inside: The model itself.
+        batch: Its inputs.
+        tail: How the model reads logits in pieces; None for those of all tokens at once.
+    """
+    if tail is not None:
+        return divergence_in_pieces(model, inside, batch, tail)
     base, logits = logits_beside_base(model, inside, batch)
     return divergence(logits, base, batch["attention_mask"])
+
+
+def divergence_in_pieces(model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail) -> Tensor:
+    """The same, of logits of some tokens at a time."""
+    mask = batch["attention_mask"].bool()
+    # a router reads all tokens where they are
+    wanted = mask if getattr(getattr(inside, "choice", None), "router", None) is None else None
+    beside: list[Pieces] = []
+
+    def keep(pieces: Pieces) -> Tensor:
+        beside.append(pieces)
+        return pieces.hidden.new_zeros(())
+
+    def finish(pieces: Pieces) -> Tensor:
+        kept, total = pieces.pick(mask), mask.sum()
+
+        def loss_of(part: Tensor, positions: slice) -> Tensor:
+            logits = pieces.logits(part, positions)
+            if beside:
+                with torch.no_grad(), expansion_disabled(inside):
+                    base = beside[0].logits(beside[0].hidden[:, positions], positions)
+            else:
+                base, logits = logits.chunk(2)
+            rows = [tensor[kept[:, positions]] for tensor in (logits, base.detach())]
+            # padding alone has no mean
+            return Divergence.apply(*rows) * (len(rows[0]) / total) if len(rows[0]) else total.new_zeros(())
+
+        return sum_of_pieces(tail.head, loss_of, pieces)
+
+    if carries_base_logits(inside):
+        with answering_both(inside), in_pieces(inside, tail, batch, wanted, finish):
+            loss: Tensor = model(**batch, use_cache=False)["loss"]
+        return loss
+    with torch.no_grad(), evaluating(inside), expansion_disabled(inside), in_pieces(inside, tail, batch, wanted, keep):
+        model(**batch, use_cache=False)
+    with in_pieces(inside, tail, batch, wanted, finish):
+        loss = model(**batch, use_cache=False)["loss"]
+    return loss
 
 
 def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
@@ -81,8 +131,7 @@ def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
 def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Logits of the base without gradient, and of the model; from one forward where that gives both."""
     if carries_base_logits(inside):
-        # an expansion without W12 leaves the base stream as it is: both paths read the same one
-        with inside.answering(_give_both, (inside.choice.paths[0]._replace(expansion=""), *inside.choice.paths)):
+        with answering_both(inside):
             base, logits = model(**batch, use_cache=False).logits.chunk(2)
         return base.detach(), logits
     with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
@@ -105,6 +154,14 @@ def _disturbs(owner: Any) -> bool:
     named = [value for name, value in vars(owner).items() if "drop" in name or "jitter" in name]
     rates = [*named, owner.p] if isinstance(owner, torch.nn.Dropout) else named
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def answering_both(model: Any) -> AbstractContextManager[None]:
+    """Let the head give logits of the base and of the expansion inside a `with` block."""
+    # an expansion without W12 leaves the base stream as it is: both paths read the same one
+    base = model.choice.paths[0]._replace(expansion="")
+    both: AbstractContextManager[None] = model.answering(_give_both, (base, *model.choice.paths))
+    return both
 
 
 def _give_both(features: Any) -> Tensor:

@@ -50,7 +50,8 @@ class TrainingSettings:
         routed: Compute the loss on the router's output, so that the adapt path learns the tokens that it will answer;
             otherwise on the adapt path alone. For models with a router.
         seed: Seed of the order of the data and of everything random.
-        bf16: Compute in bfloat16 (autocast). Default: on where the base is stored in bfloat16.
+        bf16: Compute in bfloat16 (autocast). Default: on if the base is stored in bfloat16. Exception: on a CPU without
+            instructions for it, the base is loaded in float32.
         base_quantization: Quantise the base while it trains, by bitsandbytes: int8 (LLM.int8) or nf4 (4 bits, as QLoRA
             has it); its files stay as they are. Default: as it is stored.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them: less memory, more

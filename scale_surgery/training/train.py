@@ -44,6 +44,7 @@ from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
     TrainingSchedule,
     check_device,
+    choose_precision,
     describe_rehearsal,
     is_cpu,
     make_arguments,
@@ -145,7 +146,9 @@ def train(
         texts = read_texts(
             checkpoint, manifest, files, settings, run, cache=start.cache_dir, processes=processes, track=track
         )
+        precision = choose_precision(checkpoint.running_dtype, settings, run)
         schedule = training_schedule(settings, texts["learn"], processes.num_processes)
+        schedule = replace(schedule, precision=precision.reason)
         with track("loading", 1) as advance:
             model = load_to_train(checkpoint, settings, run)
             advance(1)
@@ -161,6 +164,8 @@ def train(
             schedule = replace(schedule, rehearses=describe_rehearsal(settings, own.description))
             texts[REHEARSAL] = as_learned(own.texts, settings, checkpoint)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
+        # another machine may have another processor
+        decisive |= {"precision": asdict(precision)}
         if start.resume:
             check_resumable(target, decisive)
         stored = InMemory(model, [info.stored_as or name for name, info in checkpoint.tensors.items()])
@@ -175,8 +180,7 @@ def train(
         start.announce(schedule)
         started = time.monotonic()
         steps = Steps(schedule.steps, round(schedule.passes * texts["learn"].tokens))
-        is_half = checkpoint.running_dtype == "BF16"
-        trainer = _make_trainer(model, training, texts, schedule, settings, run, is_half=is_half)
+        trainer = _make_trainer(model, training, texts, schedule, settings, run, bf16=precision.bf16)
         with quiet_transformers(), track("training", steps) as advance:
             trainer.add_callback(RunReport(advance, training))
             with reporting(trainer, reports, training, is_main=processes.is_main_process, resume=start.resume):
@@ -304,6 +308,7 @@ def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any])
         "trained_parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         "texts": decisive["texts"],
         "settings": asdict(settings),
+        "precision": decisive["precision"],
         "tool": tool_versions(),
     }
 
@@ -316,14 +321,13 @@ def _make_trainer(
     settings: TrainingSettings,
     run: RunOptions,
     *,
-    is_half: bool,
+    bf16: bool,
 ) -> ExpansionTrainer:
     from scale_surgery.text.tokenizing import collate
     from scale_surgery.training.rehearsal import make_rehearsal
     from scale_surgery.training.trainer import ExpansionTrainer
 
     sides = {side: texts[side] for side in ("old", "new") if side in texts}
-    bf16 = is_half if settings.bf16 is None else settings.bf16
     args = make_arguments(settings, training.folder, schedule.steps, run, bf16=bf16, is_measured=bool(sides))
     args.eval_on_start = True
     if "new" not in sides:

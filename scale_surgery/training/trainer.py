@@ -26,7 +26,9 @@ from scale_surgery.progress import Finding, Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.gates import gated_blocks
 from scale_surgery.running.loss import Measurement, measure
+from scale_surgery.running.pieces import Tail
 from scale_surgery.text.sequences import Sequences
+from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.rehearsal import Rehearsal, divergence_from_base
 from scale_surgery.training.resume_state import reading_state
@@ -68,6 +70,8 @@ class ExpansionTrainer(Trainer):
         self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
         gates = [blocks for blocks in gated_blocks(self.model) if blocks.gate.requires_grad]
         self.has_gates = bool(gates)
+        self.tail: Tail | None = None
+        self.knows_pieces = False
         for blocks in gates:
             blocks.keeps_scores = True
 
@@ -79,22 +83,30 @@ class ExpansionTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The Trainer's loss, and that of gates on the text to learn."""
-        loss: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        """The Trainer's loss, computed in pieces, and that of gates on the text to learn."""
+        inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        tail = self.find_pieces(model, inside, inputs)
+        with nullcontext() if tail is None else loss_in_pieces(inside, tail, inputs):
+            loss: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self.has_gates:
             return loss
-        inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         part = loss_of_gates(inside, inputs["attention_mask"], is_new=True)
         # where the loss is a sum over all batches of a step, the Trainer divides nothing
         is_sum = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return loss + part / (self.current_gradient_accumulation_steps if is_sum else 1)
+
+    def find_pieces(self, model: Any, inside: Any, inputs: dict[str, Any]) -> Tail | None:
+        """How the model reads pieces, found on its first batch; None where it computes its loss itself."""
+        if not self.knows_pieces:
+            self.tail, self.knows_pieces = find_pieces(model, inside, inputs), True
+        return self.tail
 
     def _rehearse(self, model: Any, rehearsal: Rehearsal) -> Tensor:
         rows = rehearsal.batch(self._number_of_batch())
         batch = {name: tensor.to(self.args.device) for name, tensor in rows.items()}
         with self.compute_loss_context_manager():
             inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-            loss = rehearsal.weight * divergence_from_base(model, inside, batch)
+            loss = rehearsal.weight * divergence_from_base(model, inside, batch, self.tail)
             if self.has_gates:
                 loss = loss + loss_of_gates(inside, batch["attention_mask"], is_new=False)
         part = loss / self.current_gradient_accumulation_steps

@@ -24,6 +24,7 @@ from scale_surgery import (
 )
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.running import loss as measure
+from scale_surgery.running import pieces
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.loss import Measurement
 from scale_surgery.text.documents import Document
@@ -125,7 +126,7 @@ def test_batches_and_pieces_of_logits_change_nothing(model: Any, monkeypatch: py
     whole = measure.measure(model, sequences, 8)
     assert same(measure.measure(model, sequences, 1), whole)
     for tokens in (1, 2, 7):
-        monkeypatch.setattr(measure, "LOGITS_AT_ONCE", tokens * 97)
+        monkeypatch.setattr(pieces, "LOGITS_AT_ONCE", tokens * 97)
         assert same(measure.measure(model, sequences, 4), whole)
 
 

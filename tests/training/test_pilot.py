@@ -120,8 +120,9 @@ def test_it_trains_as_a_plain_loop_does(llama, checkpointing):
     losses = plain_loop(reference, settings, 5)
     model, pilot = run(llama.base_path, settings, 5)
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(parameter, expected)
-    assert (pilot.first_loss, pilot.last_loss) == (losses[0], losses[-1])
+        # the loss is read in pieces, so last bits of gradients differ, and AdamW divides by gradients
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=settings.learning_rate / 100)
+    assert (pilot.first_loss, pilot.last_loss) == pytest.approx((losses[0], losses[-1]), rel=1e-6)
     reseeded_model, _ = run(llama.base_path, replace(settings, seed=1), 5)
     assert not torch.equal(
         reseeded_model.model.layers[0].mlp.up_proj.weight, reference.model.layers[0].mlp.up_proj.weight

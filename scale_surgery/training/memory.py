@@ -1,0 +1,49 @@
+"""Forecast the memory of a training run from a plan: weights, what AdamW keeps, activations, and a piece of logits."""
+
+from __future__ import annotations
+
+from scale_surgery.planning.costs import PROCESS_BYTES
+from scale_surgery.planning.plan import Plan
+from scale_surgery.running.pieces import LOGITS_AT_ONCE
+from scale_surgery.training.arguments import Precision
+from scale_surgery.training.settings import TrainingSettings
+
+# bytes of a trained parameter in float32: itself, its gradient, and two moments of AdamW
+TRAINED_BYTES = 16
+# bytes of each logit of a piece: of the base stream, of the up stream, their sum and its gradient in half precision, or
+# one of them and its gradient in float32, where products are added in place
+LOGIT_BYTES = 8
+# numbers of a token that a layer keeps for its backward pass, as multiples of its hidden and its inner size: where
+# gradients pass through the base stream, and where through the up stream alone
+KEPT, KEPT_OF_UP = (16, 6), (5, 2)
+# numbers of a token that stand beside them while a layer runs
+RUNNING = (4, 4)
+ACTIVATION_BYTES = 4
+
+
+def forecast_memory(
+    plan: Plan, base_bytes: int, trained: int, settings: TrainingSettings, precision: Precision, length: int
+) -> int:
+    """Forecast the peak memory of one process that trains.
+
+    Args:
+        plan: What was added to the base.
+        base_bytes: Bytes of the base as it is stored.
+        trained: Parameters that train.
+        settings: How they train.
+        precision: In what the model computes.
+        length: Tokens of a sequence.
+    """
+    sizes, costs = plan.sizes, plan.costs
+    # rehearsal has a forward and a backward pass of its own
+    tokens = max(settings.batch_size, settings.rehearsed_rows if settings.rehearse else 0) * length
+    first = costs.up_stream_from if costs.base_stream_from is None else costs.base_stream_from
+    hidden, inner = KEPT_OF_UP if costs.base_stream_from is None else KEPT
+    kept = (sizes.layers - first) * (hidden * sizes.hidden + inner * sizes.inner)
+    if settings.gradient_checkpointing:
+        # the input of each layer, and all of one
+        kept = kept // max(1, sizes.layers - first) + (sizes.layers - first) * sizes.hidden
+    running = RUNNING[0] * sizes.hidden + RUNNING[1] * sizes.inner
+    logits = min(LOGITS_AT_ONCE, tokens * sizes.vocabulary)
+    weights = base_bytes * (2 if precision.widens else 1) + TRAINED_BYTES * trained
+    return PROCESS_BYTES + weights + LOGIT_BYTES * logits + ACTIVATION_BYTES * tokens * (kept + running)

@@ -1,0 +1,107 @@
+"""In which precision a base in bfloat16 trains: by what the processor has, unless somebody says so."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scale_surgery import Request, RunOptions, TrainingError, TrainingSettings, TrainingStart, expand, strip, train
+from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.running.device import has_bfloat16
+from scale_surgery.surgery.record import read_manifest
+from scale_surgery.training import arguments
+from scale_surgery.training.arguments import choose_precision
+from scale_surgery.training.load_model import load_to_train
+from tests.conftest import digests, refusal
+from tests.tiny import save_tiny
+from tests.training.test_train import stopping_at, write_lines
+
+SETTINGS = TrainingSettings(steps=2, sequence_length=16, batch_size=2, log_every=1, save_every=1)
+CPU = RunOptions(device="cpu")
+INSTRUCTIONS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and an expanded base in bfloat16."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("precision")
+    write_lines(folder / "new.jsonl", [{"text": "a b c d e f g h " * 12}])
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    base = save_tiny(folder / "base", "llama", dtype=torch.bfloat16, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(base)
+    expand(base, Request("1-2", variant="adapt"), folder / "wide")
+    return folder
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks for instructions of x86")
+@pytest.mark.parametrize("has", [(False, False), (True, False), (False, True)])
+def test_the_processor_is_asked(monkeypatch: pytest.MonkeyPatch, has: tuple[bool, bool]) -> None:
+    for name, is_there in zip(INSTRUCTIONS, has, strict=True):
+        monkeypatch.setattr(torch.cpu, name, lambda is_there=is_there: is_there)
+    assert has_bfloat16("cpu") is any(has)
+    assert has_bfloat16("cuda"), "accelerators have them"
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "has", "expected"),
+    [
+        ("BF16", None, True, (True, False)),
+        ("BF16", None, False, (False, True)),
+        ("BF16", True, False, (True, False)),
+        ("BF16", False, False, (False, False)),
+        ("BF16", False, True, (False, False)),
+        ("F32", None, True, (False, False)),
+        ("F32", True, False, (True, False)),
+        ("F16", None, False, (False, False)),
+    ],
+)
+def test_what_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, stored: str, asked: bool | None, has: bool, expected: tuple[bool, bool]
+) -> None:
+    monkeypatch.setattr(arguments, "has_bfloat16", lambda device: has)
+    precision = choose_precision(stored, replace(SETTINGS, bf16=asked), CPU)
+    assert (precision.bf16, precision.widens) == expected
+    assert bool(precision.reason) is (stored == "BF16")
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_run_says_and_records_it(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
+    monkeypatch.setattr(arguments, "has_bfloat16", lambda device: has)
+    said: list[Any] = []
+    data, start = [place / "new.jsonl"], TrainingStart(announce=said.append)
+    model = load_to_train(open_checkpoint(place / "wide"), SETTINGS, CPU)
+    assert model.model.embed_tokens.weight.dtype == (torch.bfloat16 if has else torch.float32)
+    output = train(place / "wide", data, tmp_path / "out", SETTINGS, start=start, run=CPU).path
+    reason = "autocast to bfloat16, as the base is stored" if has else "no instructions for bfloat16"
+    assert reason in said[0].precision
+    entry = read_manifest(output).training[-1]
+    assert entry["precision"] == {"bf16": has, "widens": not has, "reason": said[0].precision}
+    # whatever it computed in, files of the base stay, and new tensors keep their dtype
+    assert open_checkpoint(output).dtype == "BF16"
+    strip(output, tmp_path / "base")
+    assert digests(tmp_path / "base") == digests(place / "base")
+
+
+def test_a_run_goes_on_in_the_precision_in_which_it_began(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, output = [place / "new.jsonl"], tmp_path / "out"
+    monkeypatch.setattr(arguments, "has_bfloat16", lambda device: True)
+    with pytest.raises(TrainingError):
+        train(place / "wide", data, output, SETTINGS, run=CPU, track=stopping_at(1))
+    monkeypatch.setattr(arguments, "has_bfloat16", lambda device: False)
+    start = TrainingStart(resume=True)
+    message = refusal(train, place / "wide", data, output, SETTINGS, start=start, run=CPU, error=TrainingError)
+    assert "was begun with precision" in message
+    monkeypatch.setattr(arguments, "has_bfloat16", lambda device: True)
+    assert train(place / "wide", data, output, SETTINGS, start=start, run=CPU).steps == 2
+    assert json.loads((output / "training" / "settings.json").read_text())["precision"]["bf16"] is True
