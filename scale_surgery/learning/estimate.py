@@ -25,6 +25,7 @@ from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, suffix_of
 from scale_surgery.training.rank_layers import read_budget
+from scale_surgery.training.rates import default_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,6 +61,7 @@ class Estimate:
     Attributes:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
+        learning_rate: Highest learning rate of the training.
         is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub, or a
             folder of compressed or .json files, that is longer than a sample of it.
         memory_bytes: Least memory of the largest stage: weights, and what AdamW keeps; activations are not counted.
@@ -72,6 +74,7 @@ class Estimate:
     stages: tuple[StageLine, ...]
     tokens: int
     is_least: bool
+    learning_rate: float
     memory_bytes: int
     disk_bytes: int
     free_bytes: int
@@ -112,6 +115,7 @@ def estimate_cost(
         stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
         tokens=count.tokens,
         is_least=count.is_least,
+        learning_rate=work.training.learning_rate or default_rate(plan),
         memory_bytes=_least_memory(work, plan, base_bytes, added),
         disk_bytes=disk,
         free_bytes=free,

@@ -484,6 +484,25 @@ def test_without_old_text_and_without_a_router(settings, tmp_path):
     ]
 
 
+def test_a_job_whose_loss_rose_stops_after_the_training(settings, tmp_path):
+    rising = resolve_recipe(settings | {"training.learning_rate": 0.5, "training.steps": 6})
+    stopped = tmp_path / "job" / "learned"
+    form = (
+        rf"{stopped}: its loss on the new text rose from (\S+) to (\S+) nats per token, expected it to fall, "
+        r"at a learning rate of 0\.5\. The job stops here\. Begin it anew with --overwrite and --learning-rate 0\.1, or "
+        rf"with fewer --steps if the loss fell first \({stopped}/training/curves\.png\)\."
+    )
+    told = [refusal(learn, rising, tmp_path / "job", error=TrainingError) for _ in range(2)]
+    found = re.fullmatch(form, told[0])
+    assert found is not None and float(found[1]) < float(found[2])
+    assert told[0] == told[1], "the same line again goes no further"
+    assert not (tmp_path / "job" / "routed").exists()
+    assert "train" not in json.loads((tmp_path / "job" / JOB_FILE).read_text())["kept"]
+    # the control: at a lower rate the same job goes on
+    lower = resolve_recipe(settings | {"training.learning_rate": 1e-3, "training.steps": 6, "route": False})
+    assert learn(lower, tmp_path / "job", overwrite=True).verified
+
+
 def test_what_is_given_to_measure_on_is_not_set_aside(settings, texts, tmp_path):
     given = {"measure_new": (str(texts / "new.jsonl"),), "measure_old": (str(texts / "old.jsonl"),)}
     layers = {"expansion.layers": "last:1"}
