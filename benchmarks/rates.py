@@ -93,7 +93,7 @@ def main(
                         expand(model, request, wide, base_weights="link")
                     settings = TrainingSettings(
                         steps=steps, sequence_length=128, batch_size=batch, learning_rate=rate, groups=GROUPS,
-                        eval_every=steps,
+                        eval_every=steps, save_every=steps,
                     )  # fmt: skip
                     before, after = losses(wide, folder, settings)
                     run = {"model": name, "way": way, "rate": rate, "steps": steps, "batch": batch}

@@ -489,8 +489,8 @@ def test_a_job_whose_loss_rose_stops_after_the_training(settings, tmp_path):
     stopped = tmp_path / "job" / "learned"
     form = (
         rf"{stopped}: its loss on the new text rose from (\S+) to (\S+) nats per token, expected it to fall, "
-        r"at a learning rate of 0\.5\. The job stops here\. Begin it anew with --overwrite and --learning-rate 0\.1, or "
-        rf"with fewer --steps if the loss fell first \({stopped}/training/curves\.png\)\."
+        r"at a learning rate of 0\.5\. The job stops here\. Begin it anew with --overwrite and --learning-rate 0\.1, "
+        rf"or with fewer --steps if the loss fell first \({stopped}/training/curves\.png\)\."
     )
     told = [refusal(learn, rising, tmp_path / "job", error=TrainingError) for _ in range(2)]
     found = re.fullmatch(form, told[0])
