@@ -77,7 +77,9 @@ def main(
     """Train each kind of expansion at multiples of its default rate, and print a table."""
     torch.set_num_threads(1)
     name = Path(model).resolve().name
-    done = {(run["model"], run["way"], run["rate"]): run["result"] for run in read_lines(output)}
+    setting = {"model": name, "layers": layers, "steps": steps, "batch": batch, "held_out": held_out}
+    kept = [run for run in read_lines(output) if {key: run[key] for key in setting} == setting]
+    done = {(run["way"], run["rate"]): run["result"] for run in kept}
     click.echo("| model | expansion | rate | of the default | before | after |\n|---|---|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory(dir=output.resolve().parent) as made:
         folder = Path(made)
@@ -87,7 +89,7 @@ def main(
             usual = default_rate(plan(model, request))
             for multiple in times:
                 rate = float(f"{multiple * usual:.2g}")
-                if (name, way, rate) not in done:
+                if (way, rate) not in done:
                     wide = folder / way
                     if not wide.exists():
                         expand(model, request, wide, base_weights="link")
@@ -96,10 +98,9 @@ def main(
                         eval_every=steps, save_every=steps,
                     )  # fmt: skip
                     before, after = losses(wide, folder, settings)
-                    run = {"model": name, "way": way, "rate": rate, "steps": steps, "batch": batch}
-                    done[name, way, rate] = {"before": before, "after": after}
-                    append_line(output, run | {"result": done[name, way, rate]})
-                before, after = done[name, way, rate].values()
+                    done[way, rate] = {"before": before, "after": after}
+                    append_line(output, setting | {"way": way, "rate": rate, "result": done[way, rate]})
+                before, after = done[way, rate].values()
                 numbers = "| | diverged" if after is None else f"| {before:.3f} | {after:.3f}"
                 click.echo(f"| {name} | {way} | {rate:g} | {multiple:.2g} {numbers} |")
 
