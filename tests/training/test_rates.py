@@ -36,7 +36,8 @@ def as_wide(made: Plan, hidden: int) -> Plan:
         ({}, (8.3e-3, 1.7e-3, 5.2e-4, 2.6e-4)),
         # no up stream: 0.4 / 128
         ({"method": "grow"}, (3.1e-3, 6.3e-4, 2e-4, 9.8e-5)),
-        ({"method": "depth"}, (3.1e-3, 6.3e-4, 2e-4, 9.8e-5)),
+        # a third of it
+        ({"method": "depth"}, (1e-3, 2.1e-4, 6.5e-5, 3.3e-5)),
     ),
 )
 def test_the_rate_falls_with_the_width(request_: dict[str, Any], rates: tuple[float, ...]) -> None:
