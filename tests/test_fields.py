@@ -186,4 +186,4 @@ def test_commands_run_where_python_drops_docstrings():
     done = subprocess.run(
         [sys.executable, "-OO", "-m", "scale_surgery", "train", "--help"], capture_output=True, text=True, check=True
     )
-    assert "--learning-rate" in done.stdout and "default: 0.001" in done.stdout
+    assert "--learning-rate" in done.stdout and "default: 8" in done.stdout

@@ -40,10 +40,11 @@ HELPS = {
     "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: the last quarter]",
     "budget": "Parameters that a pilot's layers may add: a share of the base's, or a number such as 200M. Without "
     "--layers, a pilot chooses.",
-    "learning_rate": "Highest learning rate, reached after the warm-up.",
+    "learning_rate": "Highest learning rate of all tensors, reached after the warm-up.",
 }
 # a preset has others than a single command
-USUAL = dict.fromkeys(("epochs", "learning_rate", "batch_size"), "that of the preset")
+USUAL = dict.fromkeys(("epochs", "batch_size"), "that of the preset")
+USUAL |= {"learning_rate": "by the width of the model"}
 
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:

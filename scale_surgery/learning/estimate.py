@@ -33,6 +33,7 @@ from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, 
 from scale_surgery.training.arguments import choose_precision
 from scale_surgery.training.memory import TRAINED_BYTES, forecast_memory
 from scale_surgery.training.rank_layers import read_budget
+from scale_surgery.training.rates import default_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +82,7 @@ class Estimate:
     Attributes:
         stages: Its stages.
         tokens: Tokens to learn in one pass, about.
+        learning_rate: Highest learning rate of the training.
         is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub, or a
             folder of compressed or .json files, that is longer than a sample of it.
         to_sample: What the base writes for rehearsal, unless an earlier run of it kept that; None if it writes nothing.
@@ -95,6 +97,7 @@ class Estimate:
     tokens: int
     is_least: bool
     to_sample: ToSample | None
+    learning_rate: float
     memory_bytes: int
     disk_bytes: int
     free_bytes: int
@@ -135,6 +138,7 @@ def estimate_cost(
         stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
         tokens=count.tokens,
         is_least=count.is_least,
+        learning_rate=work.training.learning_rate or default_rate(plan),
         to_sample=None if "train" in kept else _to_sample(work, checkpoint, tokenizer, count.tokens, base_bytes),
         memory_bytes=_peak_memory(work, plan, checkpoint, added),
         disk_bytes=disk,

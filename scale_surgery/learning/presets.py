@@ -1,8 +1,7 @@
 """Presets: named settings that go together; a recipe and options override them.
 
-default   the last quarter of the layers, W12 in attention and MLP, and a router; the learning rate is the best of three
-          that were tried on the shipped model; texts that are short are read up to twelve times, in batches that leave
-          a hundred steps
+default   the last quarter of the layers, W12 in attention and MLP, and a router; texts that are short are read up to
+          twelve times, in batches that leave a hundred steps
 one-path  gates and rehearsal in place of a router: a model that can be fused and served
 paper     SCALE-Route as published for English to Korean (arXiv 2511.03270, section 5): all layers, W12 above the lowest
           three sixteenths, batches of 512 sequences of 8192 tokens, one pass, the cosine router
@@ -62,7 +61,6 @@ def _default(facts: JobFacts) -> PresetValues:
         "expansion.layers": f"last:{math.ceil(facts.layers * EXPANDED)}",
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
-        "training.learning_rate": 2e-3,
         "training.epochs": float(passes),
         "training.batch_size": min(usual, max(1, passes * tokens // (STEPS * row_tokens))),
     }

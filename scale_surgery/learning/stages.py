@@ -13,10 +13,11 @@ from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights, write_json
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.checkpoint.names import TRAINING_FOLDER
+from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import load_plan, make_plan
+from scale_surgery.errors import TrainingError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.verify import verify
@@ -49,7 +50,7 @@ from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.result import Training
-from scale_surgery.training.run_folder import SETTINGS_FILE
+from scale_surgery.training.run_folder import CURVES_FILE, NEW_LOSS, SETTINGS_FILE, read_log
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
 
@@ -328,6 +329,7 @@ def _train(work: Work) -> Stage:
 
     def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
         if is_trained(work.learned):
+            check_learned(work)
             return None, {}
         has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
         if launch:
@@ -338,6 +340,7 @@ def _train(work: Work) -> Stage:
             start = TrainingStart(resume=has_begun, base_weights=work.taking)
             given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
             done = train(work.expanded, work.to_learn, work.learned, work.training, **given)
+        check_learned(work)
         return done, {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
 
     return Stage("train", lambda kept: line, [work.learned], run, renews=False)
@@ -447,3 +450,17 @@ def is_trained(folder: Path) -> bool:
     """Whether a folder holds a training run that ended."""
     file = folder / TRAINING_FOLDER / SETTINGS_FILE
     return file.is_file() and bool(read_json(file).get("finished"))
+
+
+def check_learned(work: Work) -> None:
+    """Refuse to go on if the loss on new text is higher after the training than before it."""
+    folder = work.learned / TRAINING_FOLDER
+    losses = [entry[NEW_LOSS] for entry in read_log(folder / LOG_FILE) if NEW_LOSS in entry]
+    if not losses or losses[-1] <= losses[0]:
+        return
+    rate = read_json(folder / SETTINGS_FILE)["learning_rate"]
+    raise TrainingError(
+        f"{work.learned}: its loss on the new text rose from {losses[0]:.4f} to {losses[-1]:.4f} nats per token, "
+        f"expected it to fall, at a learning rate of {rate:g}. The job stops here. Begin it anew with --overwrite and "
+        f"--learning-rate {rate / 5:.1g}, or with fewer --steps if the loss fell first ({folder / CURVES_FILE})."
+    )

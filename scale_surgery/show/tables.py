@@ -251,9 +251,10 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
     """What a training run will do, before its first step."""
     passes = "once" if schedule.passes == 1 else f"{schedule.passes:.3g} times"
     texts, tokens = counted(schedule.sequences, "sequence"), counted(schedule.tokens, "token")
+    rate = "" if schedule.learning_rate is None else f" to {schedule.learning_rate:g}"
     rows = [
         ("texts", f"{texts}, {tokens} to learn, read {passes}"),
-        ("steps", f"{schedule.steps:,}, the learning rate rises in {schedule.warmup_steps:,} of them"),
+        ("steps", f"{schedule.steps:,}, the learning rate rises{rate} in {schedule.warmup_steps:,} of them"),
         ("rehearses", schedule.rehearses),
         ("computes in", schedule.precision),
     ]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PARTS_OF_A_RUN = 10
 MOST_STEPS_BETWEEN_LOGS = 10
+# of the steps; and AdamW's mean of squared gradients says little before ten of them
+WARM_UP, LEAST_WARM_UP = 0.06, 10
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class TrainingSchedule:
     Attributes:
         steps: Optimizer steps.
         warmup_steps: Steps of the warm-up.
+        learning_rate: Highest learning rate; None if the settings leave it to the model.
         sequences: Sequences to learn.
         tokens: Tokens in them that are learned.
         passes: Passes over them.
@@ -37,6 +40,7 @@ class TrainingSchedule:
 
     steps: int
     warmup_steps: int
+    learning_rate: float | None
     sequences: int
     tokens: int
     passes: float
@@ -88,6 +92,7 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
     return TrainingSchedule(
         steps=steps,
         warmup_steps=_warmup_steps(settings, steps),
+        learning_rate=settings.learning_rate,
         sequences=len(learned),
         tokens=learned.scored,
         passes=steps / steps_a_pass,
@@ -97,6 +102,8 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
 
 
 def _warmup_steps(settings: TrainingSettings, steps: int) -> int:
+    if settings.warmup is None:
+        return min(max(math.ceil(WARM_UP * steps), LEAST_WARM_UP), steps // 2)
     # the first step has a learning rate of 0, so one step alone would teach nothing
     return min(math.ceil(settings.warmup * steps), steps - 1)
 
@@ -121,6 +128,7 @@ def make_arguments(
     """Arguments of the Trainer."""
     from transformers import TrainingArguments
 
+    assert settings.learning_rate is not None, "see `with_rate`"
     tenth = math.ceil(steps / PARTS_OF_A_RUN)
     # a release of transformers 5 renamed it
     names = {field.name for field in fields(TrainingArguments)}

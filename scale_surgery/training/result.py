@@ -110,6 +110,6 @@ def loss_warnings(change: LossChange | None) -> tuple[str, ...]:
         return ()
     verb, advice = "hardly fell", "Train for more steps, or raise --learning-rate."
     if change.after > change.before:
-        verb, advice = "rose", "Lower --learning-rate."
+        verb, advice = "rose", f"Lower --learning-rate; if it fell first ({CURVES_FILE}), take fewer --steps."
     which = "the new text" if change.text == "new" else "the texts to learn"
     return (f"the loss on {which} {verb}, from {change.before:.4f} to {change.after:.4f}. {advice}",)

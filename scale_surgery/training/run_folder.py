@@ -45,7 +45,8 @@ EXPANSION_FILE = "expansion.safetensors"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 # written last into a checkpoint: without it the checkpoint is not whole
 COMPLETE_FILE = "complete.json"
-MEASURED = {"old_nats_per_token", "new_nats_per_token"}
+NEW_LOSS = "new_nats_per_token"
+MEASURED = {"old_nats_per_token", NEW_LOSS}
 Log = Sequence[Mapping[str, Any]]
 
 
@@ -182,6 +183,11 @@ class TrainingRun:
         write_json(self.folder / SETTINGS_FILE, {**self.decisive, "finished": True})
         for checkpoint in self.folder.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
+
+
+def read_log(file: Path) -> list[dict[str, Any]]:
+    """Read the log of a run."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def last_measured(log: Log) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How to train: what the user sets, and the defaults of the paper."""
+"""How to train: what the user sets, and the defaults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REHEARSAL, SAMPLE, SAMPLES_FILE = "rehearsal", "text", "rehearsal.jsonl"
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train; learning rate, schedule and warm-up default to those of the paper (arXiv 2511.03270, section 5).
+    """How to train; schedule and share of the warm-up default to those of the paper (arXiv 2511.03270, section 5).
 
     Attributes:
         name: Which expansion trains; others stay as they are, and take no part. Default: the only one.
@@ -41,9 +41,11 @@ class TrainingSettings:
         epochs: Passes over the data; not used where steps are given.
         batch_size: Sequences in one forward pass of one process.
         gradient_accumulation: Forward passes in one optimizer step.
-        learning_rate: Highest learning rate, reached after the warm-up.
+        learning_rate: Highest learning rate of all tensors, reached after the warm-up. Default: by the width of the
+            model, 0.4 / width, three times as much in preserve, and a third for copied layers.
         schedule: How the learning rate falls after the warm-up.
-        warmup: Share of the steps in which the learning rate rises from zero.
+        warmup: Share of the steps in which the learning rate rises from zero. Default: 0.06, and at least 10 steps, but
+            at most half of them.
         weight_decay: Weight decay of AdamW.
         max_gradient_norm: Gradients are clipped to this norm; 0 clips nothing.
         groups: Groups of new tensors that train, such as w12,w21.
@@ -80,10 +82,10 @@ class TrainingSettings:
     epochs: AboveZero = 1.0
     batch_size: Count = 8
     gradient_accumulation: Count = 1
-    learning_rate: AboveZero = 1e-3
+    learning_rate: AboveZero | None = None
     schedule: Literal["linear", "cosine", "constant"] = field(default="linear", metadata=NO_OPTION)
-    warmup: Annotated[float, Range(least=0, below=1, noun="a share of the steps")] = field(
-        default=0.06, metadata=NO_OPTION
+    warmup: Annotated[float, Range(least=0, below=1, noun="a share of the steps")] | None = field(
+        default=None, metadata=NO_OPTION
     )
     weight_decay: AtLeastZero = field(default=0.0, metadata=NO_OPTION)
     max_gradient_norm: AtLeastZero = field(default=1.0, metadata=NO_OPTION)

@@ -51,6 +51,7 @@ from scale_surgery.training.arguments import (
     training_schedule,
 )
 from scale_surgery.training.load_model import check_quantisation, check_reach, load_to_train
+from scale_surgery.training.rates import with_rate
 from scale_surgery.training.reports import find_reports, reporting
 from scale_surgery.training.result import Training, describe_run
 from scale_surgery.training.resume_state import check_state
@@ -124,6 +125,7 @@ def train(
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
     checkpoint, manifest = _open(path, settings)
+    settings = with_rate(settings, manifest.plan)
     files = _sources(data, eval_data, settings)
     # these imports take seconds, so the checks above come first
     from scale_surgery.running.loading import quiet_transformers

@@ -40,6 +40,7 @@ OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 WRAPPED = "_checkpoint_wrapped_module."
 # of each measured text its change against the base, and the sign with which it stands in the log
 CHANGES = {"old": ("forgetting", 1), "new": ("learning", -1)}
+TEXTS = {"old": "the old text", "new": "the new text", SAMPLE: "the texts to learn"}
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -307,16 +308,25 @@ class RunReport(TrainerCallback):
         self._report(state, Finding(f"loss {', '.join(_measured(metrics))}", kept="  ".join(changes)))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
-        """Write the log, and stop where the loss is no number."""
+        """Write the log, and stop if a loss is not finite."""
         latest = state.log_history[-1]
         if "loss" in latest:
             self.note = f"loss {latest['loss']:.3f}"
         if state.is_world_process_zero:
             self.run.write_log(state.log_history)
-        if not math.isfinite(latest.get("loss", 0.0)):
+        losses = {"loss": "the loss"} | {
+            f"{side}_nats_per_token": f"the loss on {text}" for side, text in TEXTS.items()
+        }
+        spoiled = [f"{it} is {latest[key]}" for key, it in losses.items() if not math.isfinite(latest.get(key, 0.0))]
+        if spoiled and state.global_step:
             raise TrainingError(
-                f"{self.run.target}: the loss is {latest['loss']} at step {state.global_step}. Lower --learning-rate; "
-                "the folder holds the last whole checkpoint."
+                f"{self.run.target}: {spoiled[0]} at step {state.global_step}. Lower --learning-rate; the folder holds "
+                "the last whole checkpoint."
+            )
+        if spoiled:
+            raise TrainingError(
+                f"{self.run.target}: {spoiled[0]} before the first step, expected a finite one. The training is not at "
+                "fault: look at the model and the text with scale-surgery evaluate."
             )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:

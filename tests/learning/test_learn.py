@@ -48,6 +48,7 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.show.pages.learned import _sections
 from scale_surgery.show.tables_learn import render_estimate
 from scale_surgery.text.documents import Document
+from scale_surgery.training.run_folder import NEW_LOSS, read_log
 from tests import command
 from tests.conftest import digests, edited, refusal, shown
 
@@ -453,7 +454,7 @@ def test_the_page_says_of_each_promise_what_came_out():
 
 def test_help_names_no_default_that_a_preset_changes():
     text = " ".join(command.run("learn", "--help").output.split())
-    assert text.count("[default: that of the preset") == 3 and "default: 0.001" not in text
+    assert text.count("[default: that of the preset") == 2 and text.count("[default: by the width of the model") == 1
 
 
 def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(settings, tmp_path):
@@ -482,6 +483,27 @@ def test_without_old_text_and_without_a_router(settings, tmp_path):
     assert [stage.name for stage in learned.stages] == [
         *("texts-new", "plan", "expand", "train", "evaluate", "verify", "report")
     ]
+
+
+def test_a_job_whose_loss_rose_stops_after_the_training(done, settings, tmp_path):
+    rising = resolve_recipe(settings | {"training.learning_rate": 0.5, "training.steps": 6})
+    stopped = tmp_path / "job" / "learned"
+    form = (
+        rf"{stopped}: its loss on the new text rose from (\S+) to (\S+) nats per token, expected it to fall, "
+        r"at a learning rate of 0\.5\. The job stops here\. Begin it anew with --overwrite and --learning-rate 0\.1, "
+        rf"or with fewer --steps if the loss fell first \({stopped}/training/curves\.png\)\."
+    )
+    told = [refusal(learn, rising, tmp_path / "job", error=TrainingError) for _ in range(2)]
+    found = re.fullmatch(form, told[0])
+    assert found is not None and float(found[1]) < float(found[2])
+    assert told[0] == told[1], "the same line again goes no further"
+    assert not (tmp_path / "job" / "routed").exists()
+    assert "train" not in json.loads((tmp_path / "job" / JOB_FILE).read_text())["kept"]
+    # the control: at 0.005 it fell, and the job went on
+    fell = [
+        entry[NEW_LOSS] for entry in read_log(done.learned.path / "learned/training/log.jsonl") if NEW_LOSS in entry
+    ]
+    assert fell[-1] < fell[0] and (done.learned.path / "routed").exists()
 
 
 def test_what_is_given_to_measure_on_is_not_set_aside(settings, texts, tmp_path):

@@ -61,10 +61,12 @@ def test_steps_and_passes_are_counted(settings: dict[str, Any], steps: int, pass
 
 
 def test_the_warm_up_is_rounded_up_and_leaves_a_step() -> None:
-    def rising(steps: int, warmup: float) -> int:
+    def rising(steps: int, warmup: float | None) -> int:
         return training_schedule(TrainingSettings(steps=steps, warmup=warmup), sequences(8, 8), 1).warmup_steps
 
     assert [rising(*case) for case in ((100, 0.06), (10, 0.06), (10, 0.0), (1, 0.06), (2, 0.9))] == [6, 1, 0, 0, 1]
+    # by default at least ten steps, but at most half of them
+    assert [rising(steps, None) for steps in (1, 2, 3, 15, 20, 100, 1000)] == [0, 1, 1, 7, 10, 10, 60]
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,19 @@ def test_numbers_that_are_not_finite_stop_the_run_and_are_not_published(place: P
     assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "unseen").values())
 
 
+def test_a_measured_loss_that_is_not_finite_stops_the_run(place: Path, tmp_path: Path) -> None:
+    """The loss of a step is that before it, so a measurement meets first what a step made."""
+    diverging = {**SHORT, "learning_rate": 1e30, "warmup": 0.0}
+    settings, data = TrainingSettings(steps=3, save_every=3, eval_every=1, **diverging), [place / "texts.jsonl"]
+    for side, sides in (("new", EvalData(new=[place / "new.jsonl"])), ("old", EvalData(old=[place / "old.jsonl"]))):
+        text = refusal(train, place / "adapt", data, tmp_path / side, settings, eval_data=sides, error=TrainingError)
+        begins = f"{tmp_path / side}: the loss on the {side} text is nan at step 1. Lower --learning-rate; "
+        assert text == f"{begins}the folder holds the last whole checkpoint."
+    # without one, the loss of the next step is met
+    text = refusal(train, place / "adapt", data, tmp_path / "none", settings, error=TrainingError)
+    assert "the loss is nan at step 2" in text
+
+
 @pytest.mark.slow
 def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: Path) -> None:
     data, sides = [place / "texts.jsonl"], EvalData(old=[place / "old.jsonl"])

@@ -1,0 +1,38 @@
+"""The default learning rate, by the width of the widened model.
+
+In one step AdamW moves every number by about the learning rate, whatever its gradient. A product over n features then
+moves by rate * sum |x|, which grows with n. So the rate falls with 1 / n, as in maximal update parametrisation
+(arXiv 2203.03466), and n is the width of the residual stream and the up stream together.
+
+In `preserve` only the new columns of the head read the up stream. They start at zero and are few, so it takes three
+times the rate. A copied layer trains all its matrices, and each of them starts at full size, so it takes a third.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scale_surgery.planning.plan import Plan
+from scale_surgery.training.settings import TrainingSettings
+
+# 3e-3 is best for the shipped model, which is 128 + 16 wide, and 9e-3 in `preserve` (benchmarks/rates.md)
+RATE_TIMES_WIDTH = 0.4
+PRESERVE_FACTOR, COPIED_LAYER_FACTOR = 3, 1 / 3
+
+
+def default_rate(plan: Plan) -> float:
+    """Return the default learning rate of an expansion, in two digits."""
+    width = plan.sizes.hidden + plan.widths.up_width
+    return float(f"{_factor(plan) * RATE_TIMES_WIDTH / width:.2g}")
+
+
+def _factor(plan: Plan) -> float:
+    if plan.numbering is not None:
+        return COPIED_LAYER_FACTOR
+    writes_into_base = {"w12", "new_rows"} & {tensor.block for tensor in plan.tensors}
+    return 1 if writes_into_base or not plan.widths.up_width else PRESERVE_FACTOR
+
+
+def with_rate(settings: TrainingSettings, plan: Plan) -> TrainingSettings:
+    """Give settings the default learning rate if they have none."""
+    return settings if settings.learning_rate is not None else replace(settings, learning_rate=default_rate(plan))
