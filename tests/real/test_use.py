@@ -20,6 +20,7 @@ from tests.command import run
 from tests.conftest import digests, shake
 from tests.real.conftest import flipped
 from tests.real.test_model import TEXT
+from tests.real.test_surgery import base_shard
 
 SETTINGS = TrainingSettings(steps=6, batch_size=4, sequence_length=64)
 LEARNED = people(6)
@@ -54,7 +55,7 @@ def learned(gemma: Path, room: Path, new: Path) -> Path:
     moved = {name.rpartition(".")[2] for name in begun if not torch.equal(begun[name], ended[name])}
     # rounded to bfloat16, a step of a large number may not show; those that began at zero all do
     assert {"w12", "w22"} <= moved
-    assert digests(done.path)["model.safetensors"] == digests(gemma)["model.safetensors"]
+    assert digests(gemma)["model.safetensors"] in digests(done.path).values()
     return done.path
 
 
@@ -80,12 +81,11 @@ def test_training_learns_and_keeps_the_base(learned: Path, room: Path, new: Path
     found = verify(learned, probes=Probes(max_new_tokens=0))
     assert found.passed and found.state == "trained"
     scores = result_of("evaluate", learned, "--old", old, "--new", new, "--sequence-length", 64)["scores"]
-    base, after = scores
-    assert (base["kind"], after["kind"]) == ("base", "expanded")
-    assert after["new"]["loss"] < base["new"]["loss"] - 0.05
-    # the negative control: the base itself learned nothing
-    again = result_of("evaluate", room / "wide", "--new", new, "--sequence-length", 64)["scores"]
-    assert [score["new"]["loss"] for score in again] == [base["new"]["loss"]] * 2
+    losses = {score["kind"]: score["new"]["loss"] for score in scores}
+    assert losses["expanded"] < losses["base"] - 0.05
+    # the negative control: what was not trained learned nothing
+    untrained = result_of("evaluate", room / "wide", "--new", new, "--sequence-length", 64)["scores"]
+    assert {score["new"]["loss"] for score in untrained} == {losses["base"]}
 
 
 def test_a_report_shows_what_training_changed(learned: Path, room: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_report_shows_what_training_changed(learned: Path, room: Path) -> None
 
 
 def test_a_router_weighs_each_token(routed: Path, old: Path, new: Path) -> None:
-    found = result_of("route-report", routed, old, new, "--sequence-length", 64)
+    found = result_of("route-report", routed, "--text", old, "--text", new, "--sequence-length", 64)
     assert found["paths"] == ["base", "default"]
     shares = [file["totals"]["shares"][1] for file in found["files"]]
     # the new text is read by the expansion more than the old one
@@ -126,7 +126,7 @@ def test_new_tokens(gemma: Path, room: Path) -> None:
     text = result_of("generate", folder, "--prompt", "zorblat7ique", "--max-new-tokens", 1)
     assert text["answers"][0]["read"] == 2, "beginning of text, and one new token"
     assert result_of("generate", gemma, "--prompt", "zorblat7ique", "--max-new-tokens", 1)["answers"][0]["read"] > 4
-    with flipped(folder / "model.safetensors", room):
+    with flipped(base_shard(folder), room):
         assert not verify(folder, probes=None, record=False).passed
     run("strip", folder, "-o", room / "silent", "--base-weights", "link", "-q")
     assert digests(room / "silent") == digests(gemma)
