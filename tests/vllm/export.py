@@ -77,7 +77,9 @@ def main(folder: Path) -> None:
         subfolder = folder / family
         heads = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 32}
         base = save_tiny(subfolder / "stock", family, **SIZES, **heads)
-        wide, middle = (shake(expand(base, kind, subfolder / f"{kind.layers}-blocks").path) for kind in (ALL, MIDDLE))
+        wide = shake(expand(base, ALL, subfolder / "all-blocks").path)
+        # so much that a routed model answers otherwise than one with another threshold
+        middle = shake(expand(base, MIDDLE, subfolder / "middle-blocks").path, by=0.3)
         gated = shake(expand(base, GATED, subfolder / "gated-blocks").path)
         for made, name in ((wide, "fused"), (middle, "fused-middle"), (gated, "gated")):
             merge(made, subfolder / name)
