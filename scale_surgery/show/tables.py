@@ -252,9 +252,13 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
     passes = "once" if schedule.passes == 1 else f"{schedule.passes:.3g} times"
     texts, tokens = counted(schedule.sequences, "sequence"), counted(schedule.tokens, "token")
     rate = "" if schedule.learning_rate is None else f" to {schedule.learning_rate:g}"
+    rising = min(schedule.warmup_steps, schedule.steps)
     rows = [
         ("texts", f"{texts}, {tokens} to learn, read {passes}"),
-        ("steps", f"{schedule.steps:,}, the learning rate rises{rate} in {schedule.warmup_steps:,} of them"),
+        (
+            "steps",
+            f"{schedule.steps:,}, the learning rate rises{rate} in {rising:,} of them",
+        ),
         ("rehearses", schedule.rehearses),
         ("computes in", schedule.precision),
     ]

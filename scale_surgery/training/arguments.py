@@ -29,8 +29,8 @@ class TrainingSchedule:
 
     Attributes:
         steps: Optimizer steps.
-        warmup_steps: Steps of the warm-up.
-        learning_rate: Highest learning rate; None if the settings leave it to the model.
+        warmup_steps: Steps of the warm-up; a shorter run ends in it.
+        learning_rate: Highest learning rate that a step has; None if the settings leave it to the model.
         sequences: Sequences to learn.
         tokens: Tokens in them that are learned.
         passes: Passes over them.
@@ -89,10 +89,11 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
     # as the Trainer has it: the last step of a pass takes what is left of it, not the beginning of the next pass
     steps_a_pass = math.ceil(len(learned) / together)
     steps = settings.steps or math.ceil(settings.epochs * steps_a_pass)
+    warmup = _warmup_steps(settings, steps)
     return TrainingSchedule(
         steps=steps,
-        warmup_steps=_warmup_steps(settings, steps),
-        learning_rate=settings.learning_rate,
+        warmup_steps=warmup,
+        learning_rate=_highest_rate(settings, steps, warmup),
         sequences=len(learned),
         tokens=learned.scored,
         passes=steps / steps_a_pass,
@@ -103,9 +104,17 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
 
 def _warmup_steps(settings: TrainingSettings, steps: int) -> int:
     if settings.warmup is None:
-        return min(max(math.ceil(WARM_UP * steps), LEAST_WARM_UP), steps // 2)
+        # a shorter job ends on the way up: the first steps of AdamW are large whatever the gradient
+        return max(math.ceil(WARM_UP * steps), LEAST_WARM_UP) if steps > 1 else 0
     # the first step has a learning rate of 0, so one step alone would teach nothing
     return min(math.ceil(settings.warmup * steps), steps - 1)
+
+
+def _highest_rate(settings: TrainingSettings, steps: int, warmup: int) -> float | None:
+    rate = settings.learning_rate
+    if rate is None or steps > warmup:
+        return rate
+    return float(f"{rate * (steps - 1) / warmup:.3g}")
 
 
 def describe_rehearsal(settings: TrainingSettings, which: str) -> str:

@@ -5,7 +5,7 @@ moves by rate * sum |x|, which grows with n. So the rate falls with 1 / n, as in
 (arXiv 2203.03466), and n is the width of the residual stream and the up stream together.
 
 In `preserve` only the new columns of the head read the up stream. They start at zero and are few, so it takes three
-times the rate. A copied layer trains all its matrices, and each of them starts at full size, so it takes a third.
+times the rate.
 """
 
 from __future__ import annotations
@@ -17,20 +17,15 @@ from scale_surgery.training.settings import TrainingSettings
 
 # 3e-3 is best for the shipped model, which is 128 + 16 wide, and 9e-3 in `preserve` (benchmarks/rates.md)
 RATE_TIMES_WIDTH = 0.4
-PRESERVE_FACTOR, COPIED_LAYER_FACTOR = 3, 1 / 3
+PRESERVE_FACTOR = 3
 
 
 def default_rate(plan: Plan) -> float:
     """Return the default learning rate of an expansion, in two digits."""
     width = plan.sizes.hidden + plan.widths.up_width
-    return float(f"{_factor(plan) * RATE_TIMES_WIDTH / width:.2g}")
-
-
-def _factor(plan: Plan) -> float:
-    if plan.numbering is not None:
-        return COPIED_LAYER_FACTOR
-    writes_into_base = {"w12", "new_rows"} & {tensor.block for tensor in plan.tensors}
-    return 1 if writes_into_base or not plan.widths.up_width else PRESERVE_FACTOR
+    writes_into_base = {"w12", "new_rows"} & {tensor.block for tensor in plan.tensors} or not plan.widths.up_width
+    factor = 1 if writes_into_base else PRESERVE_FACTOR
+    return float(f"{factor * RATE_TIMES_WIDTH / width:.2g}")
 
 
 def with_rate(settings: TrainingSettings, plan: Plan) -> TrainingSettings:

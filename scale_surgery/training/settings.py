@@ -42,10 +42,10 @@ class TrainingSettings:
         batch_size: Sequences in one forward pass of one process.
         gradient_accumulation: Forward passes in one optimizer step.
         learning_rate: Highest learning rate of all tensors, reached after the warm-up. Default: by the width of the
-            model, 0.4 / width, three times as much in preserve, and a third for copied layers.
+            model, 0.4 / width, or three times as much in preserve.
         schedule: How the learning rate falls after the warm-up.
-        warmup: Share of the steps in which the learning rate rises from zero. Default: 0.06, and at least 10 steps, but
-            at most half of them.
+        warmup: Share of the steps in which the learning rate rises from zero. Default: 0.06, and at least 10 steps; a
+            shorter run ends with a lower rate.
         weight_decay: Weight decay of AdamW.
         max_gradient_norm: Gradients are clipped to this norm; 0 clips nothing.
         groups: Groups of new tensors that train, such as w12,w21.

@@ -65,8 +65,18 @@ def test_the_warm_up_is_rounded_up_and_leaves_a_step() -> None:
         return training_schedule(TrainingSettings(steps=steps, warmup=warmup), sequences(8, 8), 1).warmup_steps
 
     assert [rising(*case) for case in ((100, 0.06), (10, 0.06), (10, 0.0), (1, 0.06), (2, 0.9))] == [6, 1, 0, 0, 1]
-    # by default at least ten steps, but at most half of them
-    assert [rising(steps, None) for steps in (1, 2, 3, 15, 20, 100, 1000)] == [0, 1, 1, 7, 10, 10, 60]
+    # by default at least ten steps, also where a run has fewer
+    assert [rising(steps, None) for steps in (1, 2, 3, 15, 20, 100, 1000)] == [0, 10, 10, 10, 10, 10, 60]
+
+
+def test_a_run_that_ends_in_its_warm_up_says_the_rate_that_it_reaches() -> None:
+    def rate(steps: int, **settings: float) -> float | None:
+        chosen = TrainingSettings(steps=steps, learning_rate=0.01, **settings)
+        return training_schedule(chosen, sequences(8, 8), 1).learning_rate
+
+    # the first step has a rate of 0, so the third has two tenths
+    assert [rate(steps) for steps in (1, 3, 10, 11, 12, 100)] == [0.01, 0.002, 0.009, 0.01, 0.01, 0.01]
+    assert rate(3, warmup=0.0) == rate(3, warmup=0.5) == 0.01
 
 
 @pytest.mark.parametrize(
