@@ -156,7 +156,7 @@ def _peak_memory(work: Work, plan: Plan, checkpoint: Checkpoint, added: int) -> 
     precision = choose_precision(checkpoint.running_dtype, settings, run)
     candidates = [
         plan.costs.peak_memory_bytes,
-        forecast_memory(plan, base_bytes, added, settings, precision, length),
+        forecast_memory(plan, checkpoint, added, settings, precision, length),
     ]
     if work.has_pilot:
         # the matrices of MLPs are about two thirds of a model; as they were, they stay in memory too

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from scale_surgery.planning.costs import PROCESS_BYTES
+from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.pieces import LOGITS_AT_ONCE
 from scale_surgery.training.arguments import Precision
 from scale_surgery.training.settings import TrainingSettings
 
+# measured on Gemma 3 270M, resident: the interpreter with torch, transformers and its Trainer, and what malloc keeps; a
+# byte of tokenizer.json, once it is loaded
+TRAINER_BYTES, TOKENIZER_BYTES = 900_000_000, 16
 # bytes of a trained parameter in float32: itself, its gradient, and two moments of AdamW
 TRAINED_BYTES = 16
-# bytes of each logit of a piece: of the base stream, of the up stream, their sum and its gradient in half precision, or
-# one of them and its gradient in float32, where products are added in place
-LOGIT_BYTES = 8
+# bytes of each logit of a piece: of the base stream, of the up stream, their sum, its gradient and one more in half
+# precision, or one of them and its gradient in float32, where products are added in place
+LOGIT_BYTES = 10
 # numbers of a token that a layer keeps for its backward pass, as multiples of its hidden and its inner size: where
 # gradients pass through the base stream, and where through the up stream alone
 KEPT, KEPT_OF_UP = (16, 6), (5, 2)
@@ -22,13 +26,13 @@ ACTIVATION_BYTES = 4
 
 
 def forecast_memory(
-    plan: Plan, base_bytes: int, trained: int, settings: TrainingSettings, precision: Precision, length: int
+    plan: Plan, base: Checkpoint, trained: int, settings: TrainingSettings, precision: Precision, length: int
 ) -> int:
     """Forecast the peak memory of one process that trains.
 
     Args:
         plan: What was added to the base.
-        base_bytes: Bytes of the base as it is stored.
+        base: The base.
         trained: Parameters that train.
         settings: How they train.
         precision: In what the model computes.
@@ -45,5 +49,8 @@ def forecast_memory(
         kept = kept // max(1, sizes.layers - first) + (sizes.layers - first) * sizes.hidden
     running = RUNNING[0] * sizes.hidden + RUNNING[1] * sizes.inner
     logits = min(LOGITS_AT_ONCE, tokens * sizes.vocabulary)
-    weights = base_bytes * (2 if precision.widens else 1) + TRAINED_BYTES * trained
-    return PROCESS_BYTES + weights + LOGIT_BYTES * logits + ACTIVATION_BYTES * tokens * (kept + running)
+    stored = sum(info.bytes for info in base.tensors.values())
+    weights = stored * (2 if precision.widens else 1) + TRAINED_BYTES * trained
+    tokenizer = base.path / TOKENIZER_FILE
+    process = TRAINER_BYTES + TOKENIZER_BYTES * (tokenizer.stat().st_size if tokenizer.is_file() else 0)
+    return process + weights + LOGIT_BYTES * logits + ACTIVATION_BYTES * tokens * (kept + running)
