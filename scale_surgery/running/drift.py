@@ -143,9 +143,11 @@ def measure_drift(
     """Run a model and its rewritten form on the same probe prompts, one after the other, and compare."""
     from scale_surgery.running.loading import loaded
     from scale_surgery.running.prompts import encode_prompts
+    from scale_surgery.running.tokenizer import forget_tokenizers
 
     run = replace(run.placed(), dtype=None)  # what is compared is what is stored
     batch = encode_prompts(before, probes, run).batch
+    forget_tokenizers()
     runs = []
     with track("probe prompts", 2) as advance:
         for path in (before, after):

@@ -91,6 +91,11 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
     return _copy_for(path, _kept[key])
 
 
+def forget_tokenizers() -> None:
+    """Let go of the tokenizers that are kept, before models need the memory."""
+    _kept.clear()
+
+
 def _load(path: Path, *, is_trusted: bool) -> Any | None:
     from transformers import AutoTokenizer
 
