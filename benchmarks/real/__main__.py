@@ -1,6 +1,6 @@
 """Everything that is measured on a real base, each beside what it cannot be faster or smaller than, in one table.
 
-    python -m benchmarks.real MODEL --markdown benchmarks/real-measured.md
+    python -m benchmarks.real MODEL --markdown tables.md
 
 Times are processor seconds, but of training steps, which are seconds; sizes are GB. Linux only; about 15 minutes on two
 idle cores for Gemma 3 270M.
