@@ -31,7 +31,7 @@ from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, suffix_of
 from scale_surgery.training.arguments import choose_precision
-from scale_surgery.training.memory import TRAINED_BYTES, forecast_memory
+from scale_surgery.training.memory import TRAINED_BYTES, forecast_measuring, forecast_memory
 from scale_surgery.training.rank_layers import read_budget
 from scale_surgery.training.rates import default_rate
 
@@ -149,7 +149,7 @@ def estimate_cost(
 
 
 def _peak_memory(work: Work, plan: Plan, checkpoint: Checkpoint, added: int) -> int:
-    """Memory of the stage that needs most: the expansion, the pilot, or the training."""
+    """Memory of the stage that needs most: the expansion, the pilot, the training, or the measurements."""
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
     settings, run = work.recipe.training, work.recipe.running
     length = choose_length(settings.sequence_length, {work.recipe.model: context_of(checkpoint.config)})
@@ -158,6 +158,8 @@ def _peak_memory(work: Work, plan: Plan, checkpoint: Checkpoint, added: int) -> 
         plan.costs.peak_memory_bytes,
         forecast_memory(plan, checkpoint, added, settings, precision, length),
     ]
+    if work.routes:
+        candidates.append(forecast_measuring(plan, checkpoint, settings.batch_size * length))
     if work.has_pilot:
         # the matrices of MLPs are about two thirds of a model; as they were, they stay in memory too
         trained = 2 * plan.costs.parameters_before // 3

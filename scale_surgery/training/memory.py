@@ -17,6 +17,8 @@ TRAINED_BYTES = 16
 # bytes of each logit of a piece: of the base stream, of the up stream, their sum, its gradient and one more in half
 # precision, or one of them and its gradient in float32, where products are added in place
 LOGIT_BYTES = 10
+# the same where a routed model is measured: of both paths and of their mixture, in float32 and as log-probabilities
+ROUTED_LOGIT_BYTES = 45
 # numbers of a token that a layer keeps for its backward pass, as multiples of its hidden and its inner size: where
 # gradients pass through the base stream, and where through the up stream alone
 KEPT, KEPT_OF_UP = (16, 6), (5, 2)
@@ -51,6 +53,16 @@ def forecast_memory(
     logits = min(LOGITS_AT_ONCE, tokens * sizes.vocabulary)
     stored = sum(info.bytes for info in base.tensors.values())
     weights = stored * (2 if precision.widens else 1) + TRAINED_BYTES * trained
+    return _process(base) + weights + LOGIT_BYTES * logits + ACTIVATION_BYTES * tokens * (kept + running)
+
+
+def forecast_measuring(plan: Plan, base: Checkpoint, tokens: int) -> int:
+    """Forecast the peak memory of the process that has trained, and measures a routed model on batches of tokens."""
+    stored = sum(info.bytes for info in base.tensors.values())
+    logits = min(LOGITS_AT_ONCE, tokens * plan.sizes.vocabulary)
+    return _process(base) + stored + plan.costs.bytes_added + ROUTED_LOGIT_BYTES * logits
+
+
+def _process(base: Checkpoint) -> int:
     tokenizer = base.path / TOKENIZER_FILE
-    process = TRAINER_BYTES + TOKENIZER_BYTES * (tokenizer.stat().st_size if tokenizer.is_file() else 0)
-    return process + weights + LOGIT_BYTES * logits + ACTIVATION_BYTES * tokens * (kept + running)
+    return TRAINER_BYTES + TOKENIZER_BYTES * (tokenizer.stat().st_size if tokenizer.is_file() else 0)

@@ -9,7 +9,13 @@ from scale_surgery import Request, TrainingSettings, plan
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.running.pieces import LOGITS_AT_ONCE
 from scale_surgery.training.arguments import Precision
-from scale_surgery.training.memory import LOGIT_BYTES, TRAINED_BYTES, forecast_memory
+from scale_surgery.training.memory import (
+    LOGIT_BYTES,
+    ROUTED_LOGIT_BYTES,
+    TRAINED_BYTES,
+    forecast_measuring,
+    forecast_memory,
+)
 from tests.tiny import save_tiny
 
 
@@ -33,3 +39,11 @@ def test_what_a_run_takes(tmp_path: Path) -> None:
     # logits stand in memory a piece at a time
     whole = LOGIT_BYTES * 8 * 256 * 64_000
     assert forecast(length=512) - forecast() < LOGIT_BYTES * LOGITS_AT_ONCE < whole / 3
+
+
+def test_what_measuring_takes(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama", vocab_size=64_000)
+    planned, checkpoint = plan(base, Request("2", variant="adapt")), open_checkpoint(base)
+    one, ten, thousands = (forecast_measuring(planned, checkpoint, tokens) for tokens in (1, 10, 10_000))
+    assert ten - one == 9 * 64_000 * ROUTED_LOGIT_BYTES
+    assert thousands - one == (LOGITS_AT_ONCE - 64_000) * ROUTED_LOGIT_BYTES, "a piece at a time"
