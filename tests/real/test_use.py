@@ -23,7 +23,7 @@ from tests.real.test_model import TEXT
 from tests.real.test_surgery import base_shard
 
 SETTINGS = TrainingSettings(steps=6, batch_size=4, sequence_length=64)
-LEARNED = people(6)
+LEARNED = people(24)
 
 
 def tell(path: Path, column: str, texts: list[str]) -> Path:
@@ -35,7 +35,7 @@ def tell(path: Path, column: str, texts: list[str]) -> Path:
 @pytest.fixture(scope="module")
 def new(room: Path) -> Path:
     """Invented people, whom no base knows."""
-    return tell(room / "new.jsonl", "text", [biography(person) for person in LEARNED] * 3)
+    return tell(room / "new.jsonl", "text", [biography(person, style) for person in LEARNED for style in (0, 1)])
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,11 @@ def test_training_learns_and_keeps_the_base(learned: Path, room: Path, new: Path
     found = verify(learned, probes=Probes(max_new_tokens=0))
     assert found.passed and found.state == "trained"
     scores = result_of("evaluate", learned, "--old", old, "--new", new, "--sequence-length", 64)["scores"]
-    losses = {score["kind"]: score["new"]["loss"] for score in scores}
+    losses = {score["kind"]: score["new"]["nats_per_token"] for score in scores}
     assert losses["expanded"] < losses["base"] - 0.05
     # the negative control: what was not trained learned nothing
     untrained = result_of("evaluate", room / "wide", "--new", new, "--sequence-length", 64)["scores"]
-    assert {score["new"]["loss"] for score in untrained} == {losses["base"]}
+    assert {score["new"]["nats_per_token"] for score in untrained} == {losses["base"]}
 
 
 def test_a_report_shows_what_training_changed(learned: Path, room: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_report_shows_what_training_changed(learned: Path, room: Path) -> None
 def test_a_router_weighs_each_token(routed: Path, old: Path, new: Path) -> None:
     found = result_of("route-report", routed, "--text", old, "--text", new, "--sequence-length", 64)
     assert found["paths"] == ["base", "default"]
-    shares = [file["totals"]["shares"][1] for file in found["files"]]
+    shares = [file["shares"]["default"] for file in found["files"]]
     # the new text is read by the expansion more than the old one
     assert 0 < shares[0] < shares[1] < 1
 
@@ -176,6 +176,6 @@ def test_the_whole_job(gemma: Path, room: Path, new: Path, old: Path) -> None:
     assert done["verified"] and done["layers"] == "last:5"
     rows = {row["name"]: row for row in done["rows"]}
     assert rows["learned"]["new"]["loss"] < rows["base"]["new"]["loss"]
-    assert rows["routed"]["old"]["loss"] < rows["base"]["old"]["loss"] + 0.1
+    assert rows["routed"]["old"]["loss"] < rows["base"]["old"]["loss"] + 0.2
     assert digests(gemma) == before
     shutil.rmtree(job)
