@@ -46,7 +46,9 @@ LENGTH, ROWS = 128, 4
 # steps of a turn, of which the first is not counted: it makes the optimizer's state
 STEPS, TURNS = 3, 3
 LORA = "LoRA"
-SETTINGS = TrainingSettings(sequence_length=LENGTH, batch_size=ROWS, steps=STEPS, schedule="constant")
+SETTINGS = TrainingSettings(
+    sequence_length=LENGTH, batch_size=ROWS, steps=STEPS, schedule="constant", learning_rate=1e-4, warmup=0.0
+)
 
 
 @dataclass(frozen=True)
