@@ -1,4 +1,4 @@
-"""Every error that a user can meet, as one tree.
+"""Every error that a user can meet, as one tree, and the problems that it holds.
 
     SurgeryError                     base class; the command line catches it once
     ├── PlanError                    the request cannot be met (layers, widths, variant)
@@ -11,35 +11,159 @@
 
 A broken promise is no error: it is the result of `verify`.
 
-A message names the thing, what was found, what was expected and what to do. Several problems of one
-request are reported together, one a line.
+An error holds problems. A problem names the thing, what was found, what was expected and what to do. It is raised as
+a code with values; its words are in `problems.toml`, and `render` makes lines of them:
+
+    raise CheckpointError(Problem("tensor-past-end", file, name=name, end=end, size=size))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import string
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 MOST_LINES = 12
 MOST_NAMES = 5
+LISTING = Path(__file__).with_name("problems.toml")
+
+
+@dataclass(frozen=True, init=False)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        code: Its name in `problems.toml`; short and stable, for tests and scripts.
+        where: The file, folder, tensor, key or option.
+        details: The problems that it consists of, or that caused it.
+        values: What its sentence says: names, numbers, and the words of other programs.
+    """
+
+    code: str
+    where: str
+    details: tuple[Problem, ...]
+    values: Mapping[str, Any] = field(hash=False)
+
+    def __init__(self, code: str, where: object = "", *details: Problem, **values: Any) -> None:
+        # the text of an exception: its frames would keep tensors in memory
+        plain = {key: f"{value}" if isinstance(value, Exception) else value for key, value in values.items()}
+        for name, value in {"code": code, "where": f"{where}", "details": details, "values": plain}.items():
+            object.__setattr__(self, name, value)
+
+    def within(self, place: object) -> Problem:
+        """The same problem, with the file or the object in which its place lies before it."""
+        inside = f"{place}: {self.where}" if self.where else place
+        return Problem(self.code, inside, *self.details, **self.values)
+
+    @property
+    def found(self) -> str:
+        """What was found."""
+        return self._words("found").removeprefix(f"{self.where} " if self._is_joined else "")
+
+    @property
+    def expected(self) -> str:
+        """What was expected, if the sentence says it."""
+        return self._words("expected")
+
+    @property
+    def fix(self) -> str:
+        """What to do, as a sentence of its own."""
+        return self._words("fix")
+
+    @property
+    def phrase(self) -> str:
+        """The sentence without what to do and without a full stop."""
+        if not self.code:
+            return str(self.values["text"]).removesuffix(".")
+        place = f"{self.where} " if self._is_joined else f"{self.where}: " if self.where else ""
+        return f"{place}{self.found}" + (f", expected {self.expected}" if self.expected else "")
+
+    @property
+    def lines(self) -> list[str]:
+        """The sentence, and those of its details below it if it does not name them itself."""
+        if not self.code:
+            return [self.values["text"]]
+        is_inside = "{details}" in "".join(_listing()[self.code].values())
+        return [f"{self.phrase}.", *([] if is_inside else render(self.details))]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, the words included."""
+        words = {"found": self.found if self.code else self.phrase, "expected": self.expected, "fix": self.fix}
+        return {"code": self.code, "where": self.where, **words, "details": [part.to_json() for part in self.details]}
+
+    def __str__(self) -> str:
+        return "\n".join(render([self]))
+
+    @property
+    def _is_joined(self) -> bool:
+        """Whether the sentence goes on after the place: "--budget is 3x", not "config.json: is incomplete"."""
+        return bool(self.code) and _listing()[self.code]["found"].startswith("{where} ")
+
+    def _words(self, part: str) -> str:
+        template = _listing()[self.code].get(part, "") if self.code else ""
+        details = in_one_line([detail.phrase for detail in self.details])
+        return _Words().vformat(template, (), {**self.values, "where": self.where, "details": details})
+
+
+def render(problems: Iterable[Problem]) -> list[str]:
+    """The lines to show: a line each, those of one code shortened, and what helps against several said once."""
+    lines: list[str] = []
+    for fix, alike in groupby(problems, key=lambda problem: problem.fix):
+        run: list[str] = []
+        for code, same in groupby(alike, key=lambda problem: problem.code):
+            some = list(same)
+            shown = some[:MOST_LINES] if code else some
+            run += [line for problem in shown for line in problem.lines]
+            run += [f"... and {len(some) - len(shown)} more."] if len(some) > len(shown) else []
+        lines += [f"{run[0]} {fix}" if fix else run[0]] if len(run) == 1 else [*run, fix] if fix else run
+    return lines
+
+
+class _Words(string.Formatter):
+    """Fill in a sentence: `{count:tensor}` counts, `{names}` lists all, `{names:5}` the first, `{names:or}` choices."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, int) and format_spec[:2].isalpha() and len(format_spec) > 1:
+            return counted(value, format_spec)
+        if isinstance(value, list | tuple):
+            names = list(map(str, value))
+            if format_spec.isdigit():
+                return name_some(names, int(format_spec))
+            return (f" {format_spec} " if format_spec else ", ").join(names)
+        return str(format(value, format_spec))
+
+
+@functools.cache
+def _listing() -> dict[str, dict[str, str]]:
+    return tomllib.loads(LISTING.read_text(encoding="utf-8"))
 
 
 class SurgeryError(Exception):
     """Something the user can act on; shown without a traceback."""
 
-    _lines: tuple[str, ...] = ()
+    # a text is the sentence of a room whose problems have no codes yet
+    def __init__(self, *problems: Problem | str) -> None:
+        super().__init__(*problems)
+        self.problems = tuple(each if isinstance(each, Problem) else Problem("", text=each) for each in problems)
 
     @classmethod
-    def from_problems(cls, problems: Iterable[str]) -> SurgeryError:
+    def from_problems(cls, problems: Iterable[Problem | str]) -> SurgeryError:
         """One error that lists every problem, each on its own line."""
-        lines = tuple(problems)
-        error = cls("\n".join(lines))
-        error._lines = lines
-        return error
+        return cls(*problems)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What is to be shown, a line each; a line break inside of one came with a name, and is none of ours."""
-        return self._lines or (str(self),)
+        """The message, a line each. An entry may contain a line break if a name does."""
+        return tuple(render(self.problems))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
 
 
 class PlanError(SurgeryError):
@@ -74,7 +198,12 @@ class ServingError(SurgeryError):
     """A server cannot begin: its packages are missing, or its address cannot be had."""
 
 
-def shorten(lines: Sequence[str], most: int = MOST_LINES, ending: str = ".") -> list[str]:
+def problems_of(error: Exception) -> tuple[Problem, ...]:
+    """The problems of an error, for the details of another; of a library's error, its words."""
+    return error.problems if isinstance(error, SurgeryError) else (Problem("other-program", error=error),)
+
+
+def shorten(lines: Sequence[T], most: int = MOST_LINES, ending: str = ".") -> list[T | str]:
     """Shorten a list of problems that may be as long as a checkpoint has tensors; a last line counts the rest."""
     more = len(lines) - most
     return [*lines[:most], f"... and {more} more{ending}"] if more > 0 else list(lines)

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from scale_surgery.errors import Problem
+
 IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 # of all releases of transformers from 4.57 on; a test compares them with the installed one
 BUILT_IN = frozenset(
@@ -25,20 +27,14 @@ ALIASES = "attribute_map"
 AUTO_MAP = "auto_map"
 
 
-def kernel_problems(config: Any) -> Iterator[str]:
-    """Keys of a parsed config that name kernels, or let other keys name them, a line each."""
+def kernel_problems(config: Any) -> Iterator[Problem]:
+    """Keys of a parsed config that name kernels, or let other keys name them."""
     for place, key, value in _entries(config):
         if key == ALIASES:
-            yield (
-                f"{place} is {value!r}, expected no such key: it lets other keys name code that transformers runs. "
-                "Take it out of the file, if you trust the rest."
-            )
+            yield Problem("config-alias", place, value=value)
         for name in _texts(value) if IMPLEMENTATION.fullmatch(key) else ():
             if name not in BUILT_IN:
-                yield (
-                    f"{place} is {name!r}, expected an implementation of transformers' own, such as sdpa: any other "
-                    "name may be a repository, whose code is run. Take it out of the file, if you trust the rest."
-                )
+                yield Problem("config-kernel", place, value=name)
 
 
 def code_elsewhere(content: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, Problem
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,14 @@ def take_stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
     try:
         return {file: _stamp(file) for file in files}
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror}). Download it again.") from error
+        raise CheckpointError(Problem("file-unreadable", error.filename, error=error.strerror)) from error
 
 
 def check_unchanged(stamps: Stamps) -> None:
     """Refuse files that changed since their stamps were taken."""
-    changed = [str(file) for file, before in stamps.items() if not _is_still(file, before)]
+    changed = [Problem("file-changed", file) for file, before in stamps.items() if not _is_still(file, before)]
     if changed:
-        raise CheckpointError.from_problems(
-            shorten([f"{file}: changed while it was read. Run again when nothing writes to it." for file in changed])
-        )
+        raise CheckpointError(*changed)
 
 
 def _stamp(file: Path) -> Stamp:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -144,16 +144,14 @@ def scratch_folder() -> Iterator[Path]:
         # tempdir is None where no folder can be written to
         if number not in UNWRITTEN and not (isinstance(error, OSError) and tempfile.tempdir is None):
             raise
-        raise CheckpointError(
-            f"{tempfile.tempdir or 'temporary files'}: not written, {os.strerror(number or errno.EIO)}. Free some "
-            "space there, or set TMPDIR to a folder on another disk."
-        ) from error
+        place, reason = tempfile.tempdir or "temporary files", os.strerror(number or errno.EIO)
+        raise CheckpointError(Problem("temporary-unwritten", place, error=reason)) from error
 
 
 def check_base_weights(how: str) -> None:
     """Refuse an unknown way to take files over."""
     if how not in get_args(BaseWeights):
-        raise PlanError(f"base_weights: is {how!r}, expected one of: {', '.join(get_args(BaseWeights))}.")
+        raise PlanError(Problem("base-weights-unknown", "base_weights", how=how, choices=get_args(BaseWeights)))
 
 
 def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no_progress) -> None:
@@ -192,10 +190,7 @@ def _link(source: Path, file: Path, folder: Path) -> None:
     try:
         os.link(source, file)
     except OSError as error:
-        raise CheckpointError(
-            f"{source}: cannot be hard-linked to {folder} ({error.strerror}). Hard links need one file system "
-            "and your own files: give --base-weights copy."
-        ) from error
+        raise CheckpointError(Problem("hard-link-failed", source, folder=folder, error=error.strerror)) from error
 
 
 def _reflink(source: Path, file: Path) -> bool:

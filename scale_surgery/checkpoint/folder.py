@@ -34,7 +34,7 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import open_regular, parse_json, places_of_nan, read_bytes
-from scale_surgery.errors import CheckpointError, counted, name_some, shorten
+from scale_surgery.errors import CheckpointError, Problem, name_some
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,35 +122,32 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(file).decode("utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: not found. {_what_it_is(file.parent)}") from error
+        raise CheckpointError(_missing(file)) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error}). Download it again.") from error
+        raise CheckpointError(Problem("json-unreadable", file, error=error)) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: found {type(content).__name__}, expected a JSON object.")
+        raise CheckpointError(Problem("json-no-object", file, kind=type(content).__name__))
     return content
 
 
-def _what_it_is(folder: Path) -> str:
-    """What a folder without config.json may be: a job of learn, whose models lie inside."""
+def _missing(file: Path) -> Problem:
+    """Say of a folder without config.json if it is a job of learn, whose models lie inside."""
+    folder = file.parent
     if not (folder / JOB_FILE).is_file():
-        return "Is this a model folder?"
-    models = [str(file.parent) for file in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
-    return f"This is a job of scale-surgery learn, whose models are: {', '.join(models) or 'none yet'}."
+        return Problem("json-missing", file)
+    models = [model.parent for model in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
+    return Problem("json-missing-in-job", file, models=models or "none yet")
 
 
 def read_config(file: Path) -> dict[str, Any]:
     """Read a config, and refuse one that names kernels or no classes, or holds NaN, which is not equal to itself."""
     config = read_json(file)
     # infinity is kept; some models have it, as the end of a range
-    problems = [
-        f"{place} is NaN, expected a number: no check could say that it was kept. Write one, or null."
-        for place in shorten(places_of_nan(config))
-    ]
-    problems += shorten(list(kernel_problems(config)))
+    problems = [*(Problem("config-nan", place) for place in places_of_nan(config)), *kernel_problems(config)]
     if not isinstance(classes := config.get("auto_map") or {}, dict):
-        problems.append(f"auto_map is {classes!r}, expected an object of classes. Restore it from where you got it.")
+        problems.append(Problem("config-auto-map", "auto_map", value=classes))
     if problems:
-        raise CheckpointError.from_problems(f"{file}: {problem}" for problem in problems)
+        raise CheckpointError(*(problem.within(file) for problem in problems))
     return config
 
 
@@ -168,10 +165,10 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     tensors, problems = _read_shards(path, shards)
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
     if not tensors and not problems:
-        problems = [f"{name_some(shards)}: holds no tensor, expected weights. Download it again."]
+        problems = [Problem("weights-empty", name_some(shards))]
     problems = problems or boundless(config, len(tensors))
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
     others = [file for file in files if not file.endswith(".safetensors")]
     left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
     left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
@@ -187,21 +184,17 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
 
 def _refuse_other_specs(path: Path, config: Mapping[str, Any]) -> None:
     if not isinstance(specs := config.get(CONFIG_KEY, {}), dict):
-        raise CheckpointError(
-            f"{path / CONFIG_FILE}: {CONFIG_KEY} is {specs!r}, expected an object. Restore config.json from where you "
-            "got it."
-        )
+        raise CheckpointError(Problem("config-specs", f"{path / CONFIG_FILE}: {CONFIG_KEY}", value=specs))
 
 
-def boundless(config: Mapping[str, Any], tensors: int) -> list[str]:
-    """Numbers of layers in a config.json that exceed the number of tensors, a line each."""
+def boundless(config: Mapping[str, Any], tensors: int) -> list[Problem]:
+    """Numbers of layers in a config.json that exceed the number of tensors."""
     # a language model may keep the part for images in its config
     text = config.get("text_config")
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
     # a layer has at least one tensor; loops over a larger number of layers, also in transformers, would not end
     return [
-        f"{CONFIG_FILE}: {path}{key} is {part[key]}, found {counted(tensors, 'tensor')} in all. Is {CONFIG_FILE} from "
-        "this checkpoint?"
+        Problem("config-layers", f"{CONFIG_FILE}: {path}{key}", layers=part[key], tensors=tensors)
         for path, part in parts.items()
         for key in LAYER_KEYS
         if isinstance(part.get(key), int | float) and part[key] > tensors
@@ -214,10 +207,7 @@ def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None)
         return dict(tensors)
     named = {stored: numbering.named(stored) for stored in tensors}
     if len(set(named.values())) < len(named):
-        raise CheckpointError(
-            f"{CONFIG_FILE}: says that layers {list(numbering.copied)} have copies, which would give two tensors the "
-            "same name. Restore config.json from where you got it."
-        )
+        raise CheckpointError(Problem("config-copies-clash", CONFIG_FILE, layers=numbering.copied))
     return {named[stored]: replace(info, name=named[stored], stored_as=stored) for stored, info in tensors.items()}
 
 
@@ -228,59 +218,50 @@ def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tupl
     if INDEX_FILE in files:
         weight_map = read_json(path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{INDEX_FILE}: has no weight_map, expected tensor names to shards.")
+            raise CheckpointError(Problem("index-without-map", INDEX_FILE))
         _refuse_escapes(weight_map)
         weight_map = {name: file for name, file in weight_map.items() if not file.startswith(without)}
         return sorted(set(weight_map.values())), weight_map
     raise CheckpointError(_no_weights(path, files))
 
 
-def _no_weights(path: Path, files: list[str]) -> str:
+def _no_weights(path: Path, files: list[str]) -> Problem:
     pickles = [file for file in files if file.endswith(PICKLE_SUFFIXES)]
     # files deeper in the folder may belong to a training run
     pickles.sort(key=lambda file: file.count("/"))
-    if pickles:
-        return (
-            f"{path}: found only pickled weights ({pickles[0]}), expected {SINGLE_FILE} or {INDEX_FILE}. "
-            "Pickles can run code when they are read; convert them once, where you trust them: "
-            "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
-        )
-    return f"{path}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}."
+    return Problem("weights-pickled", path, file=pickles[0]) if pickles else Problem("weights-missing", path)
 
 
 def _refuse_escapes(weight_map: Mapping[str, str]) -> None:
-    outside = [
-        f"{INDEX_FILE}: {name} is said to lie in {file!r}, expected a file inside the folder. "
-        "Do not use this checkpoint before you know who made it."
-        for name, file in weight_map.items()
-        if not is_inside(file)
-    ]
+    outside = [(name, file) for name, file in weight_map.items() if not is_inside(file)]
     if outside:
-        raise CheckpointError.from_problems(shorten(outside))
+        raise CheckpointError(*(Problem("index-escape", INDEX_FILE, tensor=name, file=file) for name, file in outside))
 
 
-def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:
+def _read_shards(path: Path, shards: list[str]) -> tuple[dict[str, TensorInfo], list[Problem]]:
     tensors: dict[str, TensorInfo] = {}
-    problems = []
+    problems: list[Problem] = []
     for shard in shards:
         try:
             header = read_header(path, shard)
         except CheckpointError as error:
-            problems.append(str(error))
+            problems += error.problems
             continue
-        problems += [f"{name}: stored in {tensors[name].file} and in {shard}." for name in header if name in tensors]
+        twice = [name for name in header if name in tensors]
+        problems += [Problem("tensor-stored-twice", name, first=tensors[name].file, second=shard) for name in twice]
         tensors |= header
     return tensors, problems
 
 
-def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[str]:
+def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[Problem]:
     problems = []
     for name, file in declared.items():
-        shard = tensors[name].file if name in tensors else "no shard"
-        if shard != file:
-            problems.append(f"{INDEX_FILE}: {name} is said to lie in {file}, found in {shard}. Download it again.")
-    unlisted = [name for name in tensors if name not in declared]
-    problems += [f"{INDEX_FILE}: {name} lies in {tensors[name].file} but is not listed." for name in unlisted]
+        if name not in tensors:
+            problems.append(Problem("index-no-shard", INDEX_FILE, tensor=name, declared=file))
+        elif (shard := tensors[name].file) != file:
+            problems.append(Problem("index-wrong-shard", INDEX_FILE, tensor=name, declared=file, shard=shard))
+    unlisted = [info for name, info in tensors.items() if name not in declared]
+    problems += [Problem("index-unlisted", INDEX_FILE, tensor=info.name, shard=info.file) for info in unlisted]
     return problems
 
 
@@ -289,7 +270,7 @@ def read_text(checkpoint: Checkpoint, file: str) -> str:
     try:
         return read_bytes(checkpoint.path / file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}). Restore it from where you got it.") from error
+        raise CheckpointError(Problem("file-unreadable", file, error=error)) from error
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -301,7 +282,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         with safe_open(checkpoint.path / info.file, framework="pt") as shard:
             tensor: Tensor = shard.get_tensor(info.stored_as or name)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{info.file}: {name} cannot be read ({error}). Download it again.") from error
+        raise CheckpointError(Problem("tensor-unreadable", info.file, tensor=name, error=error)) from error
     return tensor
 
 
@@ -315,4 +296,4 @@ def read_chunks(file: Path, start: int = 0, length: int | None = None) -> Iterat
                 left -= len(chunk)
                 yield chunk
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}). Check the file.") from error
+        raise CheckpointError(Problem("file-unreadable", file, error=error.strerror or error)) from error

@@ -14,7 +14,7 @@ from typing import Any
 from scale_surgery.checkpoint.expansions import specs_of_expansions
 from scale_surgery.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 DEEPSPEED_SCRIPT = "zero_to_fp32.py"
 DEEPSPEED = re.compile(rf"(.*/)?(\w*zero_pp_rank_\w+\.pt|mp_rank_\w+_model_states\.pt|{re.escape(DEEPSPEED_SCRIPT)})")
@@ -36,60 +36,50 @@ def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
+# the command that follows after shares were put together in the folder WHOLE
+ADOPT_WHOLE = adopt_line("WHOLE", {})
+
+
 def refuse_foreign(path: Path, files: Sequence[str]) -> None:
     """Refuse a folder with weights of another program, or with an adapter beside weights; the message helps on."""
     if SINGLE_FILE in files or INDEX_FILE in files:
         if ADAPTER_CONFIG in files:
-            raise CheckpointError(
-                f"{path}: holds {ADAPTER_CONFIG} beside whole weights, expected a model alone. With PEFT, "
-                "transformers puts that adapter on the model, and before release 5 loads the model that the file names "
-                "in place of this one. Take it out of the folder, or merge it: "
-                "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(MERGED)."
-            )
+            raise CheckpointError(Problem("folder-with-adapter", path, file=ADAPTER_CONFIG))
         return
     for find in (_adapter, _run, _deepspeed, _distributed, _pickled, _gguf):
         if (problem := find(path, files)) is not None:
-            raise CheckpointError(f"{path}: {problem}")
+            raise CheckpointError(problem)
 
 
-def _adapter(path: Path, files: Sequence[str]) -> str | None:
-    if ADAPTER_CONFIG not in files:
-        return None
-    return (
-        "is an adapter of PEFT, which lies beside a model and is none, expected a model. Merge it in Python: "
-        "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(MERGED). Merged into an expanded "
-        "model it changes the base; expansion blocks train without PEFT."
-    )
+def _adapter(path: Path, files: Sequence[str]) -> Problem | None:
+    return Problem("folder-adapter", path) if ADAPTER_CONFIG in files else None
 
 
-def _run(path: Path, files: Sequence[str]) -> str | None:
+def _run(path: Path, files: Sequence[str]) -> Problem | None:
     """The folder of a run of the Trainer, whose checkpoints lie inside."""
     steps = {match[1]: int(match[2]) for file in files if (match := RUN_CHECKPOINT.fullmatch(file))}
     if not steps or any(map(PICKLED_MODEL.fullmatch, files)):
         return None
     last = max(steps, key=lambda name: steps[name])
-    return f"holds checkpoints of a training run and no model beside them, expected one model. Give one: {path / last}"
+    return Problem("folder-run", path, last=path / last)
 
 
-def _deepspeed(path: Path, files: Sequence[str]) -> str | None:
+def _deepspeed(path: Path, files: Sequence[str]) -> Problem | None:
     if not any(DEEPSPEED.fullmatch(file) for file in files):
         return None
     script = [str(path / DEEPSPEED_SCRIPT)] if DEEPSPEED_SCRIPT in files else ["-m", "deepspeed.utils.zero_to_fp32"]
     line = shlex.join(["python", *script, str(path), "WHOLE", "--safe_serialization"])
-    return (
-        f"is a checkpoint of DeepSpeed, in shares of its processes, expected safetensors. {_then_adopt(line)}. Where "
-        "the first says that tensors share memory, as tied ones do, add --exclude_frozen_parameters to it."
-    )
+    return Problem("folder-deepspeed", path, merge=line, adopt=ADOPT_WHOLE)
 
 
-def _distributed(path: Path, files: Sequence[str]) -> str | None:
+def _distributed(path: Path, files: Sequence[str]) -> Problem | None:
     shares = sorted(file for file in files if file.endswith(DISTRIBUTED_SUFFIX))
     if not shares:
         return None
     # beside the model's folder lies that of the optimizer
     folders = dict.fromkeys((path / file).parent for file in shares)
     folder = next((inner for inner in folders if "optim" not in inner.name), path)
-    return f"is a checkpoint of FSDP, in shares of its processes, expected safetensors. {_then_adopt(_merge(folder))}"
+    return Problem("folder-fsdp", path, merge=_merge(folder), adopt=ADOPT_WHOLE)
 
 
 def _merge(folder: Path) -> str:
@@ -106,33 +96,24 @@ def _merge(folder: Path) -> str:
     return f"{shlex.join(merge)}; then: {shlex.join(['python', '-c', take])}"
 
 
-def _pickled(path: Path, files: Sequence[str]) -> str | None:
+def _pickled(path: Path, files: Sequence[str]) -> Problem | None:
     """A whole state that FSDP pickled; pickled weights of transformers have other names."""
     pickle = next((file for file in files if FSDP_PICKLE.fullmatch(file)), None)
     if pickle is None:
         return None
     line = f"save_file(torch.load({str(path / pickle)!r}, weights_only=True), 'WHOLE/{SINGLE_FILE}')"
-    return f"holds pickled weights of FSDP ({pickle}), expected safetensors. {_then_adopt(f'in Python, {line}')}"
+    return Problem("folder-fsdp-pickle", path, file=pickle, line=line, adopt=ADOPT_WHOLE)
 
 
-def _gguf(path: Path, files: Sequence[str]) -> str | None:
+def _gguf(path: Path, files: Sequence[str]) -> Problem | None:
     """Weights of llama.cpp; beside them may lie a part for images, which is no model alone."""
     held = [file for file in files if file.lower().endswith(GGUF_SUFFIX)]
     if not held or any(file.endswith(PICKLE_SUFFIXES) for file in files):
         return None
     file = next((file for file in held if "mmproj" not in file), held[0])
-    return f"holds weights as GGUF ({file}), expected safetensors. {convert_gguf(path, file)}"
+    return Problem("folder-gguf", path, file=file, load=load_gguf(path, file))
 
 
-def convert_gguf(folder: Path, file: str) -> str:
-    """The advice how to make a checkpoint of a GGUF file."""
-    given = f"from_pretrained({str(folder)!r}, gguf_file={file!r}"
-    return (
-        "Convert it once in Python, after pip install gguf: "
-        f"AutoModelForCausalLM.{given}, quantization_config=GgufConfig(dequantize=True)).save_pretrained(NEW); "
-        f"AutoTokenizer.{given}).save_pretrained(NEW)."
-    )
-
-
-def _then_adopt(line: str) -> str:
-    return f"Put them together: {line}; then: {adopt_line(Path('WHOLE'), {})}"
+def load_gguf(folder: Path, file: str) -> str:
+    """The call that loads a GGUF file, without its closing bracket."""
+    return f"from_pretrained({str(folder)!r}, gguf_file={file!r}"

@@ -19,33 +19,10 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, EXTRACT_FILE, MANIFEST_FILE, STOCK_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 Form = Literal["base", "expanded", "fused", "stock", "extract", "saved"]
 RECORDS: Mapping[str, Form] = {EXTRACT_FILE: "extract", MANIFEST_FILE: "expanded", STOCK_FILE: "stock"}
-FOUND: Mapping[Form, str] = {
-    "base": "is a base model",
-    "expanded": "is an expanded model",
-    "fused": "is fused, its blocks are joined with the base's tensors",
-    "stock": "is a plain checkpoint that scale-surgery merge --to stock made, it has no blocks",
-    "extract": "is an extract, an expansion without its base",
-    "saved": f"has no {MANIFEST_FILE}, another trainer saved it",
-}
-# what is expected and how to get it, by the form that there is and the form that is needed
-EXPECTED: Mapping[tuple[Form, Form], str] = {
-    ("base", "expanded"): "one made by scale-surgery expand. Expand it first: scale-surgery expand {path} "
-    "--layers LAYERS -o EXPANDED.",
-    ("base", "saved"): "what a trainer saved of an expanded model. Give the folder that it wrote.",
-    ("expanded", "base"): "a base model. Take its base out: scale-surgery strip {path} -o BASE.",
-    ("expanded", "fused"): "a fused one. Fuse it: scale-surgery merge {path} --to fused -o FUSED.",
-    ("fused", "expanded"): "blocks of their own. Take them apart first: scale-surgery merge {path} --to blocks "
-    "-o EXPANDED.",
-    ("fused", "saved"): "blocks of their own. Nothing of it trains; train the model that it was merged from.",
-    ("stock", "expanded"): "one that has. Give the expanded model that it was made from.",
-    ("extract", "expanded"): "a whole model. Put it on its base first: scale-surgery apply {path} --base MODEL "
-    "-o EXPANDED.",
-    ("saved", "expanded"): "an expanded folder. Make one of it first: {adopt}",
-}
 
 
 def form_of(path: Path) -> Form:
@@ -56,9 +33,8 @@ def form_of(path: Path) -> Form:
 
 def refuse_form(path: str | Path, form: Form, wanted: Form) -> NoReturn:
     """Refuse a folder of the wrong form, with the command that helps."""
-    adopt = adopt_line(path, _config(Path(path))) if form == "saved" else ""
-    expected = EXPECTED[form, wanted].format(path=path, adopt=adopt)
-    raise CheckpointError(f"{path}: {FOUND[form]}, expected {expected}")
+    values = {"adopt": adopt_line(path, _config(Path(path)))} if form == "saved" else {}
+    raise CheckpointError(Problem(f"form-{form}-not-{wanted}", path, **values))
 
 
 def refuse_extract(path: str | Path, files: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.reading import open_regular, parse_json
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 MAX_HEADER_BYTES = 100_000_000
 DTYPE_BYTES = {
@@ -61,20 +61,15 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{file}: its first 8 bytes promise a header of {length} bytes in a file of {size} bytes. "
-                    "It is truncated or not a safetensors file: download it again."
-                )
+                raise CheckpointError(Problem("header-length", file, length=length, size=size))
             header = parse_json(stream.read(length).decode("utf-8"))
         tensors = _parse_header(file, header, 8 + length, size)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: shard not found in {path}. Download it again.") from error
+        raise CheckpointError(Problem("shard-missing", file, folder=path)) from error
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{file}: its header is not that of a safetensors file ({error}). Download it again."
-        ) from error
+        raise CheckpointError(Problem("header-invalid", file, error=error)) from error
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+        raise CheckpointError(Problem("file-unreadable", file, error=error)) from error
     _check_as_loaders_do(path, file, tensors)
     return tensors
 
@@ -88,13 +83,11 @@ def _check_as_loaders_do(path: Path, file: str, tensors: Mapping[str, TensorInfo
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
             loaded = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: its header is not that of a safetensors file ({error}). Download it again."
-        ) from error
+        raise CheckpointError(Problem("header-invalid", file, error=error)) from error
     differing = loaded.items() ^ {name: (info.dtype, info.shape) for name, info in tensors.items()}.items()
     if differing:
         names = sorted({name for name, _ in differing})
-        raise CheckpointError(f"{file}: safetensors finds other tensors in it ({names[0]!r}). Download it again.")
+        raise CheckpointError(Problem("header-disputed", file, tensor=names[0]))
 
 
 def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, TensorInfo]:
@@ -105,30 +98,21 @@ def _parse_header(file: str, header: Mapping[str, Any], data_start: int, size: i
         begin, end = entry["data_offsets"]
         info = TensorInfo(name, file, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
         if data_start + end > size:
-            raise CheckpointError(
-                f"{file}: {name} ends at byte {data_start + end}, the file has {size} bytes. "
-                "It is truncated: download it again."
-            )
-        if info.bytes != info.elements * DTYPE_BYTES.get(info.dtype, 0) and info.dtype in DTYPE_BYTES:
-            raise CheckpointError(
-                f"{file}: {name} has {info.bytes} bytes, expected {info.elements * DTYPE_BYTES[info.dtype]} "
-                f"for shape {info.shape} in {info.dtype}. Download it again."
-            )
+            raise CheckpointError(Problem("tensor-past-end", file, tensor=name, end=data_start + end, size=size))
+        needed = info.elements * DTYPE_BYTES.get(info.dtype, 0)
+        if info.bytes != needed and info.dtype in DTYPE_BYTES:
+            size_of = {"bytes": info.bytes, "needed": needed, "shape": f"{info.shape}", "dtype": info.dtype}
+            raise CheckpointError(Problem("tensor-size", file, tensor=name, **size_of))
         tensors[name] = info
     _check_offsets(file, tensors, data_start, size)
     return tensors
 
 
 def _check_offsets(file: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
-    expected = data_start
+    end = data_start
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.bytes)):
-        if info.offset != expected or info.bytes < 0:
-            raise CheckpointError(
-                f"{file}: {info.name} begins at byte {info.offset}, expected {expected}, where the tensor before it "
-                "ends. It is damaged: download it again."
-            )
-        expected += info.bytes
-    if expected != size:
-        raise CheckpointError(
-            f"{file}: its tensors end at byte {expected}, the file has {size} bytes. It is damaged: download it again."
-        )
+        if info.offset != end or info.bytes < 0:
+            raise CheckpointError(Problem("tensor-offset", file, tensor=info.name, offset=info.offset, needed=end))
+        end += info.bytes
+    if end != size:
+        raise CheckpointError(Problem("tensors-end-early", file, end=end, size=size))

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from scale_surgery.checkpoint.files import UNFINISHED
-from scale_surgery.checkpoint.foreign import GGUF_SUFFIX, convert_gguf
+from scale_surgery.checkpoint.foreign import GGUF_SUFFIX, load_gguf
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, as_unicode, is_inside, is_unicode
 from scale_surgery.checkpoint.reading import other_kind
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, Problem
 
 # these and shards may be links to anywhere: large shards are often kept on another disk
 FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
@@ -31,9 +31,7 @@ def reached(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be reached ({error.strerror or error}). Check the name, and the permissions on the way."
-        ) from error
+        raise CheckpointError(Problem("path-unreachable", path, error=error.strerror or error)) from error
 
 
 def check_folder(path: Path) -> None:
@@ -41,13 +39,11 @@ def check_folder(path: Path) -> None:
     with reached(path):
         is_there, is_folder = path.exists(), path.is_dir()
     if not is_there:
-        raise CheckpointError(
-            f"{path}: not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name "
-            "--local-dir FOLDER."
-        )
+        raise CheckpointError(Problem("folder-missing", path))
+    if not is_folder and path.suffix.lower() == GGUF_SUFFIX:
+        raise CheckpointError(Problem("folder-is-gguf", path, load=load_gguf(path.parent, path.name)))
     if not is_folder:
-        advice = f" {convert_gguf(path.parent, path.name)}" if path.suffix.lower() == GGUF_SUFFIX else ""
-        raise CheckpointError(f"{path}: is a file, expected a model folder.{advice}")
+        raise CheckpointError(Problem("folder-is-file", path))
 
 
 def list_files(path: Path) -> list[str]:
@@ -55,9 +51,9 @@ def list_files(path: Path) -> list[str]:
     check_folder(path)
     kept = [file.as_posix() for file in _entries(path) if (path / file).exists() and not (path / file).is_dir()]
     if problems := [problem for name in kept if (problem := unfit(path, name))]:
-        raise CheckpointError.from_problems(shorten(problems))
+        raise CheckpointError(*problems)
     if not kept:
-        raise CheckpointError(f"{path}: the folder is empty, expected config.json and safetensors weights.")
+        raise CheckpointError(Problem("folder-empty", path))
     return kept
 
 
@@ -74,19 +70,17 @@ def _entries(path: Path) -> list[Path]:
 def _refuse_closed(error: OSError) -> None:
     # a folder that vanished was another process's
     if not isinstance(error, FileNotFoundError):
-        raise CheckpointError(
-            f"{error.filename}: cannot be listed ({error.strerror}). Check its permissions, or take it out."
-        ) from error
+        raise CheckpointError(Problem("folder-unlistable", error.filename, error=error.strerror)) from error
 
 
-def unfit(path: Path, name: str) -> str | None:
+def unfit(path: Path, name: str) -> Problem | None:
     """Why an entry of a folder is no file of a model, or None."""
     if not is_unicode(name):
-        return f"{path}: the name {os.fsencode(name)!r} is no UTF-8, expected Unicode text. Rename the file."
+        return Problem("name-no-unicode", path, name=os.fsencode(name))
     if not is_inside(name):
-        return f"{path / name}: has a backslash in its name, expected none: no record could name it. Rename the file."
+        return Problem("name-with-backslash", path / name)
     kind = other_kind((path / name).stat().st_mode)
-    return kind and f"{path / name}: is {kind}, expected a regular file. Take it out of the folder."
+    return Problem("file-not-regular", path / name, kind=kind) if kind else None
 
 
 def leads_out(path: Path, name: str) -> bool:

@@ -20,23 +20,18 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.files import unfinished_prefix, write_json
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 
-def link_problems(*places: Path) -> list[str]:
-    """Names that this program needs and that are symbolic links, which it never makes, a line each."""
-    return [
-        f"{place}: is a symbolic link, which this program did not make, and will not follow. Take it away, or choose "
-        "another output folder."
-        for place in places
-        if place.is_symlink()
-    ]
+def link_problems(*places: Path) -> list[Problem]:
+    """Names that this program needs and that are symbolic links, which it never makes."""
+    return [Problem("link-not-ours", place) for place in places if place.is_symlink()]
 
 
 def refuse_links(*places: Path) -> None:
     """Refuse symbolic links under names that this program needs."""
     if problems := link_problems(*places):
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
 
 
 def names_beside(target: Path) -> tuple[Path, ...]:
@@ -53,15 +48,12 @@ def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder)
     refuse_links(lock)
-    busy = f"{called or folder}: another process is writing it. Wait until it is done."
+    busy = Problem("output-busy", called or folder)
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_size:
-            raise CheckpointError(
-                f"{lock}: was not made by this program, expected an empty file or none. Take it away, or choose "
-                "another output folder."
-            )
+            raise CheckpointError(Problem("lock-not-ours", lock))
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -117,19 +109,13 @@ def settle(target: Path, *, overwrite: bool) -> None:
         old.rename(target)
     _record(target).unlink(missing_ok=True)
     if old is not None and not overwrite:
-        raise CheckpointError(
-            f"{target}: exists already: a run with --overwrite was interrupted while it was replaced, and it is back "
-            "in its place. Choose another output folder, or give --overwrite."
-        )
+        raise CheckpointError(Problem("output-put-back", target))
 
 
 def _check_new(target: Path, old: Path) -> None:
     """Check that the folder at the target is the one that was to replace the old one."""
     if target.stat().st_ino != read_json(_record(target)).get("new"):
-        raise CheckpointError(
-            f"{target}: is not what an interrupted run with --overwrite was to put there; what it put aside is {old}. "
-            "Move one of the two away, or choose another output folder."
-        )
+        raise CheckpointError(Problem("output-replaced", target, old=old))
 
 
 def _remove(target: Path, old: Path) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 CONFIG_KEY = "scale_surgery"
 # under it: base and request, for folders that lost their surgery.json
@@ -91,10 +91,7 @@ def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
     copied, names = specs.get("expanded_layers"), (specs.get("base_model"), specs.get("layers"))
     are_layers = isinstance(copied, list | tuple) and all(type(layer) is int and layer >= 0 for layer in copied)
     if not are_layers or not copied or sorted(set(copied)) != list(copied) or not all(map(_is_word, names)):
-        raise CheckpointError(
-            f"config.json: {CONFIG_KEY} says that layers were duplicated, and not which. Restore it from where you "
-            "got it."
-        )
+        raise CheckpointError(Problem("config-copies-unnamed", f"config.json: {CONFIG_KEY}"))
     return Numbering(str(names[0]), str(names[1]), tuple(copied))
 
 

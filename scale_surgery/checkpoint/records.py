@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.errors import CheckpointError, PlanError, in_one_line
+from scale_surgery.errors import CheckpointError, PlanError, Problem, in_one_line, problems_of
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -33,6 +33,13 @@ WORDS = {
 }
 # errors that damaged values may raise
 DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+
+
+class RecordError(CheckpointError, ValueError):
+    """Values that do not fit a record; who knows the file catches it as a ValueError and names the file."""
+
+    def __str__(self) -> str:
+        return in_one_line([problem.phrase for problem in self.problems])
 
 
 def open_record(kind: T) -> T:
@@ -54,7 +61,7 @@ def _checked_schema(kind: Any, handler: Any) -> Any:
 
 
 def read_record(content: Any, kind: type[T], place: str = "") -> T:
-    """Read plain JSON values as a dataclass or TypedDict; ValueError names each value that does not fit."""
+    """Read plain JSON values as a dataclass or TypedDict; RecordError names each value that does not fit."""
     from pydantic import ValidationError
     from pydantic_core import to_json
 
@@ -64,16 +71,14 @@ def read_record(content: Any, kind: type[T], place: str = "") -> T:
         (record,) = _adapter(cast("Any", kind)).validate_json(text)
         return cast("T", record)
     except ValidationError as error:
-        raise ValueError(in_one_line([_problem(line, place) for line in error.errors()])) from None
+        raise RecordError(*(_problem(line, place) for line in error.errors())) from None
 
 
 def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
     """Read a record of one format."""
     content = read_json(file)
     if content.get("format") != format_number:
-        raise CheckpointError(
-            f"{file}: format {content.get('format')!r}, expected {format_number}. Use the release that made it."
-        )
+        raise CheckpointError(Problem("record-format", file, found=content.get("format"), format=format_number))
     with reading(file):
         return read_record(content, kind)
 
@@ -84,7 +89,7 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (*DAMAGE, PlanError) as error:
-        raise CheckpointError(f"{file}: is incomplete ({error}). Restore it from where you got it.") from error
+        raise CheckpointError(Problem("record-incomplete", file, *problems_of(error))) from error
 
 
 @functools.cache
@@ -95,14 +100,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
-def _problem(error: ErrorDetails, place: str) -> str:
+def _problem(error: ErrorDetails, place: str) -> Problem:
     for key in error["loc"][1:]:
         place += f"[{key}]" if isinstance(key, int) else f".{key}" if place else key
     if error["type"] == "missing":
-        return f"{place} is missing"
+        return Problem("key-missing", place)
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{place} is unknown"
+        return Problem("key-unknown", place)
     expected = WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ")
     if error["type"] == "value_error":
         expected = str(error["ctx"]["error"])
-    return f"{place or 'it'} is {reprlib.repr(error['input'])}, expected {expected}"
+    return Problem("value-unfit", place or "it", value=reprlib.repr(error["input"]), kind=expected)

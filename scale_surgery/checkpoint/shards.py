@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, MAX_HEADER_BYTES
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: P
                 stream.write(piece)
                 written += len(piece)
             if written != entry.bytes:
-                raise CheckpointError(f"{entry.name}: {written} bytes, expected {entry.bytes}.")
+                raise CheckpointError(Problem("tensor-bytes", entry.name, written=written, needed=entry.bytes))
             advance(written)
 
 

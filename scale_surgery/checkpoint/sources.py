@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.listing import reached
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES, as_unicode
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
 
@@ -74,7 +74,7 @@ def _local_source(model: str | Path) -> Source | None:
             return Source(path, as_unicode(path.resolve().name), None)
     parts = str(model).split("/")
     if len(parts) != 2 or not all(parts) or str(model).startswith((".", "~")):
-        raise CheckpointError(f"{model}: not found. Give a model folder or a Hub id such as org/name.")
+        raise CheckpointError(Problem("model-not-found", model))
     return None
 
 
@@ -102,7 +102,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
         small = [file for file in (CONFIG_FILE, MANIFEST_FILE, *filter(is_code, files)) if file in files]
         folders = [Path(hf_hub_download(repo, file, revision=info.sha)).parent for file in small]
         if not folders:
-            raise CheckpointError(f"{repo}: has no {CONFIG_FILE}, expected a model repository.")
+            raise CheckpointError(Problem("repository-without-config", repo))
         headers = api.get_safetensors_metadata(repo, revision=info.sha).files_metadata
     tensors = {
         # offsets are those inside the data, as the weights are not read
@@ -116,7 +116,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     config = read_config(folders[0] / CONFIG_FILE)
     if problems := boundless(config, len(tensors)):
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
     named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
     checkpoint = Checkpoint(folders[0], config, named, tuple(sorted(headers)), side_files, left_out)
     return Source(folders[0], repo, info.sha), checkpoint
@@ -134,15 +134,9 @@ def _hub_errors(repo: str) -> Iterator[None]:
     try:
         yield
     except NotASafetensorsRepoError as error:
-        raise CheckpointError(
-            f"{repo}: has no safetensors weights. Convert it once, where you trust its pickles: "
-            "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)."
-        ) from error
+        raise CheckpointError(Problem("repository-without-safetensors", repo)) from error
     except CheckpointError:
         raise
     except Exception as error:  # its HTTP library, and so its errors, differ by release
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{repo}: no such folder, and the Hub does not give it ({reason}). Check the name, your access "
-            "(hf auth login), the network, and HF_HUB_OFFLINE."
-        ) from error
+        raise CheckpointError(Problem("repository-unreachable", repo, error=reason)) from error

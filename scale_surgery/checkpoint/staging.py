@@ -21,7 +21,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import reached
 from scale_surgery.checkpoint.locks import link_problems, locked, names_beside, refuse_links, replace_folder, settle
 from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.errors import CheckpointError, SurgeryError
+from scale_surgery.errors import CheckpointError, Problem, SurgeryError
 
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
@@ -29,13 +29,13 @@ def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
     with reached(target):
         problems = _target_problems(target, sources, overwrite=overwrite)
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
 
 
-def _target_problems(target: Path, sources: list[Path], *, overwrite: bool) -> list[str]:
+def _target_problems(target: Path, sources: list[Path], *, overwrite: bool) -> list[Problem]:
     partial = _partial(target)
     problems = [
-        f"{path}: lies inside, around or at the input {source}. Choose another output folder."
+        Problem("output-touches-input", path, input=source)
         for source in sources
         for path in (target, partial)
         if touches(path, source)
@@ -44,7 +44,7 @@ def _target_problems(target: Path, sources: list[Path], *, overwrite: bool) -> l
         problems = _occupied(target, partial, overwrite=overwrite)
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        problems.append(f"{target}: {parent} is not a folder you may write to. Choose another output folder.")
+        problems.append(Problem("output-closed", target, parent=parent))
     return problems
 
 
@@ -52,14 +52,14 @@ def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path
     """Check that files can be written and are no inputs, before any work is done."""
     problems = output_file_problems(files, inputs)
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
 
 
-def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> list[str]:
-    """Problems with files to be written, a line each; see `check_output_files`."""
+def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> list[Problem]:
+    """Problems with files to be written; see `check_output_files`."""
     places = {file: file.resolve() for file in files if file is not None}
     problems = [
-        f"{file}: would be written into {source}, which is read. Choose another file."
+        Problem("output-file-is-input", file, input=source)
         for file, place in places.items()
         for source in dict.fromkeys(map(str, inputs))
         if Path(source).resolve() in (place, *place.parents)
@@ -67,13 +67,13 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
     for file, place in places.items():
         with reached(file):
             if place.is_dir():
-                problems.append(f"{file}: is a folder, expected a file to be. Choose a name inside it.")
+                problems.append(Problem("output-file-is-folder", file))
             parent = next(folder for folder in place.parents if folder.exists())
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-                problems.append(f"{file}: {parent} is not a folder you may write to. Choose another place.")
+                problems.append(Problem("output-file-closed", file, parent=parent))
     counts = Counter(file.resolve() for file in files if file is not None)
     twice = [file for file, place in places.items() if counts[place] > 1]
-    problems += [f"{file}: is to be two different files at once. Choose two names." for file in twice[:1]]
+    problems += [Problem("output-file-twice", file) for file in twice[:1]]
     return problems
 
 
@@ -86,22 +86,20 @@ def touches(path: Path, source: Path) -> bool:
     return written.is_dir() and any(file.resolve().is_relative_to(written) for file in source.rglob("*"))
 
 
-def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[str]:
+def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[Problem]:
     if target.name in ("", ".."):
-        return [f"{target}: names no folder to be, expected a name. Type {Path('..') / target.resolve().name}."]
+        return [Problem("output-unnamed", target, name=Path("..") / target.resolve().name)]
     if target.is_symlink():
-        return [f"{target}: is a symbolic link, expected a folder to be. Choose another output folder."]
+        return [Problem("output-is-link", target)]
     if target.exists() and not target.is_dir():
-        return [f"{target}: is a file, expected a folder to be. Choose another output folder."]
+        return [Problem("output-is-file", target)]
     if target.exists() and not overwrite:
-        return [f"{target}: exists already. Choose another output folder, or give --overwrite."]
+        return [Problem("output-exists", target)]
     problems = link_problems(partial, *names_beside(target))
     if target.exists() and any(target.iterdir()) and not _is_model(target):
-        problems.append(f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder.")
+        problems.append(Problem("output-no-model", target))
     if partial.exists() and not _state_file(target).exists():
-        problems.append(
-            f"{partial}: was not begun by this program, will not continue it. Choose another output folder."
-        )
+        problems.append(Problem("output-not-ours", partial))
     return problems
 
 
@@ -128,10 +126,7 @@ def check_space(target: Path, needed_bytes: int) -> None:
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
-        raise CheckpointError(
-            f"{target}: needs {needed_bytes:,} bytes, {parent} has {free:,} free. Free some space, choose another "
-            "output folder, or give --base-weights link."
-        )
+        raise CheckpointError(Problem("output-without-space", target, needed=needed_bytes, parent=parent, free=free))
 
 
 @contextlib.contextmanager
@@ -164,12 +159,9 @@ def staged(
             with contextlib.suppress(OSError):  # the folder is whole; the next run of it tries again
                 _state_file(target).unlink()
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "Free some space, or give --base-weights link" if full else "Check the folder and its permissions"
-        raise CheckpointError(
-            f"{target}: not written, {error.strerror or error} ({error.filename or partial}). {hint}; a second run "
-            f"continues from what is finished in {partial.name}."
-        ) from error
+        code = "output-disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "output-unwritten"
+        file, reason = error.filename or partial, error.strerror or error
+        raise CheckpointError(Problem(code, target, error=reason, file=file, partial=partial.name)) from error
 
 
 @contextlib.contextmanager
@@ -220,7 +212,7 @@ def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
     elif overwrite:
         replace_folder(target, partial)
     else:
-        raise CheckpointError(f"{target}: appeared while it was being made. The result is in {partial}.")
+        raise CheckpointError(Problem("output-appeared", target, partial=partial))
     sync(target.parent)
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from scale_surgery.checkpoint.files import BaseWeights
-from scale_surgery.errors import SurgeryError, TextWarning
+from scale_surgery.errors import Problem, SurgeryError, TextWarning, render
 from scale_surgery.fields import Field, fields_of
-from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
+from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import WINDOWS, Probes, RunOptions
 from scale_surgery.text.sources import NO_OLD_TEXT
 
@@ -168,9 +168,10 @@ def model_options(command: Command) -> Command:
     return click.argument("model")(command)
 
 
-def stop(out: Output, *lines: str, debug: bool) -> None:
+def stop(out: Output, error: BaseException, *problems: Problem, debug: bool) -> None:
     """Say what went wrong and exit with 1."""
-    out.fail(*lines, trace=traceback.format_exc() if debug else "")
+    out.fail(*render(problems), trace=traceback.format_exc() if debug else "")
+    out.show_error(type(error).__name__, problems)
     sys.exit(1)
 
 
@@ -227,14 +228,14 @@ def output_options(command: Command) -> Command:
         except click.ClickException:
             raise
         except SurgeryError as error:
-            stop(out, *error.lines, debug=debug)
-        except KeyboardInterrupt:
-            continues = "Run the same command again to continue; train needs --resume."
-            stop(out, f"interrupted. An unfinished folder keeps the ending .partial. {continues}", debug=debug)
+            stop(out, error, *error.problems, debug=debug)
+        except KeyboardInterrupt as error:
+            stop(out, error, Problem("interrupted"), debug=debug)
         except Exception as error:
             # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
-            advice = MORE_MEMORY if is_out_of_memory(error) else "--debug shows where."
-            stop(out, f"{type(error).__name__}: {error}. {advice}", debug=debug)
+            kind = type(error).__name__
+            problem = Problem("out-of-memory" if is_out_of_memory(error) else "unforeseen", kind=kind, error=error)
+            stop(out, error, problem, debug=debug)
 
     return run
 

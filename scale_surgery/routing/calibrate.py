@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.files import finished_file, plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
-from scale_surgery.errors import CheckpointError, DataError, PlanError
+from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.progress import Track, no_track
@@ -224,7 +224,7 @@ def _say_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> str:
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
     """Check before any work that the outputs can be written."""
-    problems = output_file_problems([plot], [folder, *texts])
+    problems: list[Problem | str] = [*output_file_problems([plot], [folder, *texts])]
     if write:
         read_manifest(folder)
         if not os.access(folder, os.W_OK | os.X_OK):

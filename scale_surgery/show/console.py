@@ -19,6 +19,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.errors import Problem
 from scale_surgery.progress import Finding, Track, no_track
 from scale_surgery.show.layout import NEXT, Facts, Warned, sentence
 from scale_surgery.show.log_lines import LogLines
@@ -52,7 +53,7 @@ class Output:
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json = as_json
+        self.as_json, self.has_shown = as_json, False
         self.messages = VisibleConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
         # of several processes only the first prints
         self.is_first = os.environ.get("RANK", "0") == "0"
@@ -69,11 +70,20 @@ class Output:
         if not self.is_first:
             return
         if self.as_json:
-            # JSON escapes all that is not ASCII, and of ASCII all control characters but one
-            sys.stdout.write(json.dumps(to_json(result), indent=2).replace("\x7f", "\\u007f") + "\n")
+            self._print_json(to_json(result))
         else:
             # long paths are not cut
             self.results.print(rendered, crop=False)
+
+    def show_error(self, name: str, problems: Iterable[Problem]) -> None:
+        """Print an error as JSON, if that was asked for and no result was printed."""
+        if self.is_first and self.as_json and not self.has_shown:
+            self._print_json({"error": name, "problems": [problem.to_json() for problem in problems]})
+
+    def _print_json(self, content: Any) -> None:
+        self.has_shown = True
+        # JSON escapes all that is not ASCII, and of ASCII all control characters but one
+        sys.stdout.write(json.dumps(content, indent=2).replace("\x7f", "\\u007f") + "\n")
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
         """Print something beside the result, unless --json or -q is given; `as_it_is` wraps no line."""
