@@ -42,7 +42,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from scale_surgery import modeling
-from scale_surgery.errors import SurgeryError
+from scale_surgery.errors import Problem, SurgeryError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import Expansion, expand
 from tests.tiny import save_tiny
@@ -150,6 +150,23 @@ def refusal(call: Callable[..., object], *args: Any, error: type[Exception] = Su
     with pytest.raises(error) as caught:
         call(*args, **options)
     return str(caught.value)
+
+
+def problems(
+    call: Callable[..., object], *args: Any, error: type[SurgeryError] = SurgeryError, **options: Any
+) -> list[Problem]:
+    """The problems for which an operation refuses."""
+    with pytest.raises(error) as caught:
+        call(*args, **options)
+    return list(caught.value.problems)
+
+
+@contextmanager
+def refused(code: str, where: object, error: type[SurgeryError] = SurgeryError) -> Iterator[None]:
+    """Check that a block is refused for one problem, of this code and at this place."""
+    with pytest.raises(error) as caught:
+        yield
+    assert [(problem.code, problem.where) for problem in caught.value.problems] == [(code, f"{where}")]
 
 
 def flip(file: Path, place: int = -1) -> None:

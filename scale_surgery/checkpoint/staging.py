@@ -98,7 +98,7 @@ def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[Problem]:
     problems = link_problems(partial, *names_beside(target))
     if target.exists() and any(target.iterdir()) and not _is_model(target):
         problems.append(Problem("output-no-model", target))
-    if partial.exists() and not _state_file(target).exists():
+    if partial.exists() and not partial.is_symlink() and not _state_file(target).exists():
         problems.append(Problem("output-not-ours", partial))
     return problems
 

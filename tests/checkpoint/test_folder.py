@@ -1,4 +1,4 @@
-"""Reading checkpoints: what headers and index say, and what is said of folders that are no good."""
+"""Reading checkpoints: what headers and index say, and for what folders are refused."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import open_checkpoint, read_chunks, read_json, read_tensor
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.names import INDEX_FILE
-from scale_surgery.errors import CheckpointError
-from tests.conftest import edited
+from scale_surgery.errors import CheckpointError, Problem
+from tests.conftest import edited, problems, refused
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as error:
-        open_checkpoint(path)
-    return str(error.value)
+def problem(path: Path) -> Problem:
+    """The one problem for which a folder is refused."""
+    (only,) = problems(open_checkpoint, path, error=CheckpointError)
+    return only
 
 
 @pytest.mark.parametrize(("tied", "dtype"), ((False, "float32"), (True, "bfloat16")))
@@ -46,15 +46,13 @@ def test_headers_say_what_safetensors_reads(base_of, tied, dtype):
 
 
 def test_folders_that_are_no_models(tmp_path):
-    problem = refusal(tmp_path / "no")
-    assert problem.startswith(f"{tmp_path}/no: not found. Give a model folder. What lies on the Hub is fetched first: ")
-    assert refusal(tmp_path) == f"{tmp_path}: the folder is empty, expected config.json and safetensors weights."
+    assert problem(tmp_path / "no") == Problem("folder-missing", tmp_path / "no")
+    assert problem(tmp_path) == Problem("folder-empty", tmp_path)
     (tmp_path / "file").write_text("x")
-    assert refusal(tmp_path / "file") == f"{tmp_path}/file: is a file, expected a model folder."
-    assert refusal(tmp_path) == f"{tmp_path}/config.json: not found. Is this a model folder?"
+    assert problem(tmp_path / "file") == Problem("folder-is-file", tmp_path / "file")
+    assert problem(tmp_path) == Problem("json-missing", tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{}")
-    wanted = "no weights, expected model.safetensors or model.safetensors.index.json."
-    assert refusal(tmp_path) == f"{tmp_path}: {wanted}"
+    assert problem(tmp_path) == Problem("weights-missing", tmp_path)
 
 
 @pytest.mark.parametrize("files", (["model-q8.gguf"], ["config.json", "mmproj-model.gguf", "sub/Model.GGUF"]))
@@ -62,67 +60,58 @@ def test_a_folder_of_gguf_is_told_how_it_becomes_safetensors(tmp_path, files):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text('{"model_type": "llama"}')
-    given = f"from_pretrained({str(tmp_path)!r}, gguf_file={files[-1]!r}"
-    advice = (
-        "Convert it once in Python, after pip install gguf: "
-        f"AutoModelForCausalLM.{given}, quantization_config=GgufConfig(dequantize=True)).save_pretrained(NEW); "
-        f"AutoTokenizer.{given}).save_pretrained(NEW)."
-    )
-    assert refusal(tmp_path) == f"{tmp_path}: holds weights as GGUF ({files[-1]}), expected safetensors. {advice}"
+    load = f"from_pretrained({str(tmp_path)!r}, gguf_file={files[-1]!r}"
+    assert problem(tmp_path) == Problem("folder-gguf", tmp_path, file=files[-1], load=load)
     file = tmp_path / files[-1]
-    given = given.replace(str(tmp_path), str(file.parent)).replace(files[-1], file.name)
-    problem = refusal(file)
-    assert (
-        problem.startswith(f"{file}: is a file, expected a model folder. Convert it once in Python")
-        and given in problem
-    )
+    load = f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}"
+    assert problem(file) == Problem("folder-is-gguf", file, load=load)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     (tmp_path / "config.json").write_text("{}")
-    assert "found only pickled weights" in refusal(tmp_path), "transformers would read those"
+    wanted = Problem("weights-pickled", tmp_path, file="pytorch_model.bin")
+    assert problem(tmp_path) == wanted, "transformers would read those"
 
 
 def test_json_in_a_folder_of_that_name(tmp_path):
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
+    with refused("json-unreadable", tmp_path / "config.json", CheckpointError):
         read_json(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "code", "values"),
     (
-        (b"", "its first 8 bytes promise a header of 0 bytes in a file of 0 bytes. It is truncated or not a safe"),
-        (b"short", "in a file of 5 bytes. It is truncated or not a safetensors file: download it again"),
-        ((4).to_bytes(8, "little") + b"{no}", "its header is not that of a safetensors file"),
-        (
-            (13).to_bytes(8, "little") + b'{"a":{"x":1}}',
-            "its header is not that of a safetensors file ('data_offsets')",
-        ),
+        (b"", "header-length", {"length": 0, "size": 0}),
+        (b"short", "header-length", {"length": int.from_bytes(b"short", "little"), "size": 5}),
+        ((13).to_bytes(8, "little") + b'{"a":{"x":1}}', "header-invalid", {"error": "'data_offsets'"}),
     ),
 )
-def test_a_shard_that_is_not_safetensors(llama_base, content, message):
+def test_a_shard_that_is_not_safetensors(llama_base, content, code, values):
     (llama_base / "model.safetensors").write_bytes(content)
-    problem = refusal(llama_base)
-    assert problem.startswith("model.safetensors: ")
-    assert message in problem
+    assert problem(llama_base) == Problem(code, "model.safetensors", **values)
+
+
+def test_a_header_that_is_no_json(llama_base):
+    (llama_base / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{no}")
+    with refused("header-invalid", "model.safetensors"):
+        open_checkpoint(llama_base)
 
 
 def test_a_truncated_shard_names_the_tensor_and_the_bytes(llama_base):
     shard = llama_base / "model.safetensors"
     size, last = shard.stat().st_size, max(open_checkpoint(llama_base).tensors.values(), key=lambda info: info.offset)
     os.truncate(shard, size - 1)
-    message = refusal(llama_base)
-    assert f"ends at byte {size}, the file has {size - 1} bytes. It is truncated: download it again." in message
-    assert last.name in message
+    wanted = Problem("tensor-past-end", "model.safetensors", tensor=last.name, end=size, size=size - 1)
+    assert problem(llama_base) == wanted
 
 
 def test_missing_and_damaged_shards_are_all_named(sharded_base):
     first, second, *_ = sorted(file.name for file in sharded_base.glob("*.safetensors"))
     (sharded_base / first).unlink()
     (sharded_base / second).write_bytes(b"x")
-    lines = refusal(sharded_base).splitlines()
-    assert lines[0] == f"{first}: shard not found in {sharded_base}. Download it again."
-    assert lines[1].startswith(f"{second}: its first 8 bytes promise a header")
-    assert len(lines) == 2
+    assert problems(open_checkpoint, sharded_base, error=CheckpointError) == [
+        Problem("shard-missing", first, folder=sharded_base),
+        Problem("header-length", second, length=ord("x"), size=1),
+    ]
 
 
 def test_what_another_process_is_writing_is_no_part_of_a_checkpoint(llama_base):
@@ -142,25 +131,24 @@ def test_index_and_shards_that_disagree(sharded_base):
     with edited(sharded_base / INDEX_FILE) as index:
         index["weight_map"] |= {moved: wrong_shard, "model.ghost.weight": shards[0]}
         del index["weight_map"][dropped]
-    assert set(refusal(sharded_base).splitlines()) == {
-        f"{INDEX_FILE}: {moved} is said to lie in {wrong_shard}, found in {where[moved]}. Download it again.",
-        f"{INDEX_FILE}: model.ghost.weight is said to lie in {shards[0]}, found in no shard. Download it again.",
-        f"{INDEX_FILE}: {dropped} lies in {where[dropped]} but is not listed.",
-    }
+    assert problems(open_checkpoint, sharded_base) == [
+        Problem("index-wrong-shard", INDEX_FILE, tensor=moved, declared=wrong_shard, shard=where[moved]),
+        Problem("index-no-shard", INDEX_FILE, tensor="model.ghost.weight", declared=shards[0]),
+        Problem("index-unlisted", INDEX_FILE, tensor=dropped, shard=where[dropped]),
+    ]
 
 
 def test_a_tensor_stored_twice(sharded_base):
     first, second, *_ = sorted(sharded_base.glob("*.safetensors"))
     name, value = next(iter(load_file(first).items()))
     save_file(load_file(second) | {name: value}, second)
-    assert f"{name}: stored in {first.name} and in {second.name}." in refusal(sharded_base)
+    assert problem(sharded_base) == Problem("tensor-stored-twice", name, first=first.name, second=second.name)
 
 
 def test_classes_that_are_no_object(llama_base):
     with edited(llama_base / "config.json") as config:
         config["auto_map"] = ["x"]
-    wanted = "auto_map is ['x'], expected an object of classes. Restore it from where you got it."
-    assert refusal(llama_base) == f"{llama_base}/config.json: {wanted}"
+    assert problem(llama_base) == Problem("config-auto-map", f"{llama_base}/config.json: auto_map", value=["x"])
 
 
 def test_a_folder_that_may_not_be_listed(llama_base, monkeypatch):
@@ -174,15 +162,13 @@ def test_a_folder_that_may_not_be_listed(llama_base, monkeypatch):
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    assert refusal(llama_base) == (
-        f"{llama_base}/extra: cannot be listed (Permission denied). Check its permissions, or take it out."
-    )
+    assert problem(llama_base) == Problem("folder-unlistable", llama_base / "extra", error="Permission denied")
 
 
 def test_an_index_without_a_weight_map(sharded_base):
     for content in ("{}", '{"weight_map": []}', '{"weight_map": {}}'):
         (sharded_base / INDEX_FILE).write_text(content)
-        assert refusal(sharded_base) == f"{INDEX_FILE}: has no weight_map, expected tensor names to shards."
+        assert problem(sharded_base) == Problem("index-without-map", INDEX_FILE)
 
 
 def test_a_single_file_wins_over_an_index_as_in_transformers(llama_base, sharded_base):

@@ -1,4 +1,4 @@
-"""Files that others made: what is no regular file is not opened, what is no JSON of ours is refused with its name."""
+"""Files that others made: only regular ones are opened, and JSON that is not ours is refused with its name."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, differing_keys, parse_json, read_bytes
-from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.errors import CheckpointError, DataError, Problem
 from scale_surgery.running.prompts import read_prompts
 from scale_surgery.text.documents import read_documents
+from tests.conftest import problems
 
 
 @pytest.fixture(autouse=True)
@@ -88,15 +89,14 @@ OF_AN_EXPANSION: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def refusal(call: Callable[[Path, Path], object], path: Path, tmp_path: Path) -> str:
-    """What a public function says of a folder; it leaves nothing behind."""
+def refusals(call: Callable[[Path, Path], object], path: Path, tmp_path: Path) -> list[Problem]:
+    """The problems for which a public function refuses a folder; it leaves nothing behind."""
     before = {file.name for file in tmp_path.iterdir()}
     with pytest.raises(SurgeryError) as raised:
         call(path, tmp_path / "out")
     assert {file.name for file in tmp_path.iterdir()} == before
-    text = str(raised.value)
-    text.encode("utf-8")  # it can be printed
-    return text
+    str(raised.value).encode("utf-8")  # it can be printed
+    return list(raised.value.problems)
 
 
 VERBS = {**OF_A_BASE, **OF_AN_EXPANSION}
@@ -122,7 +122,7 @@ def model(verb: str, llama_base: Path, pair_of: Callable[..., Any], tmp_path: Pa
 def test_only_regular_files_are_opened(model: Path, tmp_path: Path, verb: str, name: str, kind: str) -> None:
     (model / name).unlink(missing_ok=True)
     NOT_REGULAR[kind](model / name)
-    assert f"{name}: is {kind}, expected a regular file" in refusal(VERBS[verb], model, tmp_path)
+    assert refusals(VERBS[verb], model, tmp_path) == [Problem("file-not-regular", model / name, kind=kind)]
 
 
 def test_files_of_the_system_give_nothing(llama_base: Path, tmp_path: Path) -> None:
@@ -130,7 +130,8 @@ def test_files_of_the_system_give_nothing(llama_base: Path, tmp_path: Path) -> N
     (llama_base / "config.json").unlink()
     (llama_base / "config.json").symlink_to("/proc/self/environ")
     assert read_bytes(llama_base / "config.json") == b""
-    assert "config.json: not readable as JSON" in refusal(OF_A_BASE["plan"], llama_base, tmp_path)
+    (problem,) = refusals(OF_A_BASE["plan"], llama_base, tmp_path)
+    assert (problem.code, problem.where) == ("json-unreadable", str(llama_base / "config.json"))
 
 
 @pytest.mark.parametrize("kind", NOT_REGULAR)
@@ -156,8 +157,8 @@ def test_a_file_that_is_read_whole_has_a_bound(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with file.open("wb") as stream:
         stream.truncate(MAX_TEXT_BYTES + 1)
-    with pytest.raises(CheckpointError, match=r"it has 268,435,457 bytes, expected at most 268,435,456"):
-        read_json(file)
+    error = "it has 268,435,457 bytes, expected at most 268,435,456"
+    assert problems(read_json, file, error=CheckpointError) == [Problem("json-unreadable", file, error=error)]
 
 
 BAD_JSON: dict[str, tuple[bytes, str]] = {
@@ -170,9 +171,8 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
     "half a character": (b'{"a": "\\ud800"}', "it holds half a character, '\\ud800'"),
     "half a character as a key": (b'{"\\udfff": 1}', "it holds half a character, '\\udfff'"),
     "many digits": (b'{"a": ' + b"1" * 5000 + b"}", "it holds a number of 5000 digits, expected at most 100"),
-    "no UTF-8": (b'{"a": "\xff"}', "not readable as JSON"),
-    "a list": (b"[1]", "found list, expected a JSON object"),
-    "nothing": (b"", "not readable as JSON"),
+    "no UTF-8": (b'{"a": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
+    "nothing": (b"", "Expecting value"),
 }
 
 
@@ -180,16 +180,24 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
 def test_a_config_that_nobody_could_work_with(llama_base: Path, tmp_path: Path, bad: str) -> None:
     content, reason = BAD_JSON[bad]
     (llama_base / "config.json").write_bytes(content)
-    problem = refusal(OF_A_BASE["plan"], llama_base, tmp_path)
-    assert problem.startswith(f"{llama_base / 'config.json'}: ") and reason in problem
+    (problem,) = refusals(OF_A_BASE["plan"], llama_base, tmp_path)
+    assert (problem.code, problem.where) == ("json-unreadable", str(llama_base / "config.json"))
+    assert problem.values["error"].startswith(reason)
+
+
+def test_a_config_that_is_a_list(llama_base: Path, tmp_path: Path) -> None:
+    (llama_base / "config.json").write_text("[1]")
+    wanted = Problem("json-no-object", llama_base / "config.json", kind="list")
+    assert refusals(OF_A_BASE["plan"], llama_base, tmp_path) == [wanted]
 
 
 @pytest.mark.parametrize(("verb", "name"), [*product(OF_A_BASE, ("config.json",)), *product(OF_AN_EXPANSION, RECORDS)])
 def test_every_function_reads_records_so(model: Path, tmp_path: Path, verb: str, name: str) -> None:
     content, reason = BAD_JSON["half a character"]
     (model / name).write_bytes(content)
-    problem = refusal(VERBS[verb], model, tmp_path)
-    assert problem.startswith(f"{model / name}: ") and reason in problem
+    (problem,) = refusals(VERBS[verb], model, tmp_path)
+    assert (problem.code, problem.where) == ("json-unreadable", str(model / name))
+    assert problem.values["error"].startswith(reason)
 
 
 def test_whole_characters_and_numbers_that_stand_for_no_limit_are_read() -> None:
@@ -202,29 +210,25 @@ def first(record: dict[str, Any]) -> dict[str, Any]:
     return record["expansions"]["default"]
 
 
-WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
+WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], dict[str, str]]] = {
     "several": (
         lambda record: (
             record.update(base_name=True, left_out="x", base_tensors={"a": 1}) or first(record).update(training=[3])
         ),
-        (
-            "base_name is True, expected a text",
-            "base_tensors.a is 1, expected an object",
-            "left_out is 'x', expected a list",
-            "expansions.default.training[0] is 3, expected an object",
-        ),
+        {
+            "base_name": "a text",
+            "base_tensors.a": "an object",
+            "left_out": "a list",
+            "expansions.default.training[0]": "an object",
+        },
     ),
     "a block": (
         lambda record: first(record)["facts"]["architecture"]["kinds"][0]["blocks"][0]["linears"][0].update(roles=3),
-        ("expansions.default.facts.architecture.kinds[0].blocks[0].linears[0].roles is 3, expected a list",),
+        {"expansions.default.facts.architecture.kinds[0].blocks[0].linears[0].roles": "a list"},
     ),
     "a verification": (
         lambda record: record.update(verification={"passed": 1}),
-        ("verification.passed is 1, expected true",),
-    ),
-    "a name": (
-        lambda record: record["base_files"].update({"a\0b": record["base_files"]["generation_config.json"]}),
-        ("'a\\x00b' is said to be a file of the model, expected a name inside the folder",),
+        {"verification.passed": "true or false"},
     ),
 }
 
@@ -235,29 +239,38 @@ WRONG_KINDS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]
 def test_values_of_other_kinds_are_refused_when_they_are_read(
     model: Path, tmp_path: Path, verb: str, wrong: str
 ) -> None:
-    change, reasons = WRONG_KINDS[wrong]
+    change, kinds = WRONG_KINDS[wrong]
     record = read_json(model / "surgery.json")
     change(record)
     (model / "surgery.json").write_text(json.dumps(record))
-    problem = refusal(OF_AN_EXPANSION.get(verb, strip), model, tmp_path)
-    assert problem.startswith(f"{model / 'surgery.json'}: ")
-    assert all(reason in problem for reason in reasons)
+    (problem,) = refusals(OF_AN_EXPANSION.get(verb, strip), model, tmp_path)
+    assert (problem.code, problem.where) == ("record-incomplete", str(model / "surgery.json"))
+    unfit = [detail for detail in problem.details if detail.code == "value-unfit"]
+    assert {detail.where: detail.values["kind"] for detail in unfit} == kinds
+
+
+@pytest.mark.parametrize("verb", ("verify",))
+def test_a_file_in_a_record_has_a_name_inside_the_folder(model: Path, tmp_path: Path, verb: str) -> None:
+    record = read_json(model / "surgery.json")
+    record["base_files"]["a\0b"] = record["base_files"]["generation_config.json"]
+    (model / "surgery.json").write_text(json.dumps(record))
+    (problem,) = refusals(VERBS[verb], model, tmp_path)
+    expected = "'a\\x00b' is said to be a file of the model, expected a name inside the folder"
+    assert str(problem).startswith(f"{model / 'surgery.json'}: {expected}")
 
 
 def test_names_that_no_record_can_hold(llama_base: Path, tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.txt")
     (llama_base / name).write_text("x")
     for call in OF_A_BASE.values():
-        assert "the name b'caf\\xe9.txt' is no UTF-8, expected Unicode text" in refusal(call, llama_base, tmp_path)
+        wanted = Problem("name-no-unicode", llama_base, name=b"caf\xe9.txt")
+        assert refusals(call, llama_base, tmp_path) == [wanted]
     (llama_base / name).unlink()
     for name in ("a\\b.txt", "\\"):
         (llama_base / name).write_text("x")
     for call in OF_A_BASE.values():
-        assert refusal(call, llama_base, tmp_path).splitlines() == [
-            f"{llama_base / name}: has a backslash in its name, expected none: no record could name it. Rename the "
-            "file."
-            for name in ("\\", "a\\b.txt")
-        ]
+        wrong = [llama_base / name for name in ("\\", "a\\b.txt")]
+        assert refusals(call, llama_base, tmp_path) == [Problem("name-with-backslash", file) for file in wrong]
 
 
 def test_an_index_without_metadata_is_one(sharded_base: Path) -> None:
@@ -267,21 +280,26 @@ def test_an_index_without_metadata_is_one(sharded_base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"),
+    ("values", "place"),
     (
-        ({"hidden_act": 3}, "transformers does not read it ("),
-        ({"initializer_range": []}, "transformers does not read it ("),
-        ({"a": float("nan")}, "a is NaN, expected a number"),
-        ({"rope_scaling": {"factor": float("nan")}}, "rope_scaling.factor is NaN, expected a number"),
-        ({"limits": [0.0, float("nan")]}, "limits[1] is NaN, expected a number"),
+        ({"a": float("nan")}, "a"),
+        ({"rope_scaling": {"factor": float("nan")}}, "rope_scaling.factor"),
+        ({"limits": [0.0, float("nan")]}, "limits[1]"),
     ),
 )
-def test_a_config_that_transformers_refuses_or_whose_numbers_are_none(
-    llama_base: Path, tmp_path: Path, values: dict[str, Any], reason: str
-) -> None:
+def test_a_config_whose_numbers_are_none(llama_base: Path, tmp_path: Path, values: dict[str, Any], place: str) -> None:
     (llama_base / "config.json").write_text(json.dumps(read_json(llama_base / "config.json") | values))
     for call in OF_A_BASE.values():
-        assert f"config.json: {reason}" in refusal(call, llama_base, tmp_path)
+        wanted = Problem("config-nan", f"{llama_base / 'config.json'}: {place}")
+        assert refusals(call, llama_base, tmp_path) == [wanted]
+
+
+@pytest.mark.parametrize("values", ({"hidden_act": 3}, {"initializer_range": []}))
+def test_a_config_that_transformers_refuses(llama_base: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    (llama_base / "config.json").write_text(json.dumps(read_json(llama_base / "config.json") | values))
+    for call in OF_A_BASE.values():
+        (problem,) = refusals(call, llama_base, tmp_path)
+        assert "config.json: transformers does not read it (" in str(problem)
 
 
 def test_infinity_in_a_config_is_kept(llama_base: Path, tmp_path: Path) -> None:
@@ -295,7 +313,7 @@ def test_infinity_in_a_config_is_kept(llama_base: Path, tmp_path: Path) -> None:
 def test_a_model_whose_shard_is_empty(llama_base: Path, tmp_path: Path) -> None:
     (llama_base / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for call in OF_A_BASE.values():
-        assert "model.safetensors: holds no tensor, expected weights" in refusal(call, llama_base, tmp_path)
+        assert refusals(call, llama_base, tmp_path) == [Problem("weights-empty", "model.safetensors")]
 
 
 def test_a_damaged_tokenizer_is_none(llama_base: Path, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 from typing_extensions import TypedDict
 
 from scale_surgery import CheckpointError, PlanError
-from scale_surgery.checkpoint.records import open_record, read_record, reading
-from scale_surgery.errors import in_one_line
+from scale_surgery.checkpoint.records import RecordError, open_record, read_record, reading
+from scale_surgery.errors import Problem, in_one_line
 from scale_surgery.fields import Range
-from tests.conftest import refusal
+from tests.conftest import problems, refused
 
 
 @dataclass(frozen=True)
@@ -58,49 +58,59 @@ def test_what_fits_becomes_the_dataclass() -> None:
     assert list(read_record(GOOD | {"runs": runs}, Outer).runs) == runs, "an open record keeps what it does not name"
 
 
+def unfit(place: str, value: str, kind: str) -> Problem:
+    return Problem("value-unfit", place, value=value, kind=kind)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"inner": 3}, "inner is 3, expected an object"),
-        ({"inner": {"name": 1}}, "inner.name is 1, expected a text"),
-        ({"inner": {"name": "x", "sizes": [1, True]}}, "inner.sizes[1] is True, expected a whole number"),
-        ({"inner": {}}, "inner.name is missing"),
-        ({"inner": {"name": "x", "y": 1}}, "inner.y is unknown"),
-        ({"others": {"o": None}}, "others.o is None, expected an object"),
-        ({"pair": [1]}, "pair[1] is missing"),
-        ({"pair": [1, 2, 3]}, "pair is [1, 2, 3], expected fewer values"),
-        ({"pair": [1, 2.0]}, "pair[1] is 2.0, expected a whole number"),
-        ({"share": 0}, "share is 0, expected more than 0 and at most 1"),
-        ({"share": "1"}, "share is '1', expected a number"),
-        ({"share": True}, "share is True, expected a number"),
-        ({"share": float("nan")}, "share is nan, expected a finite number"),
-        ({"kind": "c"}, "kind is 'c', expected 'a' or 'b'"),
-        ({"kind": ["a"]}, "kind is ['a'], expected 'a' or 'b'"),
-        ({"is_on": 1}, "is_on is 1, expected true or false"),
-        ({"tags": "t"}, "tags is 't', expected a list"),
-        ({"extra": {"a": None}}, "extra.a is None, expected a text"),
-        ({"runs": [{}, {"steps": "many"}]}, "runs[1].steps is 'many', expected a whole number"),
+        ({"inner": 3}, unfit("inner", "3", "an object")),
+        ({"inner": {"name": 1}}, unfit("inner.name", "1", "a text")),
+        ({"inner": {"name": "x", "sizes": [1, True]}}, unfit("inner.sizes[1]", "True", "a whole number")),
+        ({"inner": {}}, Problem("key-missing", "inner.name")),
+        ({"inner": {"name": "x", "y": 1}}, Problem("key-unknown", "inner.y")),
+        ({"others": {"o": None}}, unfit("others.o", "None", "an object")),
+        ({"pair": [1]}, Problem("key-missing", "pair[1]")),
+        ({"pair": [1, 2, 3]}, unfit("pair", "[1, 2, 3]", "fewer values")),
+        ({"pair": [1, 2.0]}, unfit("pair[1]", "2.0", "a whole number")),
+        ({"share": 0}, unfit("share", "0", "more than 0 and at most 1")),
+        ({"share": "1"}, unfit("share", "'1'", "a number")),
+        ({"share": True}, unfit("share", "True", "a number")),
+        ({"share": float("nan")}, unfit("share", "nan", "a finite number")),
+        ({"kind": "c"}, unfit("kind", "'c'", "'a' or 'b'")),
+        ({"kind": ["a"]}, unfit("kind", "['a']", "'a' or 'b'")),
+        ({"is_on": 1}, unfit("is_on", "1", "true or false")),
+        ({"tags": "t"}, unfit("tags", "'t'", "a list")),
+        ({"extra": {"a": None}}, unfit("extra.a", "None", "a text")),
+        ({"runs": [{}, {"steps": "many"}]}, unfit("runs[1].steps", "'many'", "a whole number")),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(change: dict[str, Any], problem: str) -> None:
-    assert refusal(read_record, GOOD | change, Outer, error=ValueError) == problem
-    assert refusal(read_record, GOOD | change, Outer, "plan.json", error=ValueError) == f"plan.json.{problem}"
+def test_what_does_not_fit_is_named_with_its_place(change: dict[str, Any], problem: Problem) -> None:
+    assert problems(read_record, GOOD | change, Outer, error=RecordError) == [problem]
+    inside = Problem(problem.code, f"plan.json.{problem.where}", **problem.values)
+    assert problems(read_record, GOOD | change, Outer, "plan.json", error=RecordError) == [inside]
 
 
 def test_everything_is_listed_and_long_values_are_cut() -> None:
-    message = refusal(read_record, {"inner": "x" * 999, "pair": 10**40, "share": 2}, Outer, error=ValueError)
-    problems = message.split("; ")
-    assert [problem.split()[0] for problem in problems] == ["inner", "others", "pair", "share", "kind"]
-    assert len(problems[0]) < 120
+    found = problems(read_record, {"inner": "x" * 999, "pair": 10**40, "share": 2}, Outer, error=RecordError)
+    assert [problem.where for problem in found] == ["inner", "others", "pair", "share", "kind"]
+    assert [problem.code for problem in found] == ["value-unfit", "key-missing", *["value-unfit"] * 2, "key-missing"]
+    assert len(found[0].values["value"]) < 120
+    assert problems(read_record, [], Inner, error=RecordError) == [unfit("it", "[]", "an object")]
     with pytest.raises(ValueError, match=r"^it is \[\], expected an object$"):
         read_record([], Inner)
     assert in_one_line([str(number) for number in range(20)]).endswith("; 11; ... and 8 more")
 
 
 def test_the_file_is_named_unless_another_is() -> None:
-    for error in (ValueError("a is missing"), PlanError("a is missing")):
-        with pytest.raises(CheckpointError) as refused, reading(Path("x.json")):
+    missing = Problem("key-missing", "a")
+    for error in (RecordError(missing), PlanError(missing)):
+        with pytest.raises(CheckpointError) as caught, reading(Path("x.json")):
             raise error
-        assert str(refused.value) == "x.json: is incomplete (a is missing). Restore it from where you got it."
-    with pytest.raises(CheckpointError, match=r"^y\.json: no$"), reading(Path("x.json")):
-        raise CheckpointError("y.json: no")
+        assert caught.value.problems == (Problem("record-incomplete", "x.json", missing),)
+    with pytest.raises(CheckpointError) as caught, reading(Path("x.json")):
+        raise KeyError("a")
+    assert caught.value.problems[0].details == (Problem("other-program", error="'a'"),)
+    with refused("json-missing", "y.json", CheckpointError), reading(Path("x.json")):
+        raise CheckpointError(Problem("json-missing", "y.json"))

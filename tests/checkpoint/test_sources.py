@@ -10,12 +10,12 @@ import pytest
 
 from scale_surgery.checkpoint.sources import find_source, open_model
 from scale_surgery.deriving.planned import plan
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, refusal
+from tests.conftest import digests, problems
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -83,22 +83,19 @@ def test_a_folder_is_known_by_its_name_only(base_of, monkeypatch):
 
 @pytest.mark.parametrize(("repo", "revision"), (("nobody/nothing", None), ("surgeons/tiny", "no-such-branch")))
 def test_what_cannot_be_had_offline(cached, repo, revision):
-    message = refusal(open_model, repo, revision, error=CheckpointError)
-    assert message.startswith(f"{repo}: no such folder, and the Hub does not give it (")
-    assert message.endswith("Check the name, your access (hf auth login), the network, and HF_HUB_OFFLINE.")
-    assert "\n" not in message
+    (problem,) = problems(open_model, repo, revision, error=CheckpointError)
+    assert (problem.code, problem.where) == ("repository-unreachable", repo)
+    assert "\n" not in problem.values["error"]
 
 
 @pytest.mark.parametrize("name", ("nowhere", "./no/where", "a/b/c", "/no/where", "~/model", "../x", "org/"))
 def test_what_is_neither_a_folder_nor_a_repository(name):
-    message = refusal(find_source, name, error=CheckpointError)
-    assert message == f"{name}: not found. Give a model folder or a Hub id such as org/name."
+    assert problems(find_source, name, error=CheckpointError) == [Problem("model-not-found", name)]
 
 
 def test_a_name_that_no_system_or_hub_can_hold():
-    assert refusal(open_model, "my models/foo", error=CheckpointError).startswith(
-        "my models/foo: no such folder, and the Hub does not give it ("
-    )
-    assert refusal(open_model, name := "x" * 300, error=CheckpointError) == (
-        f"{name}: cannot be reached (File name too long). Check the name, and the permissions on the way."
-    )
+    (unknown,) = problems(open_model, "my models/foo", error=CheckpointError)
+    assert (unknown.code, unknown.where) == ("repository-unreachable", "my models/foo")
+    assert problems(open_model, name := "x" * 300, error=CheckpointError) == [
+        Problem("path-unreachable", name, error="File name too long")
+    ]

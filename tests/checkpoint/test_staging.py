@@ -23,8 +23,8 @@ from scale_surgery.checkpoint.files import (
 )
 from scale_surgery.checkpoint.locks import locked, locked_scratch
 from scale_surgery.checkpoint.staging import check_target, staged
-from scale_surgery.errors import CheckpointError
-from tests.conftest import digests, refusal
+from scale_surgery.errors import CheckpointError, Problem
+from tests.conftest import digests, problems, refused
 
 # what a writer that was killed leaves
 LEFT = f"{UNFINISHED}x1y2z3"
@@ -87,7 +87,7 @@ def test_what_a_run_left_beside_its_output_goes_with_the_next(tmp_path, monkeypa
         (tmp_path / f"{unfinished_prefix(other)}x1y2z3").mkdir()
     others = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(CheckpointError, match="Read-only file system"), staged(tmp_path / "out", {}, overwrite=True):
+    with refused("output-unwritten", tmp_path / "out"), staged(tmp_path / "out", {}, overwrite=True):
         pass
     monkeypatch.undo()
     (left,) = tmp_path.glob(f"{unfinished_prefix(tmp_path / name)}*")
@@ -100,7 +100,7 @@ def test_what_a_run_left_beside_its_output_goes_with_the_next(tmp_path, monkeypa
 def test_a_scratch_folder_is_one_outputs_and_is_cleaned(tmp_path):
     with locked_scratch(tmp_path / "out") as folder:
         (folder / "shard").write_text("x")
-        with pytest.raises(CheckpointError, match="out: another process"), locked_scratch(tmp_path / "out"):
+        with refused("output-busy", tmp_path / "out"), locked_scratch(tmp_path / "out"):
             pass
         with locked_scratch(tmp_path / "other") as other:
             assert other != folder
@@ -110,7 +110,7 @@ def test_a_scratch_folder_is_one_outputs_and_is_cleaned(tmp_path):
     with locked_scratch(tmp_path / "out") as again:
         assert again == folder and list(again.iterdir()) == []
     folder.symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="is a symbolic link"), locked_scratch(tmp_path / "out"):
+    with refused("link-not-ours", folder), locked_scratch(tmp_path / "out"):
         pass
 
 
@@ -205,17 +205,17 @@ def test_a_link_to_another_file_system_says_so(tmp_path, monkeypatch):
 
     (tmp_path / "source").write_bytes(b"x")
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(
-        CheckpointError, match=r"cannot be hard-linked .* \(Invalid cross-device link\).*--base-weights co"
-    ):
-        take_over(tmp_path / "source", tmp_path / "a.safetensors", "link")
+    source = tmp_path / "source"
+    assert problems(take_over, source, tmp_path / "a.safetensors", "link", error=CheckpointError) == [
+        Problem("hard-link-failed", source, folder=tmp_path, error="Invalid cross-device link")
+    ]
     assert not (tmp_path / "a.safetensors").exists()
 
 
 @pytest.mark.parametrize("number", (errno.ENOSPC, errno.EDQUOT))
 def test_a_full_disk_says_what_helps(tmp_path, number):
     with (
-        pytest.raises(CheckpointError, match=r"out: not written, .* Free some space, .*; a second run continues from"),
+        refused("output-disk-full", tmp_path / "out", CheckpointError),
         staged(tmp_path / "out", {}, overwrite=False) as partial,
     ):
         raise OSError(number, os.strerror(number), str(partial / "x"))
@@ -227,9 +227,7 @@ def test_what_is_replaced_is_a_model(tmp_path):
     (target := tmp_path / "project").mkdir()
     for config in ("{}", "[", '{"auths": {}}'):
         (target / "config.json").write_text(config)
-        assert refusal(check_target, target, [], overwrite=True, error=CheckpointError) == (
-            f"{target}: is no model folder, --overwrite will not replace it. Choose another output folder."
-        )
+        assert problems(check_target, target, [], overwrite=True) == [Problem("output-no-model", target)]
     (target / "config.json").write_text('{"model_type": "llama"}')
     check_target(target, [], overwrite=True)
 
@@ -239,7 +237,7 @@ def test_a_folder_that_another_process_trains_is_not_replaced(tmp_path):
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run"):
         with (
-            pytest.raises(CheckpointError, match=r"run: another process is writing it\. Wait until it is done"),
+            refused("output-busy", tmp_path / "run"),
             staged(tmp_path / "run", {}, overwrite=True),
         ):
             pass
@@ -251,20 +249,17 @@ def test_a_folder_that_another_process_trains_is_not_replaced(tmp_path):
 def test_a_target_that_cannot_be_reached(tmp_path):
     # with `.partial.json` it is longer than names can be
     target = tmp_path / ("x" * 245)
-    assert refusal(check_target, target, [], overwrite=False, error=CheckpointError) == (
-        f"{target}: cannot be reached (File name too long). Check the name, and the permissions on the way."
-    )
+    assert problems(check_target, target, [], overwrite=False, error=CheckpointError) == [
+        Problem("path-unreachable", target, error="File name too long")
+    ]
 
 
 def test_several_problems_of_a_target(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").write_text("x")
-    lines = refusal(
-        check_target, tmp_path / "source" / "file", [tmp_path / "source"], overwrite=True, error=CheckpointError
-    ).splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        f"{tmp_path}/source/file: lies inside",
-        f"{tmp_path}/source/file.partial: lies inside",
+    source = tmp_path / "source"
+    assert problems(check_target, source / "file", [source], overwrite=True, error=CheckpointError) == [
+        Problem("output-touches-input", source / name, input=source) for name in ("file", "file.partial")
     ]
     check_target(tmp_path / "other" / "deep", [tmp_path / "source"], overwrite=False)
     # a name that only begins like the source's
