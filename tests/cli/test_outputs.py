@@ -15,8 +15,9 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.cli.outputs import OutputFile, OutputFolder
 from scale_surgery.cli.program import main
+from scale_surgery.errors import Problem
 from tests.command import run
-from tests.conftest import digests, refusal
+from tests.conftest import digests, problems
 from tests.each import mostly
 
 WRITING = {
@@ -115,14 +116,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(place, tmp_pat
         text / "a.html",
         model / "config.json",
     ]
-    assert set(refusal(check_output_files, files, [model, text], error=CheckpointError).splitlines()) == {
-        f"{text}: would be written into {text}, which is read. Choose another file.",
-        f"{text}/a.html: would be written into {text}, which is read. Choose another file.",
-        f"{model}/config.json: would be written into {model}, which is read. Choose another file.",
-        f"{tmp_path}: is a folder, expected a file to be. Choose a name inside it.",
-        f"{text}/a.html: {text} is not a folder you may write to. Choose another place.",
-        f"{twice}: is to be two different files at once. Choose two names.",
-    }
+    assert problems(check_output_files, files, [model, text], error=CheckpointError) == [
+        Problem("output-file-is-input", text, input=str(text)),
+        Problem("output-file-is-input", text / "a.html", input=str(text)),
+        Problem("output-file-is-input", model / "config.json", input=str(model)),
+        Problem("output-file-is-folder", tmp_path),
+        Problem("output-file-closed", text / "a.html", parent=text),
+        Problem("output-file-twice", twice),
+    ]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CODE_FILES
 from scale_surgery.deriving.planned import load_plan, plan
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.request import Request
@@ -34,7 +34,7 @@ from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, edited, load, refusal
+from tests.conftest import digests, edited, load, problems, refusal
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
@@ -169,17 +169,17 @@ def test_weights_that_are_not_finite_are_named(llama_base, tmp_path):
 
 
 TARGETS = {
-    "there": (False, "there: exists already. Choose another output folder, or give --overwrite."),
-    "mine": (True, "mine: is no model folder, --overwrite will not replace it. Choose another output folder."),
-    "base": (True, "base: lies inside, around or at the input {base}. Choose another output folder."),
-    "base/..": (True, "base/..: lies inside, around or at the input {base}. Choose another output folder."),
-    "base/deep/er": (False, "er: lies inside, around or at the input {base}. Choose another output folder."),
-    ".": (True, ".: names no folder to be, expected a name. Type ../there."),
-    "to the base": (True, "lies inside, around or at the input"),
-    "to another": (True, "to another: is a symbolic link, expected a folder to be"),
-    "file": (True, "file: is a file, expected a folder to be."),
-    "begun": (False, "begun.partial: was not begun by this program, will not continue it."),
-    "file/below": (False, "file is not a folder you may write to. Choose another output folder."),
+    "there": (False, "output-exists"),
+    "mine": (True, "output-no-model"),
+    "base": (True, "output-touches-input"),
+    "base/..": (True, "output-touches-input"),
+    "base/deep/er": (False, "output-touches-input"),
+    ".": (True, "output-unnamed"),
+    "to the base": (True, "output-touches-input"),
+    "to another": (True, "output-is-link"),
+    "file": (True, "output-is-file"),
+    "begun": (False, "output-not-ours"),
+    "file/below": (False, "output-closed"),
 }
 
 
@@ -192,28 +192,29 @@ def test_a_target_that_cannot_be_is_refused_before_any_work(llama_base, tmp_path
     for link, to in (("to the base", llama_base), ("to another", tmp_path / "there")):
         (tmp_path / link).symlink_to(to, target_is_directory=True)
     before = digests(tmp_path)
-    overwrite, message = TARGETS[name]
+    overwrite, code = TARGETS[name]
     monkeypatch.chdir(tmp_path / "there")
     target = Path() if name == "." else tmp_path / name
-    assert message.format(base=llama_base) in refusal(
-        expand, llama_base, REQUEST, target, overwrite=overwrite, error=CheckpointError
-    )
+    refused = problems(expand, llama_base, REQUEST, target, overwrite=overwrite, error=CheckpointError)
+    assert refused[0].code == code
+    assert refused[0].where == str(target.with_name("begun.partial") if name == "begun" else target)
     assert digests(tmp_path) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_target_in_a_folder_that_may_not_be_written(llama_base, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    message = refusal(expand, llama_base, REQUEST, tmp_path / "locked" / "out", error=CheckpointError)
-    assert f"{tmp_path}/locked is not a folder you may write to" in message
+    target = tmp_path / "locked" / "out"
+    wanted = Problem("output-closed", target, parent=tmp_path / "locked")
+    assert problems(expand, llama_base, REQUEST, target, error=CheckpointError) == [wanted]
 
 
 def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    message = refusal(expand, llama_base, REQUEST, tmp_path / "out", error=CheckpointError)
-    assert message.startswith(f"{tmp_path}/out: needs ")
-    assert f"bytes, {tmp_path} has 10,000 free. Free some space, choose another output folder, or give" in message
+    (problem,) = problems(expand, llama_base, REQUEST, tmp_path / "out", error=CheckpointError)
+    assert (problem.code, problem.where) == ("output-without-space", f"{tmp_path}/out")
+    assert problem.values["free"] == 10_000 < problem.values["needed"]
     assert not list(tmp_path.glob("out*"))
 
 
