@@ -359,7 +359,9 @@ def test_every_family_and_error_is_documented():
     errors = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     classes = [SurgeryError, *SurgeryError.__subclasses__()]
     classes += [below for known in SurgeryError.__subclasses__() for below in known.__subclasses__()]
-    assert set(re.findall(r"\b[A-Z]\w+Error\b", errors)) == {known.__name__ for known in classes}
+    # one of a room's own is a CheckpointError to whoever catches it
+    named = {known.__name__ for known in classes if known.__module__ == SurgeryError.__module__}
+    assert set(re.findall(r"\b[A-Z]\w+Error\b", errors)) == named
 
 
 if __name__ == "__main__":
