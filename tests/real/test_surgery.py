@@ -84,7 +84,7 @@ def test_an_expansion_is_its_base_until_trained_and_gives_it_back(name: str, gem
 def test_a_fused_model_computes_the_same_and_is_taken_apart_again(trained: Path, room: Path) -> None:
     fused = room / "fused"
     drift = merge(trained, fused, probes=Probes(max_new_tokens=0)).drift
-    assert drift is not None and drift.drift < 0.05 * drift.largest_logit and drift.top1_agreement > 0.98
+    assert drift is not None and drift.drift < 0.05 * drift.largest_logit and drift.top1_agreement > 0.95
     shard = max(fused.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     with flipped(shard, room):
         assert not verify(fused, probes=None, record=False).passed
