@@ -18,8 +18,8 @@ import click
 from rich.table import Table
 
 from benchmarks.real import expand, merge, samples, start, verify
+from benchmarks.real.expand import Row
 
-Row = tuple[str, float, float, float]
 # most of what the peer takes, by the beginning of a row's name; memory that is forecast is a range
 TARGETS = {
     "expand --layers": (0, 1.3),

@@ -11,38 +11,28 @@ Linux only.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import click
 
-from benchmarks.pipeline import measure as measure_process
+from benchmarks.real.expand import Row, run
 from scale_surgery.checkpoint.folder import open_checkpoint
 
-PEAK_TARGET = 1.3
 
-
-def measure(expanded: Path) -> list[tuple[str, float, float, float]]:
+def measure(expanded: Path) -> list[Row]:
     """Merge and take apart again: work, ours, peer and ratio, in GB and in seconds of processor time."""
     with tempfile.TemporaryDirectory(dir=expanded.resolve().parent) as folder:
         fused, blocks, copy = (Path(folder, name) for name in ("fused", "blocks", "copy"))
         merge = ("-m", "scale_surgery", "merge", "-q")
-        merged = _run(*merge, str(expanded), "-o", str(fused))
-        floor = _run("-m", "benchmarks.real.merge", str(expanded), "--floor", str(fused), str(copy))
-        apart = _run(*merge, str(fused), "-o", str(blocks), "--to", "blocks")
+        merged = run(*merge, str(expanded), "-o", str(fused))
+        floor = run("-m", "benchmarks.real.merge", str(expanded), "--floor", str(fused), str(copy))
+        apart = run(*merge, str(fused), "-o", str(blocks), "--to", "blocks")
+        seconds = (merged.processor_seconds, floor.processor_seconds)
         models = (_bytes(expanded) + _bytes(fused)) / 1e9
-    peaks = [("peak of merge", merged[0]), ("peak of merge --to blocks", apart[0])]
+    peaks = [("peak of merge", merged.peak_rss_bytes / 1e9), ("peak of merge --to blocks", apart.peak_rss_bytes / 1e9)]
     rows = [(work, peak, models, peak / models) for work, peak in peaks]
-    return [*rows, ("time of merge", merged[1], floor[1], merged[1] / floor[1])]
-
-
-def _run(*arguments: str) -> tuple[float, float]:
-    """Run Python with these arguments; gives its peak in GB and its processor time."""
-    used = measure_process([sys.executable, *arguments], " ".join(arguments))
-    if used.exit_code:
-        raise click.ClickException(f"{used.command}: exit code {used.exit_code}")
-    return used.peak_rss_bytes / 1e9, used.processor_seconds
+    return [*rows, ("time of merge", *seconds, seconds[0] / seconds[1])]
 
 
 def _bytes(folder: Path) -> int:

@@ -7,31 +7,18 @@ Both are processes of their own, imports included, and their processor time is c
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 
+from benchmarks.real.expand import Row, run
 
-def measure(base: Path, expanded: Path) -> list[tuple[str, float, float, float]]:
+
+def measure(base: Path, expanded: Path) -> list[Row]:
     """Measure the command and its floor: work, seconds of ours, seconds of the floor, and the ratio."""
-    ours = processor_seconds("-m", "scale_surgery", "verify", str(expanded), "-q")
-    floor = processor_seconds("-m", "benchmarks.real.verify", str(base), str(expanded), "--floor")
+    ours = run("-m", "scale_surgery", "verify", str(expanded), "-q").processor_seconds
+    floor = run("-m", "benchmarks.real.verify", str(base), str(expanded), "--floor").processor_seconds
     return [(f"verify {expanded.name}", ours, floor, ours / floor)]
-
-
-def processor_seconds(*arguments: str) -> float:
-    """Run Python with these arguments, and return the processor time that it took."""
-    before = _children()
-    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
-    return _children() - before
-
-
-def _children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def run_floor(base: Path, expanded: Path) -> None:

@@ -217,8 +217,9 @@ def pieces_of_logits(logits: Tensor, wanted: Tensor) -> Pieces:
 
 def cut(count: int, width: int) -> list[slice]:
     """Cut positions into pieces of at most LOGITS_AT_ONCE numbers, `width` a position."""
-    step = max(1, LOGITS_AT_ONCE // width)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    from scale_surgery.modeling.expanded_mixture import in_chunks
+
+    return list(in_chunks(count, width, LOGITS_AT_ONCE))
 
 
 class Reader:

@@ -66,7 +66,8 @@ class Sampling:
     @property
     def tokens(self) -> int:
         """Tokens of all texts, at most or about."""
-        return min(self.count * self.length, self.count * self.length if self.enough is None else self.enough)
+        most = self.count * self.length
+        return most if self.enough is None else min(most, self.enough)
 
     def rows(self, begins: int) -> int:
         """Texts in one call of generate, with so many beginnings."""

@@ -25,10 +25,10 @@ from scale_surgery.running.device import has_bfloat16
 from scale_surgery.running.pieces import Tail
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
+from scale_surgery.training.arguments import WARM_UP
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.ranking import RankingSettings
 
-WARM_UP = 0.06  # share of the steps, as in `train`
 # losses at the beginning and at the end are means over this share of the steps
 REPORTED_SHARE = 0.05
 
