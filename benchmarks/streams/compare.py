@@ -1,7 +1,6 @@
 """Ten tasks in a row: a model is taught one thing after another; what does it still know?
 
     python -m benchmarks.streams [-o FILE] [--seeds 3] [--tasks 10] [--method NAME] [--rehearse own] [--jobs 1]
-    python -m benchmarks.streams.weaknesses
     python -m benchmarks.streams.report --images docs/images
 
 The base is the model that ships with the package. It learns six groups of 20 new people and four other kinds of facts,

@@ -1,6 +1,6 @@
-"""Tables and figures of benchmarks/streams, from its records.
+"""Table and figures of benchmarks/streams, from its records.
 
-    python -m benchmarks.streams.report [--records FILE] [--weaknesses FILE] [--images docs/images]
+    python -m benchmarks.streams.report [--records FILE] [--images docs/images]
 
 *kept* is what a model answers of a task after the last one, as a share of what was answered right after it was learned,
 by the expansion, adapter or model that learned it; a mean over the tasks.
@@ -8,7 +8,6 @@ by the expansion, adapter or model that learned it; a mean over the tasks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ import click
 from benchmarks.streams.compare import RECORDS
 from benchmarks.streams.methods import METHODS
 from benchmarks.streams.runs import Run, read_runs
-from benchmarks.streams.weaknesses import RECORDS as WEAKNESSES
-from benchmarks.streams.weaknesses import Found
 
 # what the figure on the first page shows: name, and whether it rehearses
 FEW = (("composed adapt", False), ("full fine-tuning", False), ("LoRA", False), ("full fine-tuning, 3e-4", True))
@@ -105,32 +102,13 @@ def summary(all_courses: Sequence[Course]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def weak_tables(rows: Sequence[Found]) -> Iterator[str]:
-    """A table for each weakness, in Markdown, means over seeds."""
-    for weakness in dict.fromkeys(row.weakness for row in rows):
-        weakness_rows = [row for row in rows if row.weakness == weakness]
-        columns = list(weakness_rows[0].shares)
-        yield f"\n| {weakness} | {' | '.join(columns)} |"
-        yield f"|---|{'--:|' * len(columns)}"
-        for case in dict.fromkeys(row.case for row in weakness_rows):
-            means = [fmean(row.shares[column] for row in weakness_rows if row.case == case) for column in columns]
-            yield f"| {case} | {' | '.join(f'{mean:.1%}' for mean in means)} |"
-
-
-def read_weaknesses(file: Path) -> list[Found]:
-    """Read the rows that a file holds; none where there is no file."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [Found(**json.loads(line)) for line in lines]
-
-
 @click.command()
 @click.option("--records", type=click.Path(path_type=Path, exists=True, dir_okay=False), default=RECORDS)
-@click.option("--weaknesses", type=click.Path(path_type=Path, dir_okay=False), default=WEAKNESSES)
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Folder to draw into.")
-def main(records: Path, weaknesses: Path, images: Path | None) -> None:
-    """Print the tables, and draw."""
+def main(records: Path, images: Path | None) -> None:
+    """Print the table, and draw."""
     all_courses = courses(read_runs(records))
-    click.echo("\n".join((*summary(all_courses), *weak_tables(read_weaknesses(weaknesses)))))
+    click.echo("\n".join(summary(all_courses)))
     if images is not None:
         from benchmarks.streams.figures import draw_retention  # matplotlib is needed for figures alone
 

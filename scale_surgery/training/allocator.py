@@ -3,7 +3,7 @@
 A step allocates the same large tensors as the step before. By default the malloc of glibc takes blocks above a
 threshold from the system one by one (M_MMAP_THRESHOLD), gives them back when they are freed, and gives back the end of
 its heap too (M_TRIM_THRESHOLD). So in each step the system hands out the same memory again: page by page, each with a
-fault, and filled with zeros. `python -m benchmarks.allocator` measures what that takes. See mallopt(3).
+fault, and filled with zeros. benchmarks/training.md has what that takes. See mallopt(3).
 
 What is kept lies in one heap, with gaps between blocks that are in use, and so the peak rises. Therefore very large
 blocks, for which gaps would be large too, still come and go.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.biography import compare as biography
 from benchmarks.biography import report as biography_report
-from benchmarks.biography import routers as biography_routers
 from benchmarks.biography.methods import BOTH_3, GROWING, INITS, METHODS, ROUTED, STREAM, Method
 from benchmarks.biography.runs import Examination, Point, Run, new_batches, read_records, train
 from scale_surgery.biographies import (
@@ -166,20 +164,6 @@ def test_scores_do_not_depend_on_the_batch(examination: Examination) -> None:
     last = first_token_accuracy(model, examination.tokenizer, [long])
     assert 25 * together == pytest.approx(sum(alone) + last)
     assert 0 < sum(alone) < 24
-
-
-@pytest.mark.slow  # seconds of training, and what it is made of has tests of its own
-def test_routers_are_compared_on_one_model(tmp_path: Path) -> None:
-    arguments = ["--quick", "--method", "preserve", "-o", str(tmp_path / "found.json")]
-    done = CliRunner().invoke(biography_routers.main, arguments, catch_exceptions=False)
-    assert done.exit_code == 0
-    assert max(map(len, done.output.splitlines())) <= 80
-    none, never, often, reluctant = json.loads((tmp_path / "found.json").read_text())
-    routers = ["none", "posterior 0.5, 0", "posterior 0.5, 0.01", "posterior 0.9, 0.01"]
-    assert [entry["name"] for entry in (none, never, often, reluctant)] == routers
-    assert none["old_share"] is None and none["joined"] is None
-    assert 0 < reluctant["new_share"] < often["new_share"] < never["new_share"] < 1
-    assert never["old_share"] < never["new_share"]
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
-from benchmarks import batched_blocks, many_paths
-
-
-def test_products_are_compared_with_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"shape": (64, 16, 16), "tokens": 2, "count": 3, "dtype": torch.float32, "rounds": 1}
-    comparisons = batched_blocks.compare(**options)
-    assert [comparison.way for comparison in comparisons] == ["single", "wide", "batched"]
-    assert comparisons[0].bit_equal == 3 and comparisons[0].times_faster == 1
-
-    def wrong(*given: Any) -> list[torch.Tensor]:
-        return [product + 1 for product in batched_blocks.single(*given)]
-
-    monkeypatch.setattr(batched_blocks, "WAYS", (batched_blocks.single, wrong))
-    assert [comparison.bit_equal for comparison in batched_blocks.compare(**options)] == [3, 0], "the negative control"
+from benchmarks import many_paths
 
 
 @pytest.mark.slow

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.streams.asking import Examiner
 from benchmarks.streams.compare import BY_NAME
 from benchmarks.streams.learning import Settings
-from benchmarks.streams.report import courses, summary, weak_tables
+from benchmarks.streams.report import courses, summary
 from benchmarks.streams.runs import Key, Run, append_run, read_runs, run
 from benchmarks.streams.tasks import base_task, tasks
-from benchmarks.streams.weaknesses import Found, facts_in_place, with_facts_of
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, people
 
 QUICK = Settings(tasks=2, size=2, steps=2, rows=1, samples=16, old_questions=6)
@@ -89,14 +88,3 @@ def test_kept_is_a_share_of_what_was_learned(tmp_path: Path) -> None:
         from benchmarks.streams.figures import draw_retention
     draw_retention([course], tmp_path / "streams.png")
     assert (tmp_path / "streams.png").stat().st_size > 1000
-
-
-def test_weaknesses_are_asked_from_where_facts_stand() -> None:
-    first, second = people(2)
-    contrary = with_facts_of(first, second)
-    assert contrary.name == first.name and contrary.company == second.company != first.company
-    facts = list(facts_in_place((first, second)))
-    assert len(facts) > 6
-    assert all(fact.prompt.split(".")[-1] and any(who.name in fact.prompt for who in (first, second)) for fact in facts)
-    rows = [Found(seed, "two at once", "a case", {"alone": share}) for seed, share in enumerate((0.5, 1.0))]
-    assert list(weak_tables(rows))[-1] == "| a case | 75.0% |"

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from benchmarks import allocator as benchmark
 from scale_surgery import Request, RunOptions, TrainingSettings, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.training import allocator
@@ -128,14 +126,3 @@ def test_large_blocks_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert allocator.largest_kept() == 2**30
     limit.write_text(f"{2**26 * allocator.SHARE}\n")
     assert allocator.largest_kept() == 2**26
-
-
-@pytest.mark.slow
-def test_the_benchmark_compares_pairs(tmp_path: Path) -> None:
-    options = ["--shape", "tiny", "--batch", "2", "--length", "16", "--rounds", "1", "--pairs", "1"]
-    shown = CliRunner().invoke(benchmark.main, [*options, "-o", str(tmp_path / "n.json")], catch_exceptions=False)
-    assert shown.exit_code == 0, shown.output
-    report = json.loads((tmp_path / "n.json").read_text())
-    ((plain, kept),) = report["pairs"]
-    assert (plain["is_kept"], kept["is_kept"]) == (False, True)
-    assert report["ratios"] == [plain["processor_seconds"] / kept["processor_seconds"]]
