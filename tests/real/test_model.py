@@ -69,6 +69,10 @@ def test_tensors(gemma: Path) -> None:
     assert "lm_head.weight" not in names
 
 
+# what follows is no tie in bfloat16: each next token leads by more than two nats
+COUNTED = "1, 2, 3, 4, 5, 6, 7,"
+
+
 def test_tokenizer(tokenizer: Any) -> None:
     assert tokenizer("The capital of France is").input_ids == [2, 818, 5279, 529, 7001, 563]
     assert tokenizer.convert_tokens_to_ids(["<pad>", "<eos>", "<bos>", "<unk>"]) == [0, 1, 2, 3]
@@ -81,9 +85,9 @@ def test_tokenizer(tokenizer: Any) -> None:
 
 
 def test_continuation(model: Any, tokenizer: Any) -> None:
-    prompt = tokenizer("Once upon a time there was a", return_tensors="pt")
+    prompt = tokenizer(COUNTED, return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0]
-    assert tokenizer.decode(written, skip_special_tokens=True).startswith("Once upon a time there was a little girl")
+    assert tokenizer.decode(written, skip_special_tokens=True) == f"{COUNTED} 8, 9,"
 
 
 @torch.no_grad()

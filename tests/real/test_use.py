@@ -19,7 +19,7 @@ from scale_surgery.training.load_model import load_to_train
 from tests.command import run
 from tests.conftest import digests, shake
 from tests.real.conftest import flipped
-from tests.real.test_model import TEXT
+from tests.real.test_model import COUNTED, TEXT
 from tests.real.test_surgery import base_shard
 
 SETTINGS = TrainingSettings(steps=6, batch_size=4, sequence_length=64)
@@ -107,14 +107,14 @@ def test_a_router_weighs_each_token(routed: Path, old: Path, new: Path) -> None:
 def test_answers(gemma: Path, routed: Path, learned: Path) -> None:
     (question, *_) = questions(LEARNED[0])
     greedy = ("--temperature", 0, "--max-new-tokens", 6)
-    stock = result_of("generate", gemma, "--prompt", "Once upon a time there was a", *greedy)
-    assert stock["answers"][0]["text"].startswith(" little girl")
+    stock = result_of("generate", gemma, "--prompt", COUNTED, *greedy)
+    assert stock["answers"][0]["text"] == " 8, 9,"
     answer = result_of("generate", routed, "--prompt", question.prompt, *greedy)["answers"][0]
     assert all(len(token["weights"]) == 2 for token in answer["tokens"])
-    spoken = run("chat", routed, "--raw", *greedy, "-q", input="Once upon a time there was a\n").stdout
-    assert "little girl" in spoken
-    both = result_of("generate", learned, "--compare", "--prompt", "Once upon a time there was a", *greedy)
-    assert "little girl" in json.dumps(both)
+    spoken = run("chat", routed, "--raw", *greedy, "-q", input=f"{COUNTED}\n").stdout
+    assert "8, 9," in spoken
+    both = result_of("generate", learned, "--compare", "--prompt", COUNTED, *greedy)
+    assert "8, 9," in json.dumps(both)
 
 
 def test_new_tokens(gemma: Path, room: Path) -> None:
