@@ -182,17 +182,20 @@ def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of
     assert claimed == ["recoverable", "output_at_init"]
 
 
-def test_a_file_of_both_has_to_be_text_in_the_base(pair_of, llama_base, tmp_path):
-    """The folder keeps that of the expansion, and surgery.json the text of the base's."""
-    expanded = Path(shutil.copytree(pair_of("llama", "adapt").path, tmp_path / "expanded"))
-    (expanded / "README.md").write_text("of the expansion")
-    extracted = extract(expanded, tmp_path / "extract").path
-    (llama_base / "README.md").write_bytes(b"\xff")
-    again = tmp_path / "again"
-    assert problems(apply, extracted, again, llama_base) == [Problem("base-file-no-text", "README.md")]
-    (llama_base / "README.md").write_text("of the base")
-    assert (apply(extracted, again, llama_base).path / "README.md").read_text() == "of the expansion"
-    assert (strip(again, tmp_path / "stripped").path / "README.md").read_text() == "of the base"
+def test_a_file_that_the_extract_changes_has_to_be_text_in_the_base(llama_base, tmp_path):
+    """The folder keeps the changed file, and surgery.json the text of the base's."""
+    readme = llama_base / "README.md"
+    readme.write_text("of the base")
+    extracted = extract(expand(llama_base, Request("1"), tmp_path / "expanded").path, tmp_path / "extract").path
+    (extracted / "README.md").write_text("changed")
+    rewrite(extracted / "extract.json", lambda content: content["from_base"].remove("README.md"))
+    admit(extracted, "README.md")
+    readme.write_text("of its next release")
+    again = apply(extracted, tmp_path / "again", llama_base).path
+    assert (again / "README.md").read_text() == "changed"
+    assert digests(strip(again, tmp_path / "stripped").path) == digests(llama_base)
+    readme.write_bytes(b"\xff")
+    assert problems(apply, extracted, tmp_path / "out", llama_base) == [Problem("base-file-no-text", "README.md")]
 
 
 def test_blocks_stay_what_they_are_on_a_base_that_was_cast(extracted, base_of, tmp_path):
