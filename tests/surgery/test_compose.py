@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import PosteriorRouter, Request, apply, compose, expand, extract, route_export, strip
+from scale_surgery import CosineRouter, PosteriorRouter, Request, apply, compose, expand, extract, route_export, strip
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.modeling import register
 from scale_surgery.surgery.record import read_manifest
@@ -147,6 +147,17 @@ def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp
     assert torch.equal(logits, llama.alone("law")(**PROMPTS[0]).logits)
     assert not torch.equal(logits, load(routed)(**PROMPTS[0]).logits), "the negative control"
     assert digests(extract(composed, tmp_path / "back", name="law").path) == digests(llama.extracts["law"])
+
+
+def test_a_router_for_one_expansion_takes_no_other_beside_it(llama: Made, tmp_path: Path) -> None:
+    routed = route_export(llama.folders["law"], tmp_path / "routed", CosineRouter()).path
+    reason = Problem("other-program", error="cosine: decides between the base and one expansion, not 2")
+    assert problems(compose, routed, {"music": llama.extracts["music"]}, tmp_path / "out") == [
+        Problem("router-for-others", llama.base.name, reason, count=2)
+    ]
+    # with another router both run
+    both = compose(routed, {"music": llama.extracts["music"]}, tmp_path / "both", routing=PosteriorRouter())
+    assert list(both.expansions) == ["law", "music"]
 
 
 def test_another_base_is_refused(llama: Made, tmp_path: Path, made_of: Any) -> None:
