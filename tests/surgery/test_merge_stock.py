@@ -271,7 +271,10 @@ def test_another_dtype_is_refused_and_every_reason_is_given_at_once(base_of, tmp
     assert first == ROUTED
     assert second.startswith("--to stock: the residual stream is")
     name = tensor_name("model.layers.1.mlp.down_proj", "default", "w12")
-    assert any(line.startswith(f"{name}: is F32, ") for line in others)
+    assert (
+        f"{name}: is F32, the base tensor beside it BF16; joining copies and never casts. Expand without --dtype for a "
+        "model that can be merged."
+    ) in others
     new = {tensor for tensor in open_checkpoint(routed).tensors if expansion_of(tensor)}
     assert {line.split(":")[0] for line in others} >= {
         name for name in new if name.rpartition(".")[2] in ("w12", "w21", "w22")
