@@ -256,6 +256,7 @@ def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
 
 def test_a_base_that_is_not_named_or_is_none(extracted, pair_of, tmp_path):
     pair, out = pair_of("llama", "adapt"), tmp_path / "again"
+    assert problems(apply, extracted, out) == [Problem("extract-base-unknown", "extract", base=pair.base_path.name)]
     (tmp_path / "file").touch()
     for given, base, message in (
         (extracted, pair.path, "is an expanded model, expected a base model. Take its base out"),
@@ -264,7 +265,6 @@ def test_a_base_that_is_not_named_or_is_none(extracted, pair_of, tmp_path):
         (tmp_path / "nowhere", pair.base_path, "not found"),
     ):
         assert message in refused(given, base, out)[0]
-    assert problems(apply, extracted, out) == [Problem("extract-base-unknown", "extract", base=pair.base_path.name)]
 
 
 def test_a_damaged_extract_is_refused(extracted, pair_of, tmp_path):

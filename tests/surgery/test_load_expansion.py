@@ -189,6 +189,11 @@ def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pai
 
 def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
     base, folder, extracted = pair
+    how = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    assert problems(load_expansion, base, extracted, **how, error=PlanError) == [
+        Problem("loading-option", "dtype"),
+        Problem("loading-option", "device_map"),
+    ]
     with torch.device("meta"):
         empty = type(base)(base.config)
     smaller = type(base)(transformers.LlamaConfig(**base.config.to_dict() | {"intermediate_size": 60}))
@@ -204,11 +209,6 @@ def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
     ):
         with pytest.raises((CheckpointError, PlanError), match=message):
             load_expansion(given, extracted, **options)
-    options = {"dtype": torch.bfloat16, "device_map": "cpu"}
-    assert problems(load_expansion, base, extracted, **options, error=PlanError) == [
-        Problem("loading-option", "dtype"),
-        Problem("loading-option", "device_map"),
-    ]
     with pytest.raises(CheckpointError, match=r"has no extract\.json"):
         load_expansion(base, folder)
     (shard,) = extracted.glob("expansion-*.safetensors")
