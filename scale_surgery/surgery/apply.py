@@ -25,7 +25,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FIL
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.plan import plan_expansion
 from scale_surgery.planning.reserved import name_clash, reserved_names
@@ -174,10 +174,7 @@ def apply(
             _put_back(extracted, checkpoint, partial, base_weights, track)
         # a loader must find the tensors of the expansion and of the base, and no others
         if set(open_checkpoint(partial).tensors) != {*manifest.base_tensors, *extracted.tensors}:
-            raise CheckpointError(
-                f"{extracted.name}: its files and its index do not make the model that its surgery.json describes. "
-                "Download the extract again."
-            )
+            raise CheckpointError(Problem("extract-tensors-differ", extracted.name))
     return Applied(
         path=target,
         base_name=source.name if compared.other_files else manifest.base_name,
@@ -198,10 +195,7 @@ def _find_base(extract: Extract, wanted: GivenBase) -> Source:
     if wanted.model is not None:
         return find_source(wanted.model, wanted.revision)
     if manifest.base_revision is None:
-        raise CheckpointError(
-            f"{extract.name}: was made on a folder called {manifest.base_name}, which cannot be looked up, expected a "
-            "Hub repository. Give the base: --base MODEL."
-        )
+        raise CheckpointError(Problem("extract-base-unknown", extract.name, base=manifest.base_name))
     return find_source(manifest.base_name, wanted.revision or manifest.base_revision)
 
 
@@ -245,7 +239,7 @@ def _check_names(extract: Extract, base: ComparedBase) -> None:
     uses = Counter([*places.values(), *(name for name in taken if name not in known or name.endswith(".safetensors"))])
     clashing = sorted({*reserved_names(base.checkpoint), *(name for name, count in uses.items() if count > 1)})
     if clashing:
-        raise CheckpointError.from_problems(map(name_clash, clashing))
+        raise CheckpointError(*map(name_clash, clashing))
 
 
 def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
@@ -329,10 +323,7 @@ def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
     if [tensor.dtype for tensor in plan.tensors] != [tensor.dtype for tensor in made.tensors]:
         # put by force on a base that was cast: blocks stay what they are, and the request says so
         if len(dtypes) > 1:
-            raise CheckpointError(
-                f"{name}: is of other dtypes than the base that the expansion was made on, whose blocks are of several "
-                f"({', '.join(sorted(dtypes))}), expected the dtypes of that base. Cast this one."
-            )
+            raise CheckpointError(Problem("base-dtypes-other", name, dtypes=sorted(dtypes)))
         dtype: Any = next(torch_name for torch_name, stored in FLOAT_DTYPES.items() if stored in dtypes)
         plan = plan_expansion(facts, replace(made.request, dtype=dtype), name=name, revision=revision)
     return replace(manifest, base_name=name, base_revision=revision).with_expansion(plan=plan)
@@ -342,7 +333,4 @@ def _read_text(file: Path) -> str:
     try:
         return read_bytes(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{file.name}: the expansion has another file of this name, and the base's is no text that surgery.json "
-            "could keep. Take it out of the base."
-        ) from error
+        raise CheckpointError(Problem("base-file-no-text", file.name)) from error

@@ -20,7 +20,7 @@ from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError, PlanError, counted
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.base import Base, base_alone
 from scale_surgery.planning.methods import refuse
@@ -140,10 +140,7 @@ def compose(
                 _place(extract, added[name].plan, partial, base_weights, advance)
         written = write_folder(given, before, expansions, partial, base_weights, run, track, routing)
         if set(written.checkpoint.tensors) != {*written.manifest.base_tensors, *written.manifest.planned}:
-            raise CheckpointError(
-                f"{source.name}: the files do not hold the tensors of the base and of the plans. Extract the "
-                "expansions again."
-            )
+            raise CheckpointError(Problem("composed-tensors-differ", source.name))
     return Composed(
         path=target,
         base_name=base_name,
@@ -179,21 +176,18 @@ def _check_base(given: Checkpoint, before: Manifest | None, track: Track) -> Map
 
 def check_beside(plans: Iterable[Plan]) -> None:
     """Refuse expansions that cannot run beside others; each is named."""
-    problems, plans = list[str](), list(plans)
+    problems, plans = list[Problem](), list(plans)
     with_tokens = [plan.request.name for plan in plans if plan.widths.new_tokens]
     if len(with_tokens) > 1:
-        problems.append(
-            f"{' and '.join(with_tokens)}: each adds tokens to the tokenizer, expected one that does: a text would "
-            "have several readings. Leave all but one out."
-        )
+        problems.append(Problem("expansions-add-tokens", "expansions", names=with_tokens))
     for plan in plans:
         name = plan.request.name
         refuse(plan.method, "compose", name)
         if plan.architecture.own_code:
-            problems.append(f"{name}: was made on a model with code of its own, expected one that transformers has.")
-        problems += [f"{name}: {problem}" for problem in path_problems_of(plan)]
+            problems.append(Problem("own-code-composed", name))
+        problems += [problem.within(name) for problem in PlanError(*path_problems_of(plan)).problems]
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
 
 
 def routing_beside(before: Manifest | None, expansions: int, routing: Router | None = None) -> Router | None:
@@ -207,10 +201,8 @@ def routing_beside(before: Manifest | None, expansions: int, routing: Router | N
         return None
     routing = routing.for_expansions(expansions)
     if before is not None and (problems := routing.problems(expansions)):
-        raise CheckpointError(
-            f"{before.base_name}: its router does not go with {counted(expansions, 'expansion')} "
-            f"({' '.join(problems)}) Take the router away first: scale-surgery route-export --router none."
-        )
+        reasons = [Problem("other-program", error=problem.removesuffix(".")) for problem in problems]
+        raise CheckpointError(Problem("router-for-others", before.base_name, *reasons, count=expansions))
     return routing
 
 
@@ -218,21 +210,15 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
     """Open a base model; or an expanded folder without the expansions to remove, which may be damaged."""
     if not (source.path / MANIFEST_FILE).is_file():
         if remove:
-            raise PlanError(
-                f"remove: {', '.join(remove)}: {source.name} has no expansions, expected an expanded folder."
-            )
+            raise PlanError(Problem("remove-from-base", "remove", model=source.name))
         refuse_linked(source.path, None)
         return open_checkpoint(source.path), None
     manifest = read_manifest(source.path)
     refuse_fused(source.path, manifest)
     refuse_linked(source.path, manifest)
     known = list(manifest.expansions)
-    if problems := [
-        f"remove: {name} is no expansion of this folder, expected {' or '.join(known)}."
-        for name in remove
-        if name not in known
-    ]:
-        raise PlanError.from_problems(problems)
+    if unknown := [name for name in remove if name not in known]:
+        raise PlanError(*(Problem("remove-unknown", "remove", name=name, known=known) for name in unknown))
     checkpoint = open_checkpoint(source.path, without=tuple(f"{SHARD_STEM}{name}-" for name in remove))
     routing = manifest.routing.without_prior() if manifest.routing and remove else manifest.routing
     return checkpoint, replace(view_of(manifest, *(name for name in known if name not in remove)), routing=routing)
@@ -241,18 +227,12 @@ def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest |
 def _open_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, Extract]:
     """Open extracts, by the names that they get; one that was made as `default` is called as its folder is."""
     given = list(extracts.values()) if isinstance(extracts, Mapping) else listed(extracts)
-    if problems := [
-        f"extracts: {path!r} is no folder, expected the path of one or a Hub id."
-        for path in given
-        if not isinstance(path, str | Path)
-    ]:
-        raise PlanError.from_problems(problems)
+    if others := [path for path in given if not isinstance(path, str | Path)]:
+        raise PlanError(*(Problem("extract-no-path", "extracts", value=value) for value in others))
     opened = [open_extract(path) for path in given]
     names = list(extracts) if isinstance(extracts, Mapping) else [_name_of(extract) for extract in opened]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PlanError(
-            f"names: {', '.join(twice)} would be the name of several extracts, expected a name for each. Give --names."
-        )
+        raise PlanError(*(Problem("extract-name-twice", "names", name=name) for name in twice))
     return dict(zip(names, opened, strict=True))
 
 
@@ -263,15 +243,14 @@ def _name_of(extract: Extract) -> str:
 
 
 def _check_names(wanted: Mapping[str, Extract], kept: Mapping[str, ExpansionRecord]) -> None:
-    problems = []
+    problems = [] if wanted or kept else [Problem("expansions-none", "extracts")]
     for name in wanted:
         try:
             check_name(name, kept)
         except PlanError as error:
-            problems.append(str(error))
-    problems += [] if wanted or kept else ["extracts: none is given or left, expected at least one expansion."]
+            problems += error.problems
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
 
 
 def _rename(record: ExpansionRecord, plan: Plan) -> ExpansionRecord:

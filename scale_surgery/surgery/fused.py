@@ -27,7 +27,7 @@ from scale_surgery.checkpoint.shards import (
     stored,
     write_shard,
 )
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.modeling.expanded_routers import CosineRouter
 from scale_surgery.planning.stock import fused_problems
 from scale_surgery.progress import Track
@@ -56,30 +56,22 @@ ROWS_AT_ONCE = 2**13
 
 def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that the blocks of every linear can be joined without a cast."""
-    problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
+    problems: list[Problem | str] = [*fused_problems(manifest.plan.architecture, manifest.plan.layers)]
     problems += _router_problems(manifest)
     problems += cast_problems(checkpoint, manifest)
     problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
 
 
-def _router_problems(manifest: Manifest) -> list[str]:
+def _router_problems(manifest: Manifest) -> list[Problem]:
     """Why a routed model has no fused form."""
     routing = manifest.routing
     if isinstance(routing, CosineRouter) and routing.strict and manifest.plan.widths.new_tokens:
-        return [
-            "--to fused: the model is routed (cosine, strict) and has new tokens, which its base path never gives, "
-            "expected a head of one matrix for both paths. Take the router away first: scale-surgery route-export "
-            "--router none; or serve the routed folder as it is."
-        ]
+        return [Problem("fused-router-and-tokens", "--to fused")]
     if routing is None or isinstance(routing, CosineRouter):
         return []
-    return [
-        f"--to fused: the model is routed ({routing.router}), whose state no server keeps, expected no router or a "
-        "cosine one. Take the router away first: scale-surgery route-export --router none; or serve the routed folder "
-        "as it is."
-    ]
+    return [Problem("fused-router", "--to fused", router=routing.router)]
 
 
 def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
@@ -185,12 +177,9 @@ def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track
         for shard, record in manifest.joined_shards.items():
             rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
             if (digest := hash_file(folder / shard, advance)) != record["sha256"]:
-                problems.append(
-                    f"{shard}: sha256 {digest}, expected {record['sha256']} from surgery.json. The fused shards were "
-                    "changed after the merge: the blocks cannot be given back from this folder."
-                )
+                problems.append(Problem("fused-shard-changed", shard, digest=digest, recorded=record["sha256"]))
                 (folder / shard).unlink()
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
     for file, text in manifest.fused["texts"].items():
         write_text(folder / file, text)

@@ -20,7 +20,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
@@ -99,15 +99,12 @@ def load_expansion(
     architecture = extracted.manifest.plan.architecture
     refuse(extracted.manifest.plan.method, "load_expansion", extract)
     if architecture.own_code:
-        raise PlanError(
-            f"{extract}: was made on a model with code of its own, whose classes its folder has to name. Write the "
-            "folder (scale-surgery apply), and load that."
-        )
+        raise PlanError(Problem("own-code-in-memory", extract))
     check_own_files(extracted, track)
     if isinstance(model, str | Path):
         model, check = _load_base(extracted, model, revision, options, track, check=check), False
     elif options:
-        raise PlanError(f"{', '.join(options)}: says how to load a model, but this one is loaded. Leave it out.")
+        raise PlanError(*(Problem("loading-option", option) for option in options))
     check_class(model, architecture)
     _check_model(extracted, model, track, check=check)
     config = written_config(extracted.manifest, model.config.to_dict())
@@ -142,11 +139,8 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
     # the files of the base may hold quantised tensors, such as the experts of gpt-oss
     if unfed and "quantization_config" in parse_json(extract.manifest.replaced[CONFIG_FILE]):
         if check:
-            raise CheckpointError(
-                f"model: {len(unfed)} of its tensors, such as {next(iter(unfed))}, were dequantised while it was "
-                f"loaded, and cannot be compared with those of {base_title(extract.manifest)}. Give its folder or Hub "
-                "id; or check=False, and no promise is made."
-            )
+            base_name = base_title(extract.manifest)
+            raise CheckpointError(Problem("base-dequantised", "model", tensors=list(unfed), base=base_name))
         unfed = {}
     shapes = {name: expected[name].shape for name in base.places}
     given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()} | quantised
@@ -177,11 +171,8 @@ def _check_dtypes(extract: Extract, base: InMemory, headers: Mapping[str, Tensor
     cast = {name: dtype for name, dtype in others.items() if dtype != "F32" or base.places[name].name not in kept}
     if cast:
         name, dtype = next(iter(cast.items()))
-        raise CheckpointError(
-            f"model: {len(cast)} of {len(headers)} tensors were cast, {name} is {dtype}, expected "
-            f"{expected[name].dtype} as it is stored. Load it without a dtype; or give its folder or Hub id, and the "
-            "dtype."
-        )
+        values = {"cast": len(cast), "count": len(headers), "tensor": name, "dtype": dtype}
+        raise CheckpointError(Problem("base-cast", "model", **values, stored=expected[name].dtype))
 
 
 def _check_values(extract: Extract, base: InMemory, headers: Mapping[str, Tensor], track: Track) -> None:

@@ -9,7 +9,7 @@ A merged model's logits are compared with those of the model it was made from be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from scale_surgery.checkpoint.names import (
     STOCK_FILE,
 )
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
@@ -165,7 +165,7 @@ def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Me
     if to != "blocks" and manifest.fused is not None:
         refuse_form(source, "fused", "expanded")
     if to != "blocks" and (problems := damaged_pieces(checkpoint, manifest)):
-        raise CheckpointError.from_problems([*problems, "scale-surgery verify says what else is not as it was."])
+        raise CheckpointError(Problem("blocks-damaged", source, *CheckpointError(*problems).problems))
     if to == "fused":
         check_fusible(checkpoint, manifest)
     elif to == "stock":
@@ -205,29 +205,21 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Merged
 def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
     if drift.holds:
         return
-    raise CheckpointError(
-        f"{target}: not written, its logits drift by {drift.drift:.3g} of {drift.largest_logit:.3g} "
-        f"({drift.share:.2g}), expected at most {drift.tolerance:g} of the largest logit, which is what rounding in "
-        f"{drift.dtype} does. Check the disk of {partial.parent}, and the model with "
-        "scale-surgery verify."
-    )
+    measured = {"share": drift.share, "drift": drift.drift, "largest": drift.largest_logit}
+    allowed = {"tolerance": drift.tolerance, "dtype": drift.dtype}
+    raise CheckpointError(Problem("merge-drift", target, **measured, **allowed, folder=partial.parent))
 
 
 def _check_blocks(source: Path, partial: Path, track: Track) -> None:
     """Check what was made of texts that surgery.json kept, and that nobody has compared with anything so far."""
-    problems: Sequence[str]
     try:
         checkpoint, manifest = open_checkpoint(partial), read_manifest(partial)
         with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
-            problems = check_integrity(checkpoint, manifest, advance).problems
+            damage = CheckpointError(*check_integrity(checkpoint, manifest, advance).problems)
     except CheckpointError as error:
-        problems = error.lines
-    if problems:
-        advice = (
-            f"{source}: not taken apart, the texts that its {MANIFEST_FILE} keeps of the blocks make a model that is "
-            f"not what was written. Restore {MANIFEST_FILE} from where you got it, or merge the expanded model again."
-        )
-        raise CheckpointError.from_problems([*shorten(problems), advice])
+        damage = error
+    if damage.problems:
+        raise CheckpointError(Problem("blocks-not-restored", source, *damage.problems))
 
 
 def _fused_record(

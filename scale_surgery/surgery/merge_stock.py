@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.files import take_over, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Sizes
 from scale_surgery.planning.specs import Widths, linear_widths
 from scale_surgery.planning.stock import (
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that an expanded model has a stock form; if it has none, every reason is given."""
-    costs = manifest.plan.costs
-    if problems := [*_state_problems(manifest), *costs.stock_problems, *cast_problems(checkpoint, manifest)]:
-        raise PlanError.from_problems(problems)
+    costs, casts = manifest.plan.costs, cast_problems(checkpoint, manifest)
+    problems: list[Problem | str] = [*_state_problems(manifest), *costs.stock_problems, *casts]
+    if problems:
+        raise PlanError(*problems)
 
 
 def _facts(manifest: Manifest) -> tuple[Architecture, Sizes, Widths]:
@@ -53,18 +54,12 @@ def _base_config(manifest: Manifest) -> dict[str, Any]:
     return config
 
 
-def _state_problems(manifest: Manifest) -> list[str]:
+def _state_problems(manifest: Manifest) -> list[Problem]:
     problems = []
     if manifest.routing:
-        problems.append(
-            f"--to stock: the model is routed ({manifest.routing.router}), expected one path: a stock "
-            "class has no router. Take it away first: scale-surgery route-export --router none."
-        )
+        problems.append(Problem("stock-router", "--to stock", router=manifest.routing.router))
     if manifest.plan.variant == "gated":
-        problems.append(
-            "--to stock: the expansion reads its up stream through gates, expected none: a stock class has no gates. "
-            "Merge --to fused."
-        )
+        problems.append(Problem("stock-gates", "--to stock"))
     return problems
 
 

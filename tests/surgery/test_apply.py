@@ -17,7 +17,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request
 from scale_surgery.show.tables_forms import render_applied
@@ -29,7 +29,7 @@ from scale_surgery.surgery.route import route_export, unroute
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import TrainingSettings
 from scale_surgery.training.train import train
-from tests.conftest import digests, edited, flip, load, name_base, refusal, shown
+from tests.conftest import digests, edited, flip, load, name_base, problems, refusal, shown
 from tests.routed import random_ids
 from tests.tiny import save_tiny
 
@@ -182,6 +182,22 @@ def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of
     assert claimed == ["recoverable", "output_at_init"]
 
 
+def test_a_file_that_the_extract_changes_has_to_be_text_in_the_base(llama_base, tmp_path):
+    """The folder keeps the changed file, and surgery.json the text of the base's."""
+    readme = llama_base / "README.md"
+    readme.write_text("of the base")
+    extracted = extract(expand(llama_base, Request("1"), tmp_path / "expanded").path, tmp_path / "extract").path
+    (extracted / "README.md").write_text("changed")
+    rewrite(extracted / "extract.json", lambda content: content["from_base"].remove("README.md"))
+    admit(extracted, "README.md")
+    readme.write_text("of its next release")
+    again = apply(extracted, tmp_path / "again", llama_base).path
+    assert (again / "README.md").read_text() == "changed"
+    assert digests(strip(again, tmp_path / "stripped").path) == digests(llama_base)
+    readme.write_bytes(b"\xff")
+    assert problems(apply, extracted, tmp_path / "out", llama_base) == [Problem("base-file-no-text", "README.md")]
+
+
 def test_blocks_stay_what_they_are_on_a_base_that_was_cast(extracted, base_of, tmp_path):
     """By its dtype alone another base would have blocks of that; what is recorded is what lies in the files."""
     cast = base_of("llama", "bfloat16")
@@ -222,8 +238,10 @@ def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
         shard, {name: tensor.bfloat16() if "mlp" in name else tensor for name, tensor in load_file(shard).items()}
     )
     extract(expand(mixed, Request("1", variant="adapt"), tmp_path / "expanded").path, tmp_path / "of-mixed")
-    lines = refused(tmp_path / "of-mixed", GivenBase(base_of("llama", "bfloat16"), force=True), out)
-    assert "are of several (BF16, F32), " in lines[-1] and lines[-1].endswith(" Cast this one.")
+    cast = base_of("llama", "bfloat16")
+    other = Problem("base-dtypes-other", cast.name, dtypes=["BF16", "F32"])
+    assert problems(apply, tmp_path / "of-mixed", out, GivenBase(cast, force=True)) == [other]
+    assert not out.exists() and not out.with_name("again.partial").exists()
     for name in ("expanded_model.py", "expanded.index.json"):
         (llama_base / name).write_text("of the base")
     assert refused(extracted, llama_base, out) == [
@@ -238,14 +256,9 @@ def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
 
 def test_a_base_that_is_not_named_or_is_none(extracted, pair_of, tmp_path):
     pair, out = pair_of("llama", "adapt"), tmp_path / "again"
+    assert problems(apply, extracted, out) == [Problem("extract-base-unknown", "extract", base=pair.base_path.name)]
     (tmp_path / "file").touch()
     for given, base, message in (
-        (
-            extracted,
-            None,
-            f"extract: was made on a folder called {pair.base_path.name}, which cannot be looked up, expected a Hub "
-            "repository. Give the base: --base MODEL.",
-        ),
         (extracted, pair.path, "is an expanded model, expected a base model. Take its base out"),
         (pair.path, pair.base_path, "has no extract.json, expected a folder made by scale-surgery extract"),
         (tmp_path / "file", None, "file: has no extract.json, expected a folder made by"),
@@ -339,6 +352,5 @@ def test_tensors_that_are_no_expansion_are_refused(extracted, pair_of, tmp_path)
     (extracted / EXPANSION).unlink()
     rewrite(extracted / "extract.json", lambda content: content["files"].pop(EXPANSION))
     admit(extracted, "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"do not make the model that its surgery\.json describes"):
-        apply(extracted, tmp_path / "again", base)
+    assert problems(apply, extracted, tmp_path / "again", base) == [Problem("extract-tensors-differ", "extract")]
     assert not (tmp_path / "again").exists()

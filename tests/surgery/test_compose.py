@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scale_surgery import PosteriorRouter, Request, apply, compose, expand, extract, route_export, strip
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery import CosineRouter, PosteriorRouter, Request, apply, compose, expand, extract, route_export, strip
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.modeling import register
 from scale_surgery.surgery.record import read_manifest
 from tests.command import run
 from tests.composed import LLAMA, REQUESTS, Made, mixed
-from tests.conftest import digests, load, refusal, shake
+from tests.conftest import digests, load, problems, refusal, shake
 from tests.each import mostly
 from tests.routed import padded, random_ids
 from tests.surgery import test_images as images
@@ -132,8 +132,8 @@ def test_expansions_are_called_as_their_folders_are(llama: Made, tmp_path: Path)
     given = (str(folder) for folder in folders[:1])
     assert digests(path) == digests(compose(llama.base, given, tmp_path / "of-one", routing=mixed((0.6, 0.4))).path)
     same = [Path(shutil.copytree(folders[0], tmp_path / name)) for name in ("my-law", "my_law")]
-    with pytest.raises(PlanError, match=r"^names: my_law would be the name of several extracts, .* Give --names\.$"):
-        compose(llama.base, same, tmp_path / "out")
+    twice = [Problem("extract-name-twice", "names", name="my_law")]
+    assert problems(compose, llama.base, same, tmp_path / "out", error=PlanError) == twice
     assert not (tmp_path / "out").exists()
 
 
@@ -147,6 +147,17 @@ def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp
     assert torch.equal(logits, llama.alone("law")(**PROMPTS[0]).logits)
     assert not torch.equal(logits, load(routed)(**PROMPTS[0]).logits), "the negative control"
     assert digests(extract(composed, tmp_path / "back", name="law").path) == digests(llama.extracts["law"])
+
+
+def test_a_router_for_one_expansion_takes_no_other_beside_it(llama: Made, tmp_path: Path) -> None:
+    routed = route_export(llama.folders["law"], tmp_path / "routed", CosineRouter()).path
+    reason = Problem("other-program", error="cosine: decides between the base and one expansion, not 2")
+    assert problems(compose, routed, {"music": llama.extracts["music"]}, tmp_path / "out") == [
+        Problem("router-for-others", llama.base.name, reason, count=2)
+    ]
+    # with another router both run
+    both = compose(routed, {"music": llama.extracts["music"]}, tmp_path / "both", routing=PosteriorRouter())
+    assert list(both.expansions) == ["law", "music"]
 
 
 def test_another_base_is_refused(llama: Made, tmp_path: Path, made_of: Any) -> None:
@@ -175,9 +186,8 @@ def test_another_base_is_refused(llama: Made, tmp_path: Path, made_of: Any) -> N
 def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_path: Path) -> None:
     law, out = llama.extracts["law"], tmp_path / "out"
     deep = extract(expand(llama.base, Request("1", method="depth"), tmp_path / "deep").path, tmp_path / "copies").path
-    two, nothing = {name: llama.extracts[name] for name in ("law", "music")}, dict[str, Any]()
+    two = {name: llama.extracts[name] for name in ("law", "music")}
     for call, *messages in (
-        (lambda: compose(folder, nothing, out, remove=["x"]), "remove: x is no expansion of this folder, expected med"),
         (
             lambda: compose(folder, {"law": law, "a-b": law}, out),
             "name: law is an expansion of this model already",
@@ -195,11 +205,6 @@ def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_pa
         (lambda: extract(folder, out, name="history"), "expected an expansion of", "medicine or law or music or chess"),
         (lambda: compose(llama.base, [deep], out), "copies: was made by --method depth"),
         (lambda: compose(llama.base, {1: law}, out), "name: is 1, expected letters, digits and underscores"),
-        (lambda: compose(llama.base, {"law": 3}, out), "extracts: 3 is no folder, expected the path of one or a Hub"),
-        (
-            lambda: compose(llama.base, {"law": law}, out, base_weights="symlink"),
-            "base_weights: is 'symlink', expected one of: auto, copy, link",
-        ),
         (
             lambda: compose(llama.base, {"law": law}, out, routing={"prior": None}),
             "router: is {'prior': None}, expected one such as scale_surgery.Post",
@@ -208,6 +213,13 @@ def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_pa
         with pytest.raises(PlanError) as refused:
             call()
         assert all(part in str(refused.value) for part in messages), refused.value
+    for base, extracts, options, problem in (
+        (folder, {}, {"remove": ["x"]}, Problem("remove-unknown", "remove", name="x", known=list(LLAMA))),
+        (llama.base, [law], {"remove": "x"}, Problem("remove-from-base", "remove", model=llama.base.name)),
+        (llama.base, {"law": 3}, {}, Problem("extract-no-path", "extracts", value=3)),
+        (folder, [], {"remove": LLAMA}, Problem("expansions-none", "extracts")),
+    ):
+        assert problems(compose, base, extracts, out, error=PlanError, **options) == [problem]
     assert not out.exists() and not out.with_name("out.partial").exists()
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.route import route_export
-from tests.conftest import load, refusal, shake
+from tests.conftest import load, problems, refusal, shake
 from tests.each import each_shape
 from tests.families import FAMILIES
 from tests.routed import prompts, random_ids, trio_of  # noqa: F401
@@ -174,22 +174,13 @@ def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pai
         base.lm_head.weight.mul_(2)
     base.save_pretrained(tmp_path / "changed")
     differ = f"2 of 51 tensors differ from those of {pair_of('llama').base_path.name}, on which this expansion was made"
-    for given, message in (
-        (
-            cast,
-            "model: 51 of 51 tensors were cast, lm_head.weight is BF16, expected F32 as it is stored. Load it without "
-            "a dtype; or give its folder or Hub id, and the dtype.",
-        ),
-        *(
-            (
-                source,
-                f"{title}: {differ}.\nlm_head.weight: its bytes differ.\nmodel.norm.weight: its bytes differ.\n"
-                "Load that base as it is stored; or give check=False, and no promise is made.",
-            )
-            for title, source in (("model", base), (tmp_path / "changed", tmp_path / "changed"))
-        ),
-    ):
-        assert refusal(load_expansion, given, extracted, error=CheckpointError) == message
+    dtypes = {"cast": 51, "count": 51, "tensor": "lm_head.weight", "dtype": "BF16", "stored": "F32"}
+    assert problems(load_expansion, cast, extracted) == [Problem("base-cast", "model", **dtypes)]
+    for title, source in (("model", base), (tmp_path / "changed", tmp_path / "changed")):
+        assert refusal(load_expansion, source, extracted, error=CheckpointError) == (
+            f"{title}: {differ}.\nlm_head.weight: its bytes differ.\nmodel.norm.weight: its bytes differ.\n"
+            "Load that base as it is stored; or give check=False, and no promise is made."
+        )
     assert_same(load_expansion(cast, extracted, check=False), load(folder, dtype=torch.bfloat16))
     for given in (base, tmp_path / "changed"):
         with (model := load_expansion(given, extracted, check=False).eval()).expansion_disabled():
@@ -198,6 +189,11 @@ def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pai
 
 def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
     base, folder, extracted = pair
+    how = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    assert problems(load_expansion, base, extracted, **how, error=PlanError) == [
+        Problem("loading-option", "dtype"),
+        Problem("loading-option", "device_map"),
+    ]
     with torch.device("meta"):
         empty = type(base)(base.config)
     smaller = type(base)(transformers.LlamaConfig(**base.config.to_dict() | {"intermediate_size": 60}))
@@ -207,11 +203,6 @@ def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
         *(
             (model, {"name": "more"}, rf"model: is a {type(model).__name__}, expected LlamaForCausalLM or LlamaModel")
             for model in others
-        ),
-        (
-            base,
-            {"dtype": torch.bfloat16},
-            r"^dtype: says how to load a model, but this one is loaded\. Leave it out\.$",
         ),
         (empty, {}, r"^model: some of its weights are offloaded, .* over more devices\.$"),
         (smaller, {"check": False}, r"down_proj\.weight: shape \[40, 60\], expected \[40, 52\]\."),

@@ -36,12 +36,13 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.running.drift import measure_drift
+from scale_surgery.errors import Problem
+from scale_surgery.running.drift import TOLERANCES, measure_drift
 from scale_surgery.surgery.fused import check_fusible
 from scale_surgery.surgery.joining import join_pieces, joined_tensors, take_piece
 from scale_surgery.surgery.record import read_manifest
 from tests.command import run
-from tests.conftest import REQUESTS, digests, edited, load, refusal, shake
+from tests.conftest import REQUESTS, digests, edited, load, problems, refusal, refused, shake
 from tests.each import each_shape, mostly
 from tests.routed import between
 from tests.tiny import FAMILIES, save_tiny
@@ -179,10 +180,9 @@ def halfway(expanded: Path, folder: Path, *, strict: bool) -> Path:
 
 def test_a_router_with_a_state_cannot_be_fused(expanded_of: Callable[..., Path], tmp_path: Path) -> None:
     routed = route_export(expanded_of("llama"), tmp_path / "routed", PosteriorRouter()).path
-    assert refusal(merge, routed, tmp_path / "fused", error=PlanError) == (
-        "--to fused: the model is routed (posterior), whose state no server keeps, expected no router or a cosine one. "
-        "Take the router away first: scale-surgery route-export --router none; or serve the routed folder as it is."
-    )
+    assert problems(merge, routed, tmp_path / "fused", error=PlanError) == [
+        Problem("fused-router", "--to fused", router="posterior")
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["routed"]
 
 
@@ -299,8 +299,8 @@ def test_a_tied_head_is_written_once_and_differences_are_counted(
     ]
     shard.write_bytes(content)
     change(shard, embedding.name, (5, -1))
-    message = refusal(merge, done.path, tmp_path / "refused", "blocks", error=CheckpointError)
-    assert re.match(r"expansion-default-\d+-of-\d+.safetensors: sha256", message)
+    (problem,) = problems(merge, done.path, tmp_path / "refused", "blocks")
+    assert problem.code == "fused-shard-changed" and problem.where.startswith("expansion-default-")
 
 
 def test_the_command_says_why_parameters_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:
     change(broken / open_checkpoint(broken).tensors[name].file, name, (-1, 0))
     # the base is as it was, and what is no base tensor may have been trained: only the blocks do not come back
     assert verify(broken, record=False).passed
-    with pytest.raises(CheckpointError, match=r"expansion-default-00001-of-00001.safetensors: sha256"):
+    with refused("fused-shard-changed", "expansion-default-00001-of-00001.safetensors", CheckpointError):
         merge(broken, tmp_path / "blocks", "blocks")
     # another run would be of another file, so no part of this one is kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
@@ -349,9 +349,9 @@ def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Pat
     text = code.read_text()
     assert "            y_up = product(base, w21, y)\n" in text
     code.write_text(text.replace("y_up = product(base, w21, y)\n", "y_up = 2 * product(base, w21, y)\n"))
-    message = refusal(merge, copy, tmp_path / "fused", run=RunOptions(trust_remote_code=True), error=CheckpointError)
-    assert f"{tmp_path / 'fused'}: not written, its logits drift by " in message
-    assert "expected at most 0.0001 of the largest logit, which is what rounding in float32 does." in message
+    (problem,) = problems(merge, copy, tmp_path / "fused", run=RunOptions(trust_remote_code=True))
+    assert (problem.code, problem.where) == ("merge-drift", f"{tmp_path / 'fused'}")
+    assert problem.values["share"] > problem.values["tolerance"] == TOLERANCES["float32"]
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["other"]
 
 
@@ -401,26 +401,24 @@ def test_an_interrupted_merge_leaves_nothing_and_continues(expanded: Path, fused
 
 def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[..., Path], tmp_path: Path) -> None:
     base, out = base_of("qwen3", "float32", True), tmp_path / "out"
-    assert refusal(merge, expanded, out, "blocks", error=CheckpointError) == (
-        f"{expanded}: is an expanded model, expected a fused one. Fuse it: scale-surgery merge {expanded} --to fused "
-        "-o FUSED."
-    )
-    assert refusal(merge, expanded, fused, error=CheckpointError) == (
-        f"{fused}: exists already. Choose another output folder, or give --overwrite."
-    )
-    assert "Choose another output folder." in refusal(merge, expanded, expanded / "inside", error=CheckpointError)
     (prompts := tmp_path / "old" / "prompts.txt").parent.mkdir()
     prompts.write_text("a")
-    assert f"lies inside, around or at the input {prompts}" in refusal(
-        merge, expanded, prompts.parent, probes=Probes(prompts_file=prompts), overwrite=True, error=CheckpointError
-    )
-    apart = (
-        f"{fused}: is fused, its blocks are joined with the base's tensors, expected blocks of their own. Take them "
-        f"apart first: scale-surgery merge {fused} --to blocks -o EXPANDED."
-    )
-    assert refusal(merge, fused, out, error=CheckpointError) == apart
-    assert refusal(train, fused, [base / "config.json"], out, TrainingSettings(steps=1), error=CheckpointError) == apart
-    assert refusal(route_export, fused, out, error=CheckpointError) == apart
+    with refused("form-expanded-not-fused", expanded):
+        merge(expanded, out, "blocks")
+    with refused("output-exists", fused):
+        merge(expanded, fused)
+    with pytest.raises(CheckpointError) as inside:
+        merge(expanded, expanded / "inside")
+    assert {problem.code for problem in inside.value.problems} == {"output-touches-input"}
+    with refused("output-touches-input", prompts.parent):
+        merge(expanded, prompts.parent, probes=Probes(prompts_file=prompts), overwrite=True)
+    for call in (
+        lambda: merge(fused, out),
+        lambda: train(fused, [base / "config.json"], out, TrainingSettings(steps=1)),
+        lambda: route_export(fused, out),
+    ):
+        with refused("form-fused-not-expanded", fused):
+            call()
     assert not out.exists()
 
 
@@ -468,6 +466,13 @@ def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: P
     )
 
 
+def damaged_piece(path: Path, out: Path, to: Any) -> str:
+    """The first of the tensors for which a merge is refused, in words."""
+    (problem,) = problems(merge, path, out, to)
+    assert (problem.code, problem.where) == ("blocks-damaged", f"{path}")
+    return problem.details[0].phrase
+
+
 @pytest.mark.parametrize("to", ["fused", "stock"])
 def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
     expanded_of: Callable[..., Path], tmp_path: Path, to: Any
@@ -478,12 +483,10 @@ def test_a_missing_or_misshapen_block_is_named_before_anything_is_written(
     with edited(shard) as tensors:
         shape = tuple(tensors[name].shape)
         tensors[name] = tensors[name][1:].contiguous()
-    text = refusal(merge, path, tmp_path / "out", to, error=CheckpointError)
-    assert text.splitlines()[0] == f"{name}: shape {(shape[0] - 1, shape[1])}, expected {shape}."
+    assert f"{name}: shape {(shape[0] - 1, shape[1])}, expected {shape}" in damaged_piece(path, tmp_path / "out", to)
     with edited(shard) as tensors, edited(path / "model.safetensors.index.json") as index:
         del index["weight_map"][name], tensors[name]
-    text = refusal(merge, path, tmp_path / "out", to, error=CheckpointError)
-    assert text.startswith(f"{name}: is missing, expected shape {shape}.")
+    assert f"{name}: is missing" in damaged_piece(path, tmp_path / "out", to)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -579,11 +582,9 @@ def test_texts_that_make_no_whole_model_are_not_written(fused: Path, tmp_path: P
         texts = content["fused"]["texts"]
         before, texts[file] = texts[file], change_text(texts[file])
         assert texts[file] != before
-    text = refusal(merge, broken, tmp_path / "blocks", "blocks", error=CheckpointError)
-    assert reason in text and text.splitlines()[-1] == (
-        f"{broken}: not taken apart, the texts that its surgery.json keeps of the blocks make a model that is not what "
-        "was written. Restore surgery.json from where you got it, or merge the expanded model again."
-    )
+    (problem,) = problems(merge, broken, tmp_path / "blocks", "blocks")
+    assert (problem.code, problem.where) == ("blocks-not-restored", f"{broken}")
+    assert any(reason in detail.phrase for detail in problem.details)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 
 

@@ -34,11 +34,12 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.errors import Problem
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery.merge_stock import stock_config
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import digests, edited, load, shake
+from tests.conftest import digests, edited, load, problems, refused, shake
 from tests.each import mostly
 from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES as TINY
@@ -299,7 +300,7 @@ def test_every_path_reads_new_tokens(base_of, tmp_path):
 def test_strict_cosine_is_not_fused(base_of, tmp_path):
     wide = expand(base_of("llama"), WIDE, tmp_path / "wide").path
     routed = route_export(wide, tmp_path / "routed", CosineRouter(threshold=0.9, strict=True)).path
-    with pytest.raises(PlanError, match=r"strict\) and has new tokens, which its base path never gives"):
+    with refused("fused-router-and-tokens", "--to fused"):
         merge(routed, tmp_path / "fused")
 
 
@@ -320,8 +321,10 @@ def test_beside_others(base_of, tmp_path):
     rows = model(OLD.repeat(2, 1), expansion_names=["law", None]).logits
     assert (rows.softmax(-1)[..., ROWS:] == 0).all()
     assert digests(strip(both, tmp_path / "base").path) == digests(base)
-    with pytest.raises(PlanError, match="default and words: each adds tokens to the tokenizer, expected one that does"):
-        compose(base, {"default": parts[0], "words": parts[2]}, tmp_path / "two")
+    with_tokens = {"default": parts[0], "words": parts[2]}
+    assert problems(compose, base, with_tokens, tmp_path / "two", error=PlanError) == [
+        Problem("expansions-add-tokens", "expansions", names=["default", "words"])
+    ]
     # one more in a folder that has one, with new tokens and without
     extended = expand(law, Request("none", new_tokens=TOKENS, name="words"), tmp_path / "again").path
     assert torch.equal(new_ids(extended), ids)

@@ -21,6 +21,7 @@ from scale_surgery import (
     TrainingSettings,
     adopt,
     apply,
+    compose,
     evaluate,
     expand,
     extract,
@@ -38,7 +39,7 @@ from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, Unsup
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
-from tests.conftest import digests, edited, refusal
+from tests.conftest import digests, edited, refusal, refused
 from tests.each import mostly
 from tests.interrupted_steps import run_apart
 from tests.own_code import save_pine
@@ -191,8 +192,10 @@ def test_the_base_comes_back_and_the_expansion_travels(made: Any, tmp_path: Path
     assert digests(strip(wide, tmp_path / "stripped").path) == digests(base)
     taken = extract(wide, tmp_path / "extract").path
     assert digests(apply(taken, tmp_path / "applied", base).path) == digests(wide)
-    with pytest.raises(PlanError, match="was made on a model with code of its own, whose classes"):
+    with refused("own-code-in-memory", taken, PlanError):
         load_expansion(base, taken)
+    with refused("own-code-composed", "one", PlanError):
+        compose(base, {"one": taken}, tmp_path / "composed")
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 from scale_surgery import Request, expand, extract, load_expansion, strip, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.errors import CheckpointError
-from tests.conftest import digests, edited, refusal, shake
+from scale_surgery.errors import CheckpointError, Problem
+from tests.conftest import digests, edited, problems, shake
 
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 3
 GROUP = 32  # values that share a scale
@@ -97,11 +97,10 @@ def test_an_expansion_goes_onto_them_in_memory(base, tmp_path):
     expected = logits(made.path)
     assert torch.equal(logits(load_expansion(base, extracted)), expected)
     model = AutoModelForCausalLM.from_pretrained(base)
-    assert refusal(load_expansion, model, extracted, error=CheckpointError) == (
-        "model: 6 of its tensors, such as model.layers.0.mlp.experts.gate_up_proj, were dequantised while it was "
-        "loaded, and cannot be compared with those of base. Give its folder or Hub id; or check=False, and no promise "
-        "is made."
-    )
+    names = [f"model.layers.{layer}.mlp.experts.{part}_proj" for layer in range(3) for part in ("gate_up", "down")]
+    assert problems(load_expansion, model, extracted) == [
+        Problem("base-dequantised", "model", tensors=names, base="base")
+    ]
     assert torch.equal(logits(load_expansion(model, extracted, check=False)), expected)
     with edited(base / "model.safetensors") as tensors:
         tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 0, 0] += 1
