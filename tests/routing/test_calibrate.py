@@ -57,7 +57,7 @@ from scale_surgery.surgery.routers import router_of, weights_of
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.tokenizing import collate, pad, stride, tokenize
 from tests.command import run
-from tests.conftest import Bars, digests, edited, load, refusal, shake
+from tests.conftest import Bars, digests, edited, load, refusal, refused, shake
 from tests.each import mostly
 from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
@@ -572,8 +572,8 @@ def test_nothing_is_written_where_something_fails(
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
-    message = refusal(route_calibrate, *texts, free("posterior", write=True, plot=plot), error=CheckpointError)
-    assert message == f"{model}: cannot be written (Input/output error). Check the folder."
+    with refused("folder-unwritable", model, CheckpointError):
+        route_calibrate(*texts, free("posterior", write=True, plot=plot))
     assert digests(model) == before and not list(plot.parent.iterdir())
     monkeypatch.undo()
     done = route_calibrate(*texts, free("posterior", write=True, plot=plot))
@@ -587,23 +587,14 @@ def test_nothing_is_written_where_something_fails(
 def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
-    for model, reason in (
-        (
-            place / "base",
-            "is no expanded model, expected a routed one. Make one: scale-surgery expand, then scale-surgery "
-            "route-export.",
-        ),
-        (place / "wide", f"has no router. Give it one: scale-surgery route-export {place}/wide -o ROUTED."),
-        (
-            tmp_path / "none",
-            "not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name --local-dir "
-            "FOLDER.",
-        ),
-        (bare, "has no surgery.json, another trainer saved it, expected an expanded folder."),
+    for model, code in (
+        (place / "base", "model-unrouted"),
+        (place / "wide", "model-unrouted"),
+        (tmp_path / "none", "folder-missing"),
+        (bare, "form-saved-not-expanded"),
     ):
-        writing = CalibrationSettings(write=True)
-        message = refusal(route_calibrate, model, old(place), new(place), writing, error=CheckpointError)
-        assert message.startswith(f"{model}: {reason}")
+        with refused(code, model, CheckpointError):
+            route_calibrate(model, old(place), new(place), CalibrationSettings(write=True))
 
 
 @pytest.mark.usefixtures("unloaded")

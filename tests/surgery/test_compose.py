@@ -202,7 +202,7 @@ def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_pa
         ),
         (
             lambda: compose(llama.base, {"law": law}, out, routing={"prior": None}),
-            "router: is {'prior': None}, expected one such as scale_surgery.Post",
+            "router is {'prior': None}, expected one such as scale_surgery.Post",
         ),
     ):
         with pytest.raises(PlanError) as refused:

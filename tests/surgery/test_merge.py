@@ -36,12 +36,13 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.errors import Problem
 from scale_surgery.running.drift import measure_drift
 from scale_surgery.surgery.fused import check_fusible
 from scale_surgery.surgery.joining import join_pieces, joined_tensors, take_piece
 from scale_surgery.surgery.record import read_manifest
 from tests.command import run
-from tests.conftest import REQUESTS, digests, edited, load, refusal, shake
+from tests.conftest import REQUESTS, digests, edited, load, problems, refusal, refused, shake
 from tests.each import each_shape, mostly
 from tests.routed import between
 from tests.tiny import FAMILIES, save_tiny
@@ -462,10 +463,8 @@ def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: P
     with edited(broken / "surgery.json") as content:
         name = next(iter(content["expansions"]["default"]["tensors"]))
         content["base_tensors"][name] = content["base_tensors"]["model.norm.weight"]
-    assert refusal(verify, broken, error=CheckpointError) == (
-        f"{broken / 'surgery.json'}: {name} is said to be a base tensor and a new one. Do not use this checkpoint "
-        "before you know who made it."
-    )
+    wanted = Problem("record-tensor-both", broken / "surgery.json", tensor=name)
+    assert problems(verify, broken, error=CheckpointError) == [wanted]
 
 
 @pytest.mark.parametrize("to", ["fused", "stock"])
@@ -493,8 +492,8 @@ def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, part: str, va
     shutil.copy(fused / "surgery.json", tmp_path)
     with edited(tmp_path / "surgery.json") as content:
         content["fused"][part] = value
-    text = refusal(read_manifest, tmp_path, error=CheckpointError)
-    assert re.fullmatch(r".*surgery.json: is incomplete \(.+\). Restore it from where you got it.", text)
+    with refused("record-incomplete", tmp_path / "surgery.json", CheckpointError):
+        read_manifest(tmp_path)
 
 
 def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: Path) -> None:
