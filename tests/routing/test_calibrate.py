@@ -31,6 +31,7 @@ from scale_surgery import (
     route_export,
     set_routing,
 )
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
@@ -57,7 +58,7 @@ from scale_surgery.surgery.routers import router_of, weights_of
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.tokenizing import collate, pad, stride, tokenize
 from tests.command import run
-from tests.conftest import Bars, digests, edited, load, refusal, refused, shake
+from tests.conftest import Bars, digests, edited, load, problems, refusal, refused, shake
 from tests.each import mostly
 from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
@@ -671,15 +672,18 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
 def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "cosine", tmp_path / "odd"))
     config = json.loads((model / "config.json").read_text())
-    for change, reason in (
-        ({"threshold": 7}, "threshold: is 7, expected a cosine, from -1 to 1."),
-        ({"router": "dice"}, "router is 'dice', expected one of posterior, cosine."),
+    place_of = "scale_surgery.router"
+    words = "threshold: is 7, expected a cosine, from -1 to 1"
+    unknown = Problem("router-unknown", f"{place_of}.router", name="dice", choices=["posterior", "cosine"])
+    for change, wanted in (
+        ({"threshold": 7}, Problem("other-program", place_of, error=words)),
+        ({"router": "dice"}, unknown),
     ):
         router = config["scale_surgery"]["router"] | change
         spoiled = config | {"scale_surgery": config["scale_surgery"] | {"router": router}}
         (model / "config.json").write_text(json.dumps(spoiled))
-        message = refusal(route_calibrate, model, old(place), new(place), error=PlanError)
-        assert message == f"config.json: scale_surgery.router.{reason} Restore it from where you got it."
+        found = problems(route_calibrate, model, old(place), new(place), error=CheckpointError)
+        assert found == [Problem("record-incomplete", "config.json", wanted)]
 
 
 # the table
