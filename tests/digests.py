@@ -73,9 +73,9 @@ def stop_the_clock() -> None:
             continue
         module = importlib.import_module(found.name)
         if getattr(module, "datetime", None) is datetime:
-            setattr(module, "datetime", Noon)
+            module.datetime = Noon
         if getattr(module, "time", None) is time:
-            setattr(module, "time", clock)
+            module.time = clock
 
 
 def without_measured(value: Any) -> Any:

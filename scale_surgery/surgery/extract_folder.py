@@ -156,7 +156,7 @@ def content_problems(
     return [
         *_tensor_problems(manifest, tensors),
         *(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was." for name in manifest.changed_texts),
-        *config_problems(manifest, config),
+        *map(str, config_problems(manifest, config)),
         *_code_problems(manifest, files),
         *_remote_code_problems(path, manifest, files),
     ]

@@ -8,6 +8,7 @@ strip without the base at hand. What follows from these is not stored: a plan is
 from __future__ import annotations
 
 import platform
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -25,8 +26,8 @@ from scale_surgery.checkpoint.listing import check_folder, is_left_link, linked_
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.records import read_record_file, reading
-from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, in_one_line, name_some
+from scale_surgery.checkpoint.records import RecordError, read_record_file, reading
+from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError
 from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.base import Base, BaseFacts, check_facts, check_layers
@@ -140,13 +141,11 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Name of the only expansion; PlanError names each where there are several."""
+        """Name of the only expansion; PlanError names each if there are several."""
+        first = next(iter(self.expansions))
         if len(self.expansions) > 1:
-            raise PlanError(
-                f"--name: is missing, and the model has {len(self.expansions)} expansions: "
-                f"{', '.join(self.expansions)}. Say which: --name {next(iter(self.expansions))}."
-            )
-        return next(iter(self.expansions))
+            raise PlanError(Problem("expansion-unchosen", "--name", names=list(self.expansions), first=first))
+        return first
 
     @property
     def plan(self) -> Plan:
@@ -295,16 +294,15 @@ def read_manifest(path: Path) -> Manifest:
     stored = read_stored(file)
     with reading(file):
         if not stored.expansions:
-            raise PlanError("expansions is empty")
+            raise RecordError(Problem("value-empty", "expansions"))
         routing = read_router(stored.routing, len(stored.expansions), "routing")
         # a config that is missing is named with other files
         config = parse_json(stored.replaced.get(CONFIG_FILE, "{}"))
         if not isinstance(config, dict):
-            raise PlanError(f"replaced.{CONFIG_FILE}")
-        if problems := list(kernel_problems(config)):
-            raise CheckpointError.from_problems(
-                f"{MANIFEST_FILE}: replaced.{CONFIG_FILE}.{problem}" for problem in problems
-            )
+            value = reprlib.repr(stored.replaced[CONFIG_FILE])
+            raise RecordError(Problem("value-unfit", f"replaced.{CONFIG_FILE}", value=value, kind="a JSON object"))
+        if problems := [problem.within(f"{file}: replaced.{CONFIG_FILE}") for problem in kernel_problems(config)]:
+            raise CheckpointError(*problems)
         tensors = {
             name: TensorInfo(name, "", info.dtype, info.shape, 0, prod(info.shape) * DTYPE_BYTES.get(info.dtype, 1))
             for name, info in stored.base_tensors.items()
@@ -332,60 +330,39 @@ def refuse_fused(path: Path, manifest: Manifest) -> None:
 def refuse_linked(path: Path, manifest: Manifest | None) -> None:
     """Refuse a model whose copy would lack files: those that are links out of its folder; each is named."""
     files = [] if manifest is None else [*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code]
-    linked = [name for name in dict.fromkeys(files) if name is not None and is_left_link(path, name)]
-    problems = [
-        f"{name}: is a symbolic link that leads out of {path}, expected the file that {MANIFEST_FILE} names. "
-        "Put the file itself in its place."
-        for name in linked
-    ]
-    problems += [
-        f"{name}: is a symbolic link that leads out of {path} and is not followed, and without it the model would not "
-        "be whole. Put the file itself in its place, or take the link away."
-        for name in linked_parts(path)
-        if name not in linked
-    ]
-    if problems:
-        raise CheckpointError.from_problems(problems)
+    linked = [name for name in files if name is not None and is_left_link(path, name)]
+    if names := dict.fromkeys([*linked, *linked_parts(path)]):
+        raise CheckpointError(*(Problem("file-is-link", name, folder=path) for name in names))
 
 
 def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry: RecordEntry) -> ExpansionRecord:
     """The record of an expansion, its plan made again."""
     request, facts = entry.request, entry.facts
     if request.name != name or not name.isidentifier():
-        raise PlanError(f"expansions.{name} is called {request.name!r} in its request")
+        kind = repr(name) if name.isidentifier() else "letters, digits and underscores"
+        place = f"expansions.{name}.request.name"
+        raise RecordError(Problem("value-unfit", place, value=repr(request.name), kind=kind))
     check_layers(facts.architecture, facts.sizes.layers, base.tensors)
     try:
         check_facts(facts)
         plan = plan_expansion(Base(base, facts), request, name=manifest.base_name, revision=manifest.base_revision)
     except SurgeryError as error:
-        raise PlanError(f"expansions.{name}: {in_one_line([line.rstrip('.') for line in error.lines])}") from error
+        raise RecordError(*(problem.within(f"expansions.{name}") for problem in error.problems)) from error
     both = [tensor.name for tensor in plan.tensors if tensor.name in base.tensors]
     if both:
-        raise CheckpointError.from_problems(
-            f"{file}: {tensor} is said to be a base tensor and a new one. Do not use this checkpoint before you know "
-            "who made it."
-            for tensor in both[:10]
-        )
+        raise CheckpointError(*(Problem("record-tensor-both", file, tensor=tensor) for tensor in both))
     return ExpansionRecord(plan, entry.tensors, entry.trained, entry.training, entry.forced_base)
 
 
 def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that config.json names the same duplicated layers as surgery.json: names of tensors follow from them."""
     numbering, expected = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.numbering
+    place = f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY}"
     if numbering != expected:
-        raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY} names {_copied(numbering)} as duplicated, expected "
-            f"{_copied(expected)} from {MANIFEST_FILE}. Restore config.json from where you got it."
-        )
+        copied, recorded = ([] if each is None else list(each.copied) for each in (numbering, expected))
+        raise CheckpointError(Problem("config-copies-differ", place, copied=copied, recorded=recorded))
     if CONFIG_KEY not in checkpoint.config:
-        raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: has no {CONFIG_KEY}, expected what {MANIFEST_FILE} says of its layers. "
-            "Restore config.json from where you got it."
-        )
-
-
-def _copied(numbering: Numbering | None) -> str:
-    return "no layer" if numbering is None else f"layers {', '.join(map(str, numbering.copied))}"
+        raise CheckpointError(Problem("config-specs-missing", place))
 
 
 def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:
@@ -393,7 +370,7 @@ def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:
     if fused is None:
         return []
     if not fused["shards"]:
-        raise PlanError("fused.shards is empty")
+        raise RecordError(Problem("value-empty", "fused.shards"))
     check_headers({shard: record["header"] for shard, record in fused["shards"].items()}, "fused.shards")
     return [*fused["shards"], *fused["texts"]]
 
@@ -403,7 +380,8 @@ def _check_renumbered(manifest: Manifest) -> None:
     known = {entry.stored_as for entry in manifest.base_files.values()}
     are_shards = known.issuperset(headers) and all(name.endswith(".safetensors") for name in headers)
     if not are_shards or (headers and manifest.numbering is None):
-        raise PlanError("renumbered")
+        kind = "shards of the base, in a model with duplicated layers"
+        raise RecordError(Problem("value-unfit", "renumbered", value=reprlib.repr(list(headers)), kind=kind))
     check_headers(headers, "renumbered")
 
 
@@ -418,41 +396,29 @@ def _check_fused(manifest: Manifest) -> None:
     }
     for place, tensors in known.items():
         if unknown := [name for name in tensors if name not in manifest.planned]:
-            raise PlanError(f"expansions.{place} names {name_some(unknown)}, which this expansion does not have")
+            raise RecordError(Problem("record-tensor-unknown", f"expansions.{place}", names=unknown))
     held = {name for record in manifest.joined_shards.values() for name in parse_json(record["header"])}
     if missing := [name for name in manifest.base_tensors if name not in held]:
-        raise PlanError(f"fused.shards names no {name_some(missing)}, expected every tensor of the base")
+        raise RecordError(Problem("record-tensor-missing", "fused.shards", names=missing))
 
 
 def _check_names(file: Path, manifest: Manifest) -> None:
     """Refuse names of files that lead out of the folder, and files of which a text is missing."""
     files, replaced = manifest.base_files, manifest.replaced
     stored = [entry.stored_as for entry in files.values() if entry.stored_as is not None]
-    problems = [
-        f"{file}: {name!r} is said to be a file of the model, expected a name inside the folder. "
-        "Do not use this checkpoint before you know who made it."
-        for name in [*files, *stored, *manifest.code, *_fused_names(manifest.fused)]
-        if not is_inside(name)
-    ]
-    problems += [
-        f"{file}: is incomplete, the text of {name} is missing. Restore it from where you got it."
-        for name, entry in files.items()
-        if entry.stored_as is None and not isinstance(replaced.get(name), str)
-    ]
-    problems += [
-        f"{file}: is incomplete, replaced.{name} is no file of the base. Restore it from where you got it."
-        for name in replaced
-        if name not in files
-    ]
-    if CONFIG_FILE not in files:
-        problems.append(
-            f"{file}: is incomplete, the base's {CONFIG_FILE} is missing. Restore it from where you got it."
-        )
+    names = [*files, *stored, *manifest.code, *_fused_names(manifest.fused)]
+    if outside := [name for name in names if not is_inside(name)]:
+        raise CheckpointError(*(Problem("record-escape", file, name=name) for name in outside))
+    texts = [name for name, entry in files.items() if entry.stored_as is None]
+    problems = [Problem("key-missing", f"replaced.{name}") for name in texts if name not in replaced]
+    problems += [Problem("key-unknown", f"replaced.{name}") for name in replaced if name not in files]
+    problems += [Problem("key-missing", f"base_files.{CONFIG_FILE}")] if CONFIG_FILE not in files else []
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise RecordError(*problems)
 
 
 def check_name(name: str | None, manifest: Manifest, path: Path) -> None:
     """Check that a folder has an expansion of this name, if one is given."""
     if name is not None and name not in manifest.expansions:
-        raise PlanError(f"--name: is {name}, expected an expansion of {path}: {' or '.join(manifest.expansions)}.")
+        names = list(manifest.expansions)
+        raise PlanError(Problem("expansion-unknown", "--name", name=name, folder=path, names=names))

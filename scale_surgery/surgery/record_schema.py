@@ -9,7 +9,8 @@ from typing import Annotated, Any, NotRequired
 from typing_extensions import TypedDict
 
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.records import open_record, read_record
+from scale_surgery.checkpoint.records import RecordError, open_record, read_record
+from scale_surgery.errors import Problem
 from scale_surgery.fields import Range
 from scale_surgery.planning.request import Request
 
@@ -104,13 +105,13 @@ class StockRecord:
 
 
 def check_headers(headers: Mapping[str, str], place: str) -> None:
-    """Check the texts of recorded headers, by shard; a ValueError calls them by their `place` in the record."""
+    """Check the texts of recorded headers, by shard; RecordError calls them by their `place` in the record."""
     parsed = {}
     for shard, text in headers.items():
         try:
             parsed[shard] = parse_json(text)
         except ValueError as error:
-            raise ValueError(f"{place}.{shard} is no header of a shard: {error}") from error
+            raise RecordError(Problem("record-header-unreadable", f"{place}.{shard}", error=error)) from error
         if isinstance(parsed[shard], dict):
             parsed[shard].pop("__metadata__", None)
     read_record(parsed, dict[str, dict[str, HeaderEntry]], place)

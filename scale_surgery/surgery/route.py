@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_te
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
@@ -89,7 +89,7 @@ def route_export(
     if len(manifest.expansions) == 1:
         refuse(manifest.plan.method, "route", expanded)
         if problems := path_problems_of(manifest.plan):
-            raise PlanError.from_problems(problems)
+            raise PlanError(*problems)
     check_numbering(checkpoint, manifest)
     check_paths_differ(routing, bool(_forks(manifest)))
     return _write(checkpoint, manifest, routing, Path(output), base_weights, track, overwrite=overwrite)
@@ -121,13 +121,9 @@ def unroute(
     checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
     refuse_fused(checkpoint.path, manifest)
     if manifest.routing is None:
-        raise CheckpointError(f"{routed}: has no router, expected a model made by scale-surgery route-export.")
+        raise CheckpointError(Problem("model-unrouted", routed))
     if len(manifest.expansions) > 1:
-        raise PlanError(
-            f"--router none: {routed} has {len(manifest.expansions)} expansions ({', '.join(manifest.expansions)}), "
-            "which only a router mixes. Take one out (scale-surgery extract --name), or choose one in Python: "
-            "model.set_expansion(NAME)."
-        )
+        raise PlanError(Problem("router-needed", routed, names=list(manifest.expansions)))
     return _write(checkpoint, manifest, None, Path(output), base_weights, track, overwrite=overwrite)
 
 
@@ -146,17 +142,15 @@ def set_routing(routed: str | Path, routing: Router) -> None:
     routing = router_for(routing, len(manifest.expansions))
     refuse_fused(checkpoint.path, manifest)
     before, names = manifest.routing, tuple(manifest.expansions)
-    if before is None or before.router != routing.router or before.paths(names) != routing.paths(names):
-        described = "none" if before is None else describe_router(before)
-        raise CheckpointError(
-            f"{routed}: its router is {described}; it cannot become {describe_router(routing)}. Export anew."
-        )
+    if before is None:
+        raise CheckpointError(Problem("model-unrouted", routed))
+    if before.router != routing.router or before.paths(names) != routing.paths(names):
+        values = {"router": describe_router(before), "wanted": describe_router(routing)}
+        raise CheckpointError(Problem("router-other", routed, **values))
     check_numbering(checkpoint, manifest)
     if not isinstance(settings := checkpoint.config[CONFIG_KEY].get(ROUTER_KEY), dict):
-        raise CheckpointError(
-            f"{checkpoint.path / CONFIG_FILE}: scale_surgery.router is {settings!r}, expected how the model routes. "
-            "Restore config.json from where you got it."
-        )
+        place = f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY}.{ROUTER_KEY}"
+        raise CheckpointError(Problem("config-specs", place, value=settings))
     text = read_text(checkpoint, CONFIG_FILE)
     try:
         write_json(checkpoint.path / CONFIG_FILE, with_router(checkpoint.config, routing))
@@ -167,7 +161,7 @@ def set_routing(routed: str | Path, routing: Router) -> None:
             write_text(checkpoint.path / CONFIG_FILE, text)
         if not isinstance(error, OSError):
             raise
-        raise CheckpointError(f"{routed}: cannot be written ({error.strerror or error}). Check the folder.") from error
+        raise CheckpointError(Problem("folder-unwritable", routed, error=error.strerror or error)) from error
 
 
 def _write(

@@ -12,7 +12,8 @@ from scale_surgery.checkpoint.expansions import BASE_NAME, DEFAULT_NAME, PRESERV
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.errors import CheckpointError, PlanError, in_one_line
+from scale_surgery.checkpoint.records import RecordError, reading
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.modeling.expanded_routers import ROUTERS, CosineRouter, PosteriorRouter, Router, make_router
 
@@ -43,18 +44,16 @@ class RouterOptions:
     def make(self) -> Router:
         """The router with its numbers."""
         if problems := problems_of(self):
-            raise PlanError.from_problems(problems)
+            raise PlanError(*problems)
         kind = ROUTERS[self.router]
         taken = {option.name for option in fields(kind)}
         foreign = [
-            option.name
+            Problem("option-of-other-router", f"--{option.name.replace('_', '-')}", router=self.router)
             for option in fields(self)
             if option.name not in taken and getattr(self, option.name) != option.default
         ]
         if foreign:
-            raise PlanError.from_problems(
-                f"--{name.replace('_', '-')} does not go with --router {self.router}." for name in foreign
-            )
+            raise PlanError(*foreign)
         options = [option.name for option in fields(self) if option.name in taken and option.name != "router"]
         router: Router = kind(**{name: getattr(self, name) for name in options})
         return router
@@ -63,47 +62,45 @@ class RouterOptions:
 def check_paths_differ(router: Router, has_w12: bool) -> None:
     """Check that a router has something to compare."""
     if isinstance(router, CosineRouter) and not has_w12:
-        raise PlanError(
-            "router: cosine compares the base logits of both paths, and without W12 they are equal for every token; "
-            "expected an adapt model. Take --router posterior, which also weighs what the up stream adds."
-        )
+        raise PlanError(Problem("paths-alike", "router"))
 
 
 def router_for(router: Router, expansions: int) -> Router:
     """A router with all its numbers, for so many expansions; refused if they make no sense for them."""
     if type(router) not in ROUTERS.values():
-        raise PlanError(f"router: is {router!r}, expected one such as scale_surgery.PosteriorRouter().")
+        kind = "one such as scale_surgery.PosteriorRouter()"
+        raise PlanError(Problem("value-unfit", "router", value=repr(router), kind=kind))
     try:
         settings = router.for_expansions(expansions).settings
     except (TypeError, ArithmeticError):
         settings = router.settings
     if problems := _problems(settings, expansions, ""):
-        raise PlanError.from_problems(f"{problem}." for problem in problems)
+        raise PlanError(*problems)
     return make_router(settings, expansions)
 
 
 def read_router(settings: Any, expansions: int, place: str) -> Router | None:
-    """Make the router of plain JSON values, None of None; messages call the values by their `place` in the file."""
+    """Make the router of plain JSON values, None of None; RecordError calls them by their `place` in the file."""
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
-        raise PlanError(f"{place} is {settings!r}, expected an object")
+        raise RecordError(Problem("value-unfit", place, value=reprlib.repr(settings), kind="an object"))
     if problems := _problems(settings, expansions, place):
-        raise PlanError(in_one_line(problems))
+        raise RecordError(*problems)
     return make_router(dict(settings), expansions)
 
 
-def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[str]:
-    """What is wrong with the settings of a router; no number is guessed."""
+def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[Problem]:
+    """List the problems of a router's settings; no number is guessed."""
     inside = f"{place}." if place else ""
     if not isinstance(name := settings.get("router"), str) or name not in ROUTERS:
-        return [f"{inside}router is {name!r}, expected one of {', '.join(ROUTERS)}"]
+        return [Problem("router-unknown", f"{inside}router", name=name, choices=list(ROUTERS))]
     # the default of each number shows its type
     defaults = ROUTERS[name]().for_expansions(expansions).settings
-    problems = [f"{inside}{key} is missing" for key in defaults if settings.get(key) is None]
-    problems += [f"{inside}{key} is unknown" for key in settings if key not in defaults]
+    problems = [Problem("key-missing", f"{inside}{key}") for key in defaults if settings.get(key) is None]
+    problems += [Problem("key-unknown", f"{inside}{key}") for key in settings if key not in defaults]
     problems += [
-        f"{inside}{key} is {reprlib.repr(settings[key])}, expected {KINDS[type(value)]}"
+        Problem("value-unfit", f"{inside}{key}", value=reprlib.repr(settings[key]), kind=KINDS[type(value)])
         for key, value in defaults.items()
         if settings.get(key) is not None and not _has_type_of(settings[key], value)
     ]
@@ -112,7 +109,8 @@ def _problems(settings: Mapping[str, Any], expansions: int, place: str) -> list[
     try:
         make_router(dict(settings), expansions)
     except ValueError as error:
-        return [f"{inside}{line.removesuffix('.')}" for line in str(error).split("\n")]
+        # lines of exported code, such as "prior: is ..."
+        return [Problem("other-program", place, error=line.removesuffix(".")) for line in str(error).split("\n")]
     return []
 
 
@@ -125,24 +123,17 @@ def _has_type_of(value: Any, default: Any) -> bool:
 
 
 def router_of(specs: Mapping[str, Any]) -> Router | None:
-    """How a model routes, by the key `scale_surgery` of its config.json; None where it does not."""
-    try:
+    """Read how a model routes from the key `scale_surgery` of its config.json; None if it does not."""
+    with reading(Path(CONFIG_FILE)):
         return read_router(specs.get(ROUTER_KEY), len(specs_of_expansions(specs)), f"{CONFIG_KEY}.{ROUTER_KEY}")
-    except PlanError as error:
-        raise PlanError(f"{CONFIG_FILE}: {error}. Restore it from where you got it.") from error
 
 
 def routing_of(model: str | Path, checkpoint: Checkpoint) -> tuple[Router, tuple[str, ...]]:
-    """The router in the config.json of a model, which messages call by its name, and the names of its paths."""
-    specs = checkpoint.config.get(CONFIG_KEY)
-    if specs is None:
-        raise CheckpointError(
-            f"{model}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
-            "scale-surgery route-export."
-        )
+    """Read the router of a model and the names of its paths from its config.json; errors call the model by its name."""
+    specs = checkpoint.config.get(CONFIG_KEY, {})
     router = router_of(specs)
     if router is None:
-        raise CheckpointError(f"{model}: has no router. Give it one: scale-surgery route-export {model} -o ROUTED.")
+        raise CheckpointError(Problem("model-unrouted", model))
     return router, sides_of(router, specs)
 
 

@@ -9,9 +9,9 @@ from scale_surgery.checkpoint.files import BaseWeights, take_over
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.names import EXTRACT_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import EXTRACT_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.parts import rebuild_shard, restore
 from scale_surgery.surgery.record import read_manifest
@@ -67,12 +67,12 @@ def strip(
     is_written = base_weights == "copy" or manifest.joined_shards or manifest.renumbered
     check_space(target, total if is_written else 0)
     missing = [
-        f"{file.stored_as}: not found in {path}, it holds the base's {name}. Restore it from where you got it."
+        Problem("base-file-missing", file.stored_as, file=name)
         for name, file in manifest.base_files.items()
         if file.stored_as not in (None, *manifest.joined_shards) and not (path / str(file.stored_as)).is_file()
     ]
     if missing:
-        raise CheckpointError.from_problems(missing)
+        raise CheckpointError(*missing)
     state = {
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
         "base_weights": base_weights,
@@ -93,13 +93,13 @@ def strip(
             restore(path, partial, manifest, place)
         with track("check by hash", total) as advance:
             hashes = hash_files(partial, list(manifest.base_files), advance)
-        changed = [name for name, file in manifest.base_files.items() if hashes[name] != file.sha256]
-        for name in changed:
-            (partial / name).unlink()  # a second run takes it over anew
+        changed = [
+            Problem("base-not-given-back", name, sha256=hashes[name], recorded=file.sha256)
+            for name, file in manifest.base_files.items()
+            if hashes[name] != file.sha256
+        ]
+        for problem in changed:
+            (partial / problem.where).unlink()  # a second run takes it over anew
         if changed:
-            raise CheckpointError.from_problems(
-                f"{name}: sha256 {hashes[name]}, expected {manifest.base_files[name].sha256} from {MANIFEST_FILE}. The "
-                "file was changed after the expansion: the base cannot be given back from this folder."
-                for name in changed
-            )
+            raise CheckpointError(*changed)
     return Stripped(target, manifest.base_name, hashes, manifest.left_out)

@@ -255,8 +255,7 @@ def test_a_file_in_a_record_has_a_name_inside_the_folder(model: Path, tmp_path: 
     record["base_files"]["a\0b"] = record["base_files"]["generation_config.json"]
     (model / "surgery.json").write_text(json.dumps(record))
     (problem,) = refusals(VERBS[verb], model, tmp_path)
-    expected = "'a\\x00b' is said to be a file of the model, expected a name inside the folder"
-    assert str(problem).startswith(f"{model / 'surgery.json'}: {expected}")
+    assert problem == Problem("record-escape", model / "surgery.json", name="a\0b")
 
 
 def test_names_that_no_record_can_hold(llama_base: Path, tmp_path: Path) -> None:

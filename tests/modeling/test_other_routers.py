@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from scale_surgery import CheckpointError, GenerationSettings, PlanError, Probes, evaluate, generate, verify
+from scale_surgery.errors import Problem
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.modeling.expanded_routers import ROUTERS, Router
 from scale_surgery.modeling.expanded_routing import Evidence
@@ -26,7 +27,7 @@ from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.routers import describe_router
 from tests.composed import LLAMA
-from tests.conftest import load
+from tests.conftest import load, problems
 from tests.each import mostly
 from tests.routed import padded, random_ids
 from tests.routing.test_report import shown
@@ -261,5 +262,6 @@ def test_it_goes_through_every_command(
     assert [outcome.routing for outcome in result.outcomes] == [router] and result.proposed == result.present
     assert f"{name} router over 4 paths" in shown(render_calibration(result))
     monkeypatch.delitem(ROUTERS, name)
-    with pytest.raises(CheckpointError, match=rf"routing\.router is '{name}', expected one of posterior, cosine"):
-        read_manifest(routed)
+    (problem,) = problems(read_manifest, routed, error=CheckpointError)
+    wanted = Problem("router-unknown", "routing.router", name=name, choices=list(ROUTERS))
+    assert problem.details == (wanted,)

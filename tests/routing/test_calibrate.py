@@ -31,6 +31,7 @@ from scale_surgery import (
     route_export,
     set_routing,
 )
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
@@ -57,7 +58,7 @@ from scale_surgery.surgery.routers import router_of, weights_of
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.tokenizing import collate, pad, stride, tokenize
 from tests.command import run
-from tests.conftest import Bars, digests, edited, load, refusal, shake
+from tests.conftest import Bars, digests, edited, load, problems, refusal, refused, shake
 from tests.each import mostly
 from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
@@ -572,8 +573,8 @@ def test_nothing_is_written_where_something_fails(
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
-    message = refusal(route_calibrate, *texts, free("posterior", write=True, plot=plot), error=CheckpointError)
-    assert message == f"{model}: cannot be written (Input/output error). Check the folder."
+    with refused("folder-unwritable", model, CheckpointError):
+        route_calibrate(*texts, free("posterior", write=True, plot=plot))
     assert digests(model) == before and not list(plot.parent.iterdir())
     monkeypatch.undo()
     done = route_calibrate(*texts, free("posterior", write=True, plot=plot))
@@ -587,23 +588,14 @@ def test_nothing_is_written_where_something_fails(
 def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(place / "posterior", tmp_path / "bare"))
     (bare / "surgery.json").unlink()
-    for model, reason in (
-        (
-            place / "base",
-            "is no expanded model, expected a routed one. Make one: scale-surgery expand, then scale-surgery "
-            "route-export.",
-        ),
-        (place / "wide", f"has no router. Give it one: scale-surgery route-export {place}/wide -o ROUTED."),
-        (
-            tmp_path / "none",
-            "not found. Give a model folder. What lies on the Hub is fetched first: hf download org/name --local-dir "
-            "FOLDER.",
-        ),
-        (bare, "has no surgery.json, another trainer saved it, expected an expanded folder."),
+    for model, code in (
+        (place / "base", "model-unrouted"),
+        (place / "wide", "model-unrouted"),
+        (tmp_path / "none", "folder-missing"),
+        (bare, "form-saved-not-expanded"),
     ):
-        writing = CalibrationSettings(write=True)
-        message = refusal(route_calibrate, model, old(place), new(place), writing, error=CheckpointError)
-        assert message.startswith(f"{model}: {reason}")
+        with refused(code, model, CheckpointError):
+            route_calibrate(model, old(place), new(place), CalibrationSettings(write=True))
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -680,15 +672,18 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
 def test_a_router_in_config_json_that_makes_no_sense(place: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(place / "cosine", tmp_path / "odd"))
     config = json.loads((model / "config.json").read_text())
-    for change, reason in (
-        ({"threshold": 7}, "threshold: is 7, expected a cosine, from -1 to 1."),
-        ({"router": "dice"}, "router is 'dice', expected one of posterior, cosine."),
+    place_of = "scale_surgery.router"
+    words = "threshold: is 7, expected a cosine, from -1 to 1"
+    unknown = Problem("router-unknown", f"{place_of}.router", name="dice", choices=["posterior", "cosine"])
+    for change, wanted in (
+        ({"threshold": 7}, Problem("other-program", place_of, error=words)),
+        ({"router": "dice"}, unknown),
     ):
         router = config["scale_surgery"]["router"] | change
         spoiled = config | {"scale_surgery": config["scale_surgery"] | {"router": router}}
         (model / "config.json").write_text(json.dumps(spoiled))
-        message = refusal(route_calibrate, model, old(place), new(place), error=PlanError)
-        assert message == f"config.json: scale_surgery.router.{reason} Restore it from where you got it."
+        found = problems(route_calibrate, model, old(place), new(place), error=CheckpointError)
+        assert found == [Problem("record-incomplete", "config.json", wanted)]
 
 
 # the table

@@ -39,7 +39,7 @@ from scale_surgery.show.visible import visible, visible_line, visible_text
 from scale_surgery.text.documents import Document
 from scale_surgery.text.tokenizing import tokenize
 from tests.command import run
-from tests.conftest import edited, refusal, shake, shown
+from tests.conftest import edited, refusal, refused, shake, shown
 from tests.each import mostly
 from tests.text.test_tokenizing import letters, lines
 from tests.tiny import save_tiny
@@ -451,13 +451,9 @@ def test_terminal_shows_so_many_tokens_and_counts_the_rest() -> None:
 
 def test_models_and_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
     text, none = place / "story.txt", tmp_path / "none.txt"
-    assert refusal(route_report, place / "base", text, error=CheckpointError) == (
-        f"{place / 'base'}: is no expanded model, expected a routed one. Make one: scale-surgery expand, then "
-        "scale-surgery route-export."
-    )
-    assert refusal(route_report, place / "wide", text, error=CheckpointError) == (
-        f"{place / 'wide'}: has no router. Give it one: scale-surgery route-export {place / 'wide'} -o ROUTED."
-    )
+    for name in ("base", "wide"):
+        with refused("model-unrouted", place / name, CheckpointError):
+            route_report(place / name, text)
     (tmp_path / "empty.txt").write_text(" \n")
     texts = [none, tmp_path / "empty.txt", text]
     assert refusal(route_report, place / "posterior", texts, error=DataError).splitlines() == [

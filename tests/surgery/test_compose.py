@@ -207,7 +207,7 @@ def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_pa
         (lambda: compose(llama.base, {1: law}, out), "name: is 1, expected letters, digits and underscores"),
         (
             lambda: compose(llama.base, {"law": law}, out, routing={"prior": None}),
-            "router: is {'prior': None}, expected one such as scale_surgery.Post",
+            "router is {'prior': None}, expected one such as scale_surgery.Post",
         ),
     ):
         with pytest.raises(PlanError) as refused:
@@ -245,14 +245,14 @@ def test_damage_is_found(llama: Made, spoiled: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-NAME = "--name: is missing, and the model has 4 expansions: medicine, law, music, chess. Say which: --name medicine."
+NAME = "--name is missing, expected one of the model's expansions: medicine or law or music or chess."
 ELSEWHERE = {
     "train {folder} --data {text} -o {out}": NAME,
     "merge {folder} -o {out}": NAME,
     "extract {folder} -o {out}": NAME,
     "adopt {folder} --base {base} -o {out}": "{folder}: has a surgery.json and the layout of an expanded model",
     "rank-layers {folder} --data {text}": "all: is an expanded model, expected a base model",
-    "route-export {folder} --router none -o {out}": "--router none: {folder} has 4 expansions",
+    "route-export {folder} --router none -o {out}": "{folder}: has several expansions (medicine, law, music, chess)",
     "apply {law} --base {folder} -o {out}": "is an expanded model, expected a base model",
     "apply {folder} --base {base} -o {out}": "{folder}: has no extract.json",
     "compose {base} {folder} -o {out} --names more": "{folder}: has no extract.json",

@@ -20,6 +20,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.deriving.base import derive_config
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
@@ -30,7 +31,7 @@ from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import DEEPENED, Pair, digests, edited, load, refusal, shake, shown
+from tests.conftest import DEEPENED, Pair, digests, edited, load, problems, refusal, refused, shake, shown
 from tests.each import FORM_OF, WAYS, each_shape_in_a_form, mostly
 from tests.families import FAMILIES as FACTS
 from tests.modeling.test_promises import prompts, unequal
@@ -347,25 +348,26 @@ def test_a_config_that_does_not_say_which_layers_are_new_is_refused(deep):
         with pytest.raises(CheckpointError, match=r"^config\.json: scale_surgery says that layers were duplicated"):
             open_checkpoint(deep)
     edit(deep, "config.json", scale_surgery={key: value for key, value in specs.items() if key != "variant"})
-    assert refusal(inspect, deep, error=CheckpointError) == (
-        f"{deep}/config.json: is incomplete (scale_surgery.variant is missing). Restore it from where you got it."
-    )
+    missing = Problem("key-missing", "scale_surgery.variant")
+    assert problems(inspect, deep, error=CheckpointError) == [
+        Problem("record-incomplete", deep / "config.json", missing)
+    ]
 
 
-@pytest.mark.parametrize(("copied", "named"), [([0, 1], "layers 0, 1"), (None, "no layer")])
-def test_a_config_that_names_other_layers_is_named_first(deep: Path, copied: list[int] | None, named: str) -> None:
+@pytest.mark.parametrize("copied", [[0, 1], None])
+def test_a_config_that_names_other_layers_is_named_first(deep: Path, copied: list[int] | None) -> None:
     with edited(deep / "config.json") as config:
         if copied is None:
             del config["scale_surgery"]
         else:
             config["scale_surgery"]["expanded_layers"] = copied
+    place = f"{deep / 'config.json'}: scale_surgery"
     # without the key, evaluate sees a plain model
     evaluating = [] if copied is None else [lambda path: open_subjects([path])]
     for read in (verify, lambda path: extract(path, path.with_name("extract")), *evaluating):
-        assert refusal(read, deep, error=CheckpointError) == (
-            f"{deep}/config.json: scale_surgery names {named} as duplicated, expected layers 0, 2 from surgery.json. "
-            "Restore config.json from where you got it."
-        )
+        assert problems(read, deep, error=CheckpointError) == [
+            Problem("config-copies-differ", place, copied=copied or [], recorded=[0, 2])
+        ]
 
 
 def test_new_layers_beyond_the_last_are_named(deep_of: Callable[..., Pair]) -> None:
@@ -380,15 +382,15 @@ def test_a_spoiled_record_is_named(deep: Path) -> None:
     name = next(iter(headers))
     for wrong in (3, [name], {name: 3}, {name: "[]"}, {name: "{"}, {"other.safetensors": headers[name]}):
         edit(deep, "surgery.json", renumbered=wrong)
-        with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \("):
+        with refused("record-incomplete", deep / "surgery.json", CheckpointError):
             read_manifest(deep)
     edit(deep, "surgery.json", renumbered=headers | {"config.json": "{}"})
-    with pytest.raises(CheckpointError, match=r"surgery\.json: is incomplete \(renumbered\)"):
-        strip(deep, deep.with_name("stripped"))
+    (problem,) = problems(strip, deep, deep.with_name("stripped"), error=CheckpointError)
+    assert [(part.code, part.where) for part in problem.details] == [("value-unfit", "renumbered")]
     edit(deep, "surgery.json", renumbered={})
     assert not verify(deep, probes=None, record=False).passed
-    with pytest.raises(CheckpointError, match="The file was changed after the expansion"):
-        strip(deep, deep.with_name("stripped"))
+    found = problems(strip, deep, deep.with_name("stripped"), error=CheckpointError)
+    assert {(problem.code, problem.where) for problem in found} == {("base-not-given-back", name) for name in headers}
 
 
 # ---- what cannot be deepened

@@ -460,10 +460,8 @@ def test_a_plan_that_claims_a_base_tensor_is_refused(expanded: Path, tmp_path: P
     with edited(broken / "surgery.json") as content:
         name = next(iter(content["expansions"]["default"]["tensors"]))
         content["base_tensors"][name] = content["base_tensors"]["model.norm.weight"]
-    assert refusal(verify, broken, error=CheckpointError) == (
-        f"{broken / 'surgery.json'}: {name} is said to be a base tensor and a new one. Do not use this checkpoint "
-        "before you know who made it."
-    )
+    wanted = Problem("record-tensor-both", broken / "surgery.json", tensor=name)
+    assert problems(verify, broken, error=CheckpointError) == [wanted]
 
 
 def damaged_piece(path: Path, out: Path, to: Any) -> str:
@@ -496,8 +494,8 @@ def test_a_spoiled_record_is_one_line(fused: Path, tmp_path: Path, part: str, va
     shutil.copy(fused / "surgery.json", tmp_path)
     with edited(tmp_path / "surgery.json") as content:
         content["fused"][part] = value
-    text = refusal(read_manifest, tmp_path, error=CheckpointError)
-    assert re.fullmatch(r".*surgery.json: is incomplete \(.+\). Restore it from where you got it.", text)
+    with refused("record-incomplete", tmp_path / "surgery.json", CheckpointError):
+        read_manifest(tmp_path)
 
 
 def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: Path) -> None:

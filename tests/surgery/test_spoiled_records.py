@@ -23,7 +23,8 @@ from scale_surgery import (
 )
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from tests.conftest import digests, edited, refusal, shake
+from scale_surgery.errors import Problem
+from tests.conftest import digests, edited, problems, shake
 
 Change = Callable[[dict[str, Any]], None]
 POSTERIOR = PosteriorRouter().for_expansions(1).settings
@@ -60,131 +61,178 @@ def facts(content: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def refuse(path: Path, *reasons: str) -> None:
+def refuse(path: Path) -> list[Problem]:
+    """The problems for which each reader refuses a folder."""
     readers = {
         "verify": lambda: verify(path, probes=None),
         "strip": lambda: strip(path, path.with_name("out")),
         "report": lambda: report(path, files_only=True),
         "extract": lambda: extract(path, path.with_name("out")),
     }
-    for name, read in readers.items():
-        message = refusal(read, error=CheckpointError)
-        assert message.startswith(f"{path / 'surgery.json'}: ") and all(reason in message for reason in reasons), (
-            name,
-            message,
-        )
+    found = {name: problems(read, error=CheckpointError) for name, read in readers.items()}
     assert not path.with_name("out").exists() and not list(path.parent.rglob("outside.txt"))
+    assert all(each == found["verify"] for each in found.values()), found
+    return found["verify"]
 
 
-SPOILED: dict[str, tuple[Change, str]] = {
-    "layers": (lambda content: request(content).update(layers="99"), "layer 99"),
-    "method": (lambda content: request(content).update(method="grow"), "--variant is adapt, expected"),
-    "no method": (
-        lambda content: request(content).update(method="foo"),
-        "expansions.default: --method is 'foo', expected one of: scale, grow, depth)",
-    ),
-    "a list as method": (lambda content: request(content).update(method=["scale"]), "method is ['scale']"),
-    "variant": (
-        lambda content: request(content).update(variant="depth"),
-        "expansions.default: --variant is depth, expected preserve or adapt or gated for --method scale)",
+def unfit(path: Path) -> list[Problem]:
+    """The entries of surgery.json for which each reader refuses a folder."""
+    (problem,) = refuse(path)
+    assert (problem.code, problem.where) == ("record-incomplete", str(path / "surgery.json"))
+    return list(problem.details)
+
+
+DEFAULT = "expansions.default"
+SPOILED: dict[str, tuple[Change, list[Problem]]] = {
+    "a list as method": (
+        lambda content: request(content).update(method=["scale"]),
+        [Problem("value-unfit", f"{DEFAULT}.request.method", value="['scale']", kind="a text")],
     ),
     "copies": (
         lambda content: request(content).update(copies=1),
-        "(expansions.default.request.copies is 1, expected from 2 to 1000). Restore it from where you got it.",
+        [Problem("value-unfit", f"{DEFAULT}.request.copies", value="1", kind="from 2 to 1000")],
     ),
-    "no number of copies": (lambda content: request(content).update(copies="x"), "'x', expected a whole number"),
-    "width": (lambda content: request(content).update(up_width="4"), "request.up_width is '4'"),
-    "name": (lambda content: request(content).update(name="law"), "is called 'law' in its request"),
-    "sizes": (lambda content: facts(content)["sizes"].update(hidden=17), "facts.sizes.hidden is 17, expected 40"),
-    "heads": (
-        lambda content: facts(content)["sizes"].update(key_value_heads=2),
-        "facts.sizes.key_value_heads is 2, expected 4",
+    "no number of copies": (
+        lambda content: request(content).update(copies="x"),
+        [Problem("value-unfit", f"{DEFAULT}.request.copies", value="'x'", kind="a whole number")],
     ),
-    "vocabulary": (
-        lambda content: facts(content)["sizes"].update(vocabulary=96),
-        "model.embed_tokens.weight: shape (97, 40), expected (96, 40)",
+    "width": (
+        lambda content: request(content).update(up_width="4"),
+        [Problem("value-unfit", f"{DEFAULT}.request.up_width", value="'4'", kind="a whole number")],
     ),
-    "final norm": (
-        lambda content: facts(content)["architecture"].update(final_norm={"name": "other", "style": "rms"}),
-        "model.other.weight: no such tensor",
+    "name": (
+        lambda content: request(content).update(name="law"),
+        [Problem("value-unfit", f"{DEFAULT}.request.name", value="'law'", kind="'default'")],
     ),
-    "embedding": (lambda content: facts(content)["architecture"].update(embedding="wte"), "wte.weight"),
-    "a name on disk": (
-        lambda content: facts(content)["architecture"]["kinds"][0].update(stored_as={"input_layernorm": "other"}),
-        "model.layers.0.other.weight: no such tensor",
-    ),
-    "kinds": (
-        lambda content: facts(content)["architecture"].update(kind_of_layer=[0, 0, 7]),
-        "names kinds that there are none of",
+    "no name": (
+        lambda content: content.update(expansions={"a b": content["expansions"].pop("default")}),
+        [
+            Problem(
+                "value-unfit", "expansions.a b.request.name", value="'default'", kind="letters, digits and underscores"
+            )
+        ],
     ),
     "a number of heads": (
         lambda content: facts(content)["architecture"]["kinds"][0]["blocks"][0]["attributes"].update(heads="x"),
-        ".attributes.heads is 'x', expected",
+        [
+            Problem(
+                "value-unfit",
+                f"{DEFAULT}.facts.architecture.kinds[0].blocks[0].attributes.heads",
+                value="'x'",
+                kind="'query_heads', 'key_value_heads' or 'query_features'",
+            )
+        ],
     ),
-    "no kinds": (
-        lambda content: facts(content)["architecture"].update(kinds=[]),
-        "kind_of_layer names 3 layers, expected 3",
+    "no base tensors": (
+        lambda content: content.update(base_tensors=None),
+        [Problem("value-unfit", "base_tensors", value="None", kind="an object")],
     ),
-    "a shape of the base": (
-        lambda content: content["base_tensors"]["model.norm.weight"].update(shape=[41]),
-        "model.norm.weight: shape (41,), expected (40,)",
+    "no base files": (
+        lambda content: content.update(base_files={}),
+        [Problem("key-unknown", "replaced.config.json"), Problem("key-missing", "base_files.config.json")],
     ),
-    "a dtype of the base": (
-        lambda content: content["base_tensors"]["model.norm.weight"].update(dtype="foo"),
-        "is quantised (foo), expected floating-point weights",
+    "a text of no base file": (
+        lambda content: content["replaced"].update({"../outside.txt": "boo"}),
+        [Problem("key-unknown", "replaced.../outside.txt")],
     ),
-    "a tensor of the base": (
-        lambda content: content["base_tensors"].pop("model.norm.weight"),
-        "model.norm.weight: no such tensor",
-    ),
-    "no base tensors": (lambda content: content.update(base_tensors=None), "base_tensors is None, expected an object"),
-    "no base files": (lambda content: content.update(base_files={}), "the base's config.json is missing"),
     "bytes of a file": (
         lambda content: content["base_files"]["config.json"].update(bytes=None),
-        "base_files.config.json.bytes is None, expected a whole number",
+        [Problem("value-unfit", "base_files.config.json.bytes", value="None", kind="a whole number")],
     ),
-    "no expansion": (lambda content: content.update(expansions={}), "expansions is empty"),
+    "no expansion": (lambda content: content.update(expansions={}), [Problem("value-empty", "expansions")]),
     "tensors": (
         lambda content: content["expansions"]["default"].update(tensors="x"),
-        "expansions.default.tensors is 'x', expected an object",
+        [Problem("value-unfit", f"{DEFAULT}.tensors", value="'x'", kind="an object")],
     ),
     "trained": (
         lambda content: content["expansions"]["default"].update(trained=["x"]),
-        "expansions.default.trained is ['x'], expected an object",
+        [Problem("value-unfit", f"{DEFAULT}.trained", value="['x']", kind="an object")],
     ),
-    "no sizes": (lambda content: facts(content).update(sizes=None), "facts.sizes is None, expected an object"),
-    "code": (lambda content: content.update(code=[]), "code is [], expected an object"),
-    "a text that is no JSON": (lambda content: content["replaced"].update({"config.json": "{"}), "Expecting property"),
+    "no sizes": (
+        lambda content: facts(content).update(sizes=None),
+        [Problem("value-unfit", f"{DEFAULT}.facts.sizes", value="None", kind="an object")],
+    ),
+    "code": (
+        lambda content: content.update(code=[]),
+        [Problem("value-unfit", "code", value="[]", kind="an object")],
+    ),
     "a text that is no object": (
         lambda content: content["replaced"].update({"config.json": "[]"}),
-        "(replaced.config.json)",
+        [Problem("value-unfit", "replaced.config.json", value="'[]'", kind="a JSON object")],
     ),
-    "verification": (lambda content: content.update(verification={}), "verification.passed is missing"),
+    "verification": (
+        lambda content: content.update(verification={}),
+        [Problem("key-missing", "verification.passed"), Problem("key-missing", "verification.date")],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_it_is_refused_when_it_is_read(adapt: Path, name: str) -> None:
-    change, reason = SPOILED[name]
-    refuse(edit(adapt, change), "is incomplete", reason)
+def test_entries_are_checked_when_it_is_read(adapt: Path, name: str) -> None:
+    change, wanted = SPOILED[name]
+    assert unfit(edit(adapt, change)) == wanted
 
 
-def own_code(content: dict[str, Any]) -> None:
-    facts(content)["architecture"]["own_code"] = {"AutoTokenizer": "own.Tokenizer"}
+def test_a_text_that_is_no_json_is_refused_when_it_is_read(adapt: Path) -> None:
+    (problem,) = unfit(edit(adapt, lambda content: content["replaced"].update({"config.json": "{"})))
+    assert problem.code == "other-program" and "Expecting property" in problem.values["error"]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (own_code, "facts.architecture.own_code names AutoTokenizer, expected AutoModelForImageTextToText or"),
-        (
-            lambda content: facts(content)["architecture"].update(classes={"x": "y"}),
-            "facts.architecture.classes names x, expected AutoModelForImageTextToText or",
-        ),
-    ],
-)
-def test_classes_that_transformers_does_not_look_for_are_refused(adapt: Path, change: Change, reason: str) -> None:
-    refuse(edit(adapt, change), "is incomplete", reason)
+# each with what its problem names
+UNPLANNED: dict[str, tuple[Change, str]] = {
+    "layers": (lambda content: request(content).update(layers="99"), "--layers"),
+    "method": (lambda content: request(content).update(method="grow"), "--variant"),
+    "no method": (lambda content: request(content).update(method="foo"), "--method"),
+    "variant": (lambda content: request(content).update(variant="depth"), "--variant"),
+    "sizes": (lambda content: facts(content)["sizes"].update(hidden=17), "facts.sizes.hidden"),
+    "heads": (
+        lambda content: facts(content)["sizes"].update(key_value_heads=2),
+        "facts.sizes.key_value_heads",
+    ),
+    "vocabulary": (lambda content: facts(content)["sizes"].update(vocabulary=96), "model.embed_tokens.weight"),
+    "final norm": (
+        lambda content: facts(content)["architecture"].update(final_norm={"name": "other", "style": "rms"}),
+        "model.other.weight",
+    ),
+    "embedding": (lambda content: facts(content)["architecture"].update(embedding="wte"), "model.wte.weight"),
+    "a name on disk": (
+        lambda content: facts(content)["architecture"]["kinds"][0].update(stored_as={"input_layernorm": "other"}),
+        "model.layers.0.other.weight",
+    ),
+    "kinds": (
+        lambda content: facts(content)["architecture"].update(kind_of_layer=[0, 0, 7]),
+        "facts.architecture.kind_of_layer",
+    ),
+    "no kinds": (
+        lambda content: facts(content)["architecture"].update(kinds=[]),
+        "facts.architecture.kind_of_layer",
+    ),
+    "own code": (
+        lambda content: facts(content)["architecture"].update(own_code={"AutoTokenizer": "own.Tokenizer"}),
+        "facts.architecture.own_code",
+    ),
+    "classes": (
+        lambda content: facts(content)["architecture"].update(classes={"x": "y"}),
+        "facts.architecture.classes",
+    ),
+    "a shape of the base": (
+        lambda content: content["base_tensors"]["model.norm.weight"].update(shape=[41]),
+        "model.norm.weight",
+    ),
+    "a dtype of the base": (
+        lambda content: content["base_tensors"]["model.norm.weight"].update(dtype="foo"),
+        "quantised (foo)",
+    ),
+    "a tensor of the base": (lambda content: content["base_tensors"].pop("model.norm.weight"), "model.norm.weight"),
+}
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_an_expansion_that_cannot_be_planned_again_is_refused_when_it_is_read(adapt: Path, name: str) -> None:
+    change, named = UNPLANNED[name]
+    found = unfit(edit(adapt, change))
+    assert all(problem.where.startswith(DEFAULT) for problem in found)
+    assert named in str(found[0])
 
 
 def recorded(content: dict[str, Any]) -> dict[str, Any]:
@@ -203,27 +251,44 @@ def header_without(name: str) -> Change:
 
 
 BLOCK = "model.layers.1.mlp.up_proj.expansions.default.w12"
-OF_FUSED: dict[str, tuple[Change, str]] = {
+OF_FUSED: dict[str, tuple[Change, Problem]] = {
     **{
         f"a tensor called {name}": (
             lambda content, name=name: recorded(content).update({name: "0" * 64}),
-            f"expansions.default.tensors names {name}, which this expansion does not have",
+            Problem("record-tensor-unknown", f"{DEFAULT}.tensors", names=[name]),
         )
         for name in ("x", "model.norm.weight", "a.expansions.b.expansions.c", BLOCK.replace("w12", "w13"))
     },
     "a trained tensor": (
         lambda content: content["expansions"]["default"].update(trained={"x": "0" * 64}),
-        "expansions.default.trained names x, which this expansion does not have",
+        Problem("record-tensor-unknown", f"{DEFAULT}.trained", names=["x"]),
     ),
-    "a header without a base tensor": (header_without("model.norm.weight"), "fused.shards names no model.norm.weight,"),
+    "a header without a base tensor": (
+        header_without("model.norm.weight"),
+        Problem("record-tensor-missing", "fused.shards", names=["model.norm.weight"]),
+    ),
+    "no shards": (
+        lambda content: content["fused"].update(shards={}),
+        Problem("value-empty", "fused.shards"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OF_FUSED)
 def test_a_record_of_a_fused_model_names_its_tensors(fused: Path, name: str) -> None:
-    change, reason = OF_FUSED[name]
-    refuse(edit(fused, change), "is incomplete", reason)
-    assert refusal(merge, fused, fused.with_name("out"), "blocks").count(reason) == 1
+    change, wanted = OF_FUSED[name]
+    assert unfit(edit(fused, change)) == [wanted]
+    (problem,) = problems(merge, fused, fused.with_name("out"), "blocks")
+    assert problem.details == (wanted,)
+
+
+def test_a_header_that_is_no_json_is_refused_when_it_is_read(fused: Path) -> None:
+    def spoil(content: dict[str, Any]) -> None:
+        shard = min(content["fused"]["shards"])
+        content["fused"]["shards"] = {"x.safetensors": content["fused"]["shards"][shard] | {"header": "{"}}
+
+    (problem,) = unfit(edit(fused, spoil))
+    assert (problem.code, problem.where) == ("record-header-unreadable", "fused.shards.x.safetensors")
 
 
 def test_a_fused_model_whose_record_is_whole_is_stripped(fused: Path, base_of: Callable[[str], Path]) -> None:
@@ -235,21 +300,23 @@ def file_of_base(content: dict[str, Any], name: str, **changes: object) -> None:
     content["base_files"][name] = content["base_files"]["config.json"] | changes
 
 
-OUTSIDE = "outside.txt' is said to be a file of the model, expected a name inside the folder"
 NAMES: dict[str, tuple[Change, str]] = {
-    "up": (lambda content: file_of_base(content, "../outside.txt"), OUTSIDE),
-    "of the system": (lambda content: file_of_base(content, "/tmp/outside.txt"), OUTSIDE),
-    "stored": (lambda content: file_of_base(content, "inside.txt", stored_as="../outside.txt"), OUTSIDE),
-    "code": (lambda content: content["code"].update({"config.json/../../outside.txt": "boo"}), OUTSIDE),
-    "text": (lambda content: content["replaced"].update({"../outside.txt": "boo"}), "is no file of the base. Restore"),
+    "up": (lambda content: file_of_base(content, "../outside.txt"), "../outside.txt"),
+    "of the system": (lambda content: file_of_base(content, "/tmp/outside.txt"), "/tmp/outside.txt"),
+    "stored": (lambda content: file_of_base(content, "inside.txt", stored_as="../outside.txt"), "../outside.txt"),
+    "code": (
+        lambda content: content["code"].update({"config.json/../../outside.txt": "boo"}),
+        "config.json/../../outside.txt",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_leaves_the_folder_is_refused(adapt: Path, name: str) -> None:
     """surgery.json may come from anybody: its names are paths inside the folder, or nothing is read or written."""
-    change, reason = NAMES[name]
-    refuse(edit(adapt, change), reason)
+    change, outside = NAMES[name]
+    record = edit(adapt, change) / "surgery.json"
+    assert set(refuse(adapt)) == {Problem("record-escape", record, name=outside)}
 
 
 def test_a_grown_model_cannot_pass_for_another(grown: Path) -> None:
@@ -264,24 +331,36 @@ def test_a_grown_model_cannot_pass_for_another(grown: Path) -> None:
     assert "config.json: scale_surgery is not what the expansion wrote." in verification.problems
 
 
+def not_a_router(value: str) -> Problem:
+    return Problem("value-unfit", "routing", value=value, kind="an object")
+
+
+def no_weights(value: str) -> Problem:
+    words = f"prior: is {value}, expected 2 positive weights of sum 1, the base's first"
+    return Problem("other-program", "routing", error=words)
+
+
 @pytest.mark.parametrize(
-    ("routing", "reason"),
+    ("routing", "wanted"),
     (
-        ({}, "routing.router is None, expected one of"),
-        ([], "routing is [], expected an object"),
-        ("posterior", "routing is 'posterior', expected an object"),
-        ({"router": "posterior"}, "routing.prior is missing"),
-        (POSTERIOR | {"colour": "blue"}, "routing.colour is unknown"),
-        (POSTERIOR | {"router": "oracle"}, "routing.router is 'oracle', expected one of"),
-        (POSTERIOR | {"prior": [0.5, 0.4]}, "routing.prior: is [0.5, 0.4], expected 2 positive weights"),
-        (POSTERIOR | {"prior": [0, 1]}, "routing.prior: is [0, 1], expected 2 positive weights"),
-        (POSTERIOR | {"prior": 1}, "routing.prior is 1, expected a list of numbers"),
+        ({}, Problem("router-unknown", "routing.router", name=None, choices=["posterior", "cosine"])),
+        ([], not_a_router("[]")),
+        ("posterior", not_a_router("'posterior'")),
+        (
+            POSTERIOR | {"router": "oracle"},
+            Problem("router-unknown", "routing.router", name="oracle", choices=["posterior", "cosine"]),
+        ),
+        ({"router": "posterior", "prior": [0.5, 0.5]}, Problem("key-missing", "routing.switch_rate")),
+        (POSTERIOR | {"colour": "blue"}, Problem("key-unknown", "routing.colour")),
+        (POSTERIOR | {"prior": [0.5, 0.4]}, no_weights("[0.5, 0.4]")),
+        (POSTERIOR | {"prior": [0, 1]}, no_weights("[0, 1]")),
+        (POSTERIOR | {"prior": 1}, Problem("value-unfit", "routing.prior", value="1", kind="a list of numbers")),
     ),
     ids=str,
 )
-def test_a_router_that_makes_no_sense_is_refused(adapt: Path, tmp_path: Path, routing: object, reason: str) -> None:
+def test_a_router_that_makes_no_sense_is_refused(adapt: Path, tmp_path: Path, routing: object, wanted: Problem) -> None:
     routed = route_export(adapt, tmp_path / "routed", PosteriorRouter()).path
-    refuse(edit(routed, lambda content: content.update(routing=routing)), "is incomplete (", reason)
+    assert unfit(edit(routed, lambda content: content.update(routing=routing))) == [wanted]
 
 
 def test_trained_tensors_do_not_pass_for_untrained_ones(adapt: Path) -> None:

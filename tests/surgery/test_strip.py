@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, edited, refusal
+from tests.conftest import digests, edited, problems, refused
 
 SHARD, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
 EXTRAS = {
@@ -98,9 +98,12 @@ def test_an_altered_shard_gives_nothing_until_it_is_mended(pair_of, expanded, tm
     whole = (expanded / SHARD).read_bytes()
     (expanded / SHARD).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     (expanded / "generation_config.json").write_text("{}")
-    lines = refusal(strip, expanded, tmp_path / "stripped", error=CheckpointError).splitlines()
-    assert {line.split(":")[0] for line in lines} == {"model.safetensors", "generation_config.json"}
-    assert all("sha256" in line and "The file was changed after the expansion" in line for line in lines)
+    before, after = digests(pair_of("llama").base_path), digests(expanded)
+    changed = {"model.safetensors": SHARD, "generation_config.json": "generation_config.json"}
+    assert set(problems(strip, expanded, tmp_path / "stripped", error=CheckpointError)) == {
+        Problem("base-not-given-back", name, sha256=after[stored], recorded=before[name])
+        for name, stored in changed.items()
+    }
     assert not (tmp_path / "stripped").exists()
     (expanded / SHARD).write_bytes(whole)
     shutil.copy(pair_of("llama").path / "generation_config.json", expanded)
@@ -110,30 +113,32 @@ def test_an_altered_shard_gives_nothing_until_it_is_mended(pair_of, expanded, tm
 def test_missing_files_are_all_named_before_anything_is_written(expanded, tmp_path):
     (expanded / SHARD).unlink()
     (expanded / "generation_config.json").unlink()
-    message = refusal(strip, expanded, tmp_path / "stripped", error=CheckpointError)
-    assert f"{SHARD}: not found in" in message
-    assert "it holds the base's model.safetensors. Restore it from where you got it." in message
-    assert "generation_config.json: not found in" in message
+    found = problems(strip, expanded, tmp_path / "stripped", error=CheckpointError)
+    assert set(found) == {
+        Problem("base-file-missing", SHARD, file="model.safetensors"),
+        Problem("base-file-missing", "generation_config.json", file="generation_config.json"),
+    }
     assert sorted(file.name for file in tmp_path.iterdir()) == ["expanded"]
 
 
 def test_a_record_that_cannot_give_the_base_back_is_refused(expanded, tmp_path):
     replaced = json.loads((expanded / "surgery.json").read_text())["replaced"]
     kept = {INDEX: replaced[INDEX]} if INDEX in replaced else {}
-    for changes, reason in (
-        ({"replaced": replaced | {"config.json": replaced["config.json"] + " "}}, r"^config\.json: sha256 .* expected"),
-        ({"replaced": kept}, r"is incomplete, the text of config\.json is missing"),
-        ({"format": 99}, r"surgery\.json: format 99, expected 3\. Use the release that made it"),
+    file = expanded / "surgery.json"
+    for changes, code, where in (
+        ({"replaced": replaced | {"config.json": replaced["config.json"] + " "}}, "base-not-given-back", "config.json"),
+        ({"replaced": kept}, "record-incomplete", file),
+        ({"format": 99}, "record-format", file),
     ):
-        with edited(expanded / "surgery.json") as record:
+        with edited(file) as record:
             record |= changes
-        with pytest.raises(CheckpointError, match=reason):
+        with refused(code, where, CheckpointError):
             strip(expanded, tmp_path / "stripped")
     assert not (tmp_path / "stripped").exists()
 
 
 def test_what_is_not_there_cannot_be_stripped(tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere: not found\. Give a model folder\."):
+    with refused("folder-missing", tmp_path / "nowhere", CheckpointError):
         strip(tmp_path / "nowhere", tmp_path / "stripped")
 
 
