@@ -15,6 +15,7 @@ from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.errors import Problem
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.architecture import CONFIG_KEYS
 from scale_surgery.planning.depth import deepened_config
@@ -191,9 +192,9 @@ def written_config(manifest: Manifest, base: Mapping[str, Any]) -> dict[str, Any
     return written if manifest.fused is None else fused_config(written, manifest)
 
 
-def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
-    """Keys of config.json that are not what was written, a line each; it is written anew where no expansion stays."""
+def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[Problem]:
+    """List keys of config.json that are not what was written; it is written anew if no expansion stays."""
     if not manifest.expansions:
         return []
     written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]))
-    return [f"{CONFIG_FILE}: {key} is not what the expansion wrote." for key in differing_keys(written, config)]
+    return [Problem("config-key-changed", f"{CONFIG_FILE}: {key}") for key in differing_keys(written, config)]
