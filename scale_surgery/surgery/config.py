@@ -193,7 +193,7 @@ def written_config(manifest: Manifest, base: Mapping[str, Any]) -> dict[str, Any
 
 
 def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[Problem]:
-    """List keys of config.json that are not what was written; it is written anew if no expansion stays."""
+    """List keys of config.json that are not what was written; none if no expansion stays: it is written anew."""
     if not manifest.expansions:
         return []
     written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]))

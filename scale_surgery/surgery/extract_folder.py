@@ -179,7 +179,7 @@ def _code_problems(manifest: Manifest, files: Mapping[str, ExpansionFile]) -> It
     for name in sorted(code & planned):
         if manifest.code.get(name) != files[name].sha256:
             yield Problem("code-changed", name)
-    yield from (Problem("code-missing", name) for name in sorted(set(manifest.code) - code))
+    yield from (Problem("file-missing", name) for name in sorted(set(manifest.code) - code))
     pickles = sorted(name for name in files if name.endswith(OTHER_WEIGHT_SUFFIXES))
     yield from (Problem("extract-other-weights", name) for name in pickles)
 
@@ -196,7 +196,7 @@ def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, Ex
 
 def _check_names(path: Path, files: Mapping[str, ExpansionFile], from_base: tuple[str, ...]) -> None:
     file = path / EXTRACT_FILE
-    problems = [Problem("extract-escape", file, name=name) for name in (*files, *from_base) if not is_inside(name)]
+    problems = [Problem("record-escape", file, name=name) for name in (*files, *from_base) if not is_inside(name)]
     needed = {CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, *files}
     if not problems:
         problems = [

@@ -231,7 +231,7 @@ def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[Probl
             differing = [key for key in differing if (key == "auto_map" if is_theirs else key != "tokenizer_class")]
             problems += [Problem("tokenizer-key-changed", f"{name}: {key}") for key in differing]
         elif name in manifest.replaced:
-            problems.append(Problem("tokenizer-file-missing", name))
+            problems.append(Problem("file-missing", name))
     return problems
 
 
@@ -250,7 +250,7 @@ def _code_problems(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[s
     problems = []
     for file in names:
         if not (checkpoint.path / file).is_file():
-            problems.append(Problem("code-missing", file))
+            problems.append(Problem("file-missing", file))
         elif hash_file(checkpoint.path / file) != manifest.code.get(file):
             problems.append(Problem("code-changed", file))
     known = {*names, *(file.stored_as for file in manifest.base_files.values())}
