@@ -229,8 +229,9 @@ def test_damage_is_found(llama: Made, spoiled: Path, tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     law = {"law": llama.extracts["law"]}
     for extracts, removed in (({}, ["music"]), (law, LLAMA)):
-        with pytest.raises(CheckpointError, match=r"bytes differ from the base's model.safetensors"):
-            compose(spoiled, extracts, tmp_path / "out", remove=removed)
+        (problem,) = problems(compose, spoiled, extracts, tmp_path / "out", remove=removed, error=CheckpointError)
+        assert problem.code == "folder-damaged"
+        assert Problem("base-file-changed", shard.name, file="model.safetensors") in problem.details
     assert not (tmp_path / "out").exists()
 
 

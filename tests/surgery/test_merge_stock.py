@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.expansions import expansion_of, tensor_name
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.deriving.planned import plan
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.stock import StockWidths, stock_problems, stock_sizes
@@ -270,10 +270,7 @@ def test_another_dtype_is_refused_and_every_reason_is_given_at_once(base_of, tmp
     assert first.startswith("--to stock: the model is routed")
     assert second.startswith("--to stock: the residual stream is")
     name = tensor_name("model.layers.1.mlp.down_proj", "default", "w12")
-    assert (
-        f"{name}: is F32, the base tensor beside it BF16; joining copies and never casts. Expand without --dtype for a "
-        "model that can be merged."
-    ) in others
+    assert Problem("block-other-dtype", name, dtype="F32", base="BF16").phrase in others
     new = {tensor for tensor in open_checkpoint(routed).tensors if expansion_of(tensor)}
     assert {line.split(":")[0] for line in others} >= {
         name for name in new if name.rpartition(".")[2] in ("w12", "w21", "w22")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.surgery.expand import expand
@@ -25,7 +25,7 @@ from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.surgery.strip import strip
 from tests import routed
 from tests.command import run
-from tests.conftest import digests, edited, flip, load
+from tests.conftest import digests, edited, flip, load, problems
 from tests.routed import REQUESTS, Trio, random_ids, train
 
 trio_of = routed.trio_of
@@ -344,8 +344,8 @@ def test_the_target_is_checked_first(trio_of: Callable[..., Trio], tmp_path: Pat
 
 def test_a_missing_code_file_is_named(expanded: Path, tmp_path: Path) -> None:
     (expanded / "expanded_modules.py").unlink()
-    with pytest.raises(CheckpointError, match=r"^expanded_modules\.py: code file is missing\."):
-        route_export(expanded, tmp_path / "routed")
+    (problem,) = problems(route_export, expanded, tmp_path / "routed", error=CheckpointError)
+    assert problem == Problem("folder-damaged", expanded, Problem("file-missing", "expanded_modules.py"))
     assert not (tmp_path / "routed").exists()
 
 
