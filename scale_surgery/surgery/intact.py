@@ -136,7 +136,7 @@ def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[Proble
         if name not in hashes:
             problems.append(Problem("tensor-missing", name))
         elif hashes[name] != digest:
-            problems.append(_other_sum(name, hashes[name], digest))
+            problems.append(Problem("tensor-changed", name, found=hashes[name], recorded=digest))
     return problems
 
 
@@ -146,7 +146,7 @@ def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[Problem]
         known = {} if expansion.trained is None else {**expansion.tensors, **expansion.trained}
         for name, digest in known.items():
             if hashes.get(name, digest) != digest:
-                yield _other_sum(name, hashes[name], digest)
+                yield Problem("tensor-changed", name, found=hashes[name], recorded=digest)
 
 
 def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
@@ -157,11 +157,7 @@ def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Pr
         if name not in hashes:
             yield Problem("tensor-missing", name)
         elif hashes[name] != digest:
-            yield _other_sum(name, hashes[name], digest)
-
-
-def _other_sum(name: str, found: str, recorded: str) -> Problem:
-    return Problem("tensor-changed", name, found=found, recorded=recorded)
+            yield Problem("tensor-changed", name, found=hashes[name], recorded=digest)
 
 
 def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[Problem]:

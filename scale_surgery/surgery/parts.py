@@ -145,9 +145,8 @@ def rebuild_shard(
     try:
         write_pieces(file, header, entries_of(header, read), advance)
     except (CheckpointError, KeyError, ValueError, TypeError) as error:
-        details = problems_of(error)
         raise CheckpointError(
-            Problem("fused-header-unfit", MANIFEST_FILE, *details, shard=shard, folder=checkpoint.path)
+            Problem("fused-header-unfit", MANIFEST_FILE, *problems_of(error), shard=shard, folder=checkpoint.path)
         ) from error
 
 

@@ -30,7 +30,7 @@ from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import DEEPENED, Pair, digests, edited, load, refusal, shake, shown
+from tests.conftest import DEEPENED, Pair, digests, edited, load, refusal, refused, shake, shown
 from tests.each import FORM_OF, WAYS, each_shape_in_a_form, mostly
 from tests.families import FAMILIES as FACTS
 from tests.modeling.test_promises import prompts, unequal
@@ -344,7 +344,7 @@ def test_a_config_that_does_not_say_which_layers_are_new_is_refused(deep):
     specs = json.loads((deep / "config.json").read_text())["scale_surgery"]
     for wrong in (None, [], [0, 0], [2, 0], [-1], ["0"], [True], 3):
         edit(deep, "config.json", scale_surgery=specs | {"expanded_layers": wrong})
-        with pytest.raises(CheckpointError, match=r"^config\.json: scale_surgery says that layers were duplicated"):
+        with refused("config-copies-unnamed", "config.json: scale_surgery", CheckpointError):
             open_checkpoint(deep)
     edit(deep, "config.json", scale_surgery={key: value for key, value in specs.items() if key != "variant"})
     assert refusal(inspect, deep, error=CheckpointError) == (
