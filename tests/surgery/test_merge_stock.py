@@ -271,9 +271,9 @@ def test_another_dtype_is_refused_and_every_reason_is_given_at_once(base_of, tmp
     assert first.startswith("--to stock: the model is routed")
     assert second.startswith("--to stock: the residual stream is")
     new = {tensor for tensor in open_checkpoint(routed).tensors if expansion_of(tensor)}
-    for name in new:
-        if name.rpartition(".")[2] in ("w12", "w21", "w22"):
-            assert Problem("block-other-dtype", name, dtype="F32", base="BF16") in found
+    blocks = [name for name in new if name.rpartition(".")[2] in ("w12", "w21", "w22")]
+    assert tensor_name("model.layers.1.mlp.down_proj", "default", "w12") in blocks
+    assert all(Problem("block-other-dtype", name, dtype="F32", base="BF16") in found for name in blocks)
 
 
 # the cost
