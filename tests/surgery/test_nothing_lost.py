@@ -31,7 +31,7 @@ def expanded_as(base: Path, tmp_path: Path):
 
 def test_an_input_whose_name_the_output_would_use_is_refused(expanded_as: Any, base: Path, tmp_path: Path) -> None:
     source = expanded_as("model.partial")
-    with refused("output-touches-input", tmp_path / "model", CheckpointError):
+    with refused("output-touches-input", source, CheckpointError):
         expand(source, REQUEST, tmp_path / "model", overwrite=True)
     assert digests(source) == digests(base)
 
