@@ -91,7 +91,6 @@ def mistaken(base_of, pair_of, tmp_path_factory) -> dict[str, str]:
         f"{base}: is a model (config.json says model_type 'llama'), expected text. Give a file of UTF-8 text, JSONL or "
         "a saved dataset."
     )
-    trained = "what a trainer saved of an expanded model"
     return {
         f"train {base} --data {text} -o {out}": f"{is_base} one made by scale-surgery expand. Expand it first: "
         f"scale-surgery expand {base} --layers LAYERS -o EXPANDED.",
@@ -99,19 +98,17 @@ def mistaken(base_of, pair_of, tmp_path_factory) -> dict[str, str]:
         f"train {expanded} --data {text} --rehearse {base} -o {out}": no_text,
         f"learn {base} --data {text} --old {base} -o {out}": no_text,
         f"evaluate {expanded} --old {base}": no_text,
-        f"adopt {expanded} --expanded {saved} -o {out}": f"{expanded}: is an expanded model, and {saved}, given as "
-        f"--expanded, is {trained}. Exchange them: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
-        f"adopt {base} --base {saved} -o {out}": f"{base}: is a base model, and {saved}, given as --base, is {trained}."
-        f" Exchange them: scale-surgery adopt {saved} --base {base} -o OUT",
+        f"adopt {expanded} --expanded {saved} -o {out}": f"{saved}: a trainer saved it, and {expanded} is the model "
+        f"for --expanded. Exchange the two: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
+        f"adopt {base} --base {saved} -o {out}": f"{saved}: a trainer saved it, and {base} is the model for --base. "
+        f"Exchange the two: scale-surgery adopt {saved} --base {base} -o OUT",
         f"adopt {saved} --expanded {base} -o {out}": f"{is_base} an expanded model as --expanded. Type: scale-surgery "
         f"adopt {saved} --base {base} -o OUT",
         f"adopt {saved} --base {expanded} -o {out}": f"{expanded}: is an expanded model, expected a base model as "
         f"--base. Type: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
-        f"adopt {base} --expanded {expanded} -o {out}": f"{base}: is a base model, expected {trained}. Give the "
-        "folder that it wrote.",
-        f"compose {wider} {extracted} -o {out}": f"wider: does not fit, this expansion was made on {base.name}. The "
-        "first of 15 differences: model.layers.0.mlp.down_proj.weight: shape [40, 60], expected [40, 52]. Give that "
-        "base.",
+        f"adopt {base} --expanded {expanded} -o {out}": f"{is_base} what a trainer saved of an expanded model. Give "
+        "the folder that it wrote.",
+        f"compose {wider} {extracted} -o {out}": f"wider: does not fit, this expansion was made on {base.name}.",
     }
 
 
@@ -139,8 +136,9 @@ def test_what_is_slow_is_imported_when_it_is_needed_and_not_before(messages):
     assert "transformers.models.llama.modeling_llama" not in modules["an expansion that was planned before"]
 
 
-def test_a_folder_in_the_place_of_another_is_refused_in_one_line(messages, mistaken):
-    assert messages[2] == [f"error: {text}\n" for text in mistaken.values()]
+def test_a_folder_in_the_place_of_another_is_refused(messages, mistaken):
+    """The first line says so; tensors that differ are named below it."""
+    assert [message.splitlines()[0] for message in messages[2]] == [f"error: {text}" for text in mistaken.values()]
 
 
 def test_training_does_not_say_what_others_miss(messages):

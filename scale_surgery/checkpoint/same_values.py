@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
+from scale_surgery.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +21,8 @@ def are_same_bytes(checkpoint: Checkpoint, name: str, other: str) -> bool:
     return all(one == two for one, two in zip_longest(*chunks))
 
 
-def difference(tensor: Tensor, wanted: Tensor) -> str | None:
-    """How the numbers of two tensors of one shape differ; None where all bits are the same."""
+def difference(name: str, tensor: Tensor, wanted: Tensor) -> Problem | None:
+    """Describe how the numbers of a tensor differ from those of one of its shape; None if all bits are the same."""
     import torch
 
     # widened to the narrowest dtype that holds either exactly, so that nothing is rounded before it is compared
@@ -29,10 +30,10 @@ def difference(tensor: Tensor, wanted: Tensor) -> str | None:
     if _are_same_bits(tensor.to(dtype), wanted.to(dtype)):
         return None
     if _are_same_bits(wanted.to(tensor.dtype), tensor):
-        return f"was rounded to {str(tensor.dtype).removeprefix('torch.')}."
+        return Problem("tensor-rounded", name, dtype=f"{tensor.dtype}".removeprefix("torch."))
     changes = (tensor.to(torch.float64) - wanted.to(torch.float64)).abs()
     count = max(1, int((changes != 0).sum()))
-    return f"{count:,} of {changes.numel():,} values differ, by up to {changes.max().item():.3g}."
+    return Problem("tensor-values-differ", name, count=count, total=changes.numel(), most=changes.max().item())
 
 
 def _are_same_bits(a: Tensor, b: Tensor) -> bool:

@@ -70,11 +70,11 @@ def check_files(
     base_problems = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
-        base=(*damage.base, *base_problems, *differing),
+        base=(*map(str, damage.base), *base_problems, *differing),
         is_other_base=bool(base_problems),
-        structure=damage.structure,
-        config=(*damage.config, *other_keys),
-        code=damage.code,
+        structure=tuple(map(str, damage.structure)),
+        config=(*map(str, damage.config), *other_keys),
+        code=tuple(map(str, damage.code)),
         foreign_code=manifest.foreign_code,
         unreleased_code=tuple(_unreleased(checkpoint, manifest)),
         fingerprint=_fingerprint(manifest, {**damage.hashes, **expansion}),

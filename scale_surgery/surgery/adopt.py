@@ -20,13 +20,13 @@ from scale_surgery.checkpoint.folder import Checkpoint, name_tensors, open_check
 from scale_surgery.checkpoint.forms import Form, form_of
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.headers import read_header
-from scale_surgery.checkpoint.names import CONFIG_FILE, LOG_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.shards import tensor_bytes, write_shard
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import CheckpointError, PlanError, shorten
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.planning.plan import Origin
 from scale_surgery.planning.saved import saved_origins
 from scale_surgery.progress import Track, no_track
@@ -58,13 +58,6 @@ from scale_surgery.surgery.saved import (
     rounded_dtypes,
 )
 from scale_surgery.surgery.write_folder import least_base_bytes, write_folder
-
-# what folders are called that stand in each other's place
-TITLES: Mapping[Form, str] = {
-    "expanded": "an expanded model",
-    "base": "a base model",
-    "saved": "what a trainer saved of an expanded model",
-}
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,7 @@ def adopt(
         PlanError: If both an expanded model and a base are given, or the base cannot be expanded as it was.
     """
     if expanded is not None and base is not None:
-        raise PlanError("--base with --expanded: an expanded model holds its base. Leave out one of the two.")
+        raise PlanError(Problem("base-with-expanded", "--base"))
     _check_places(saved, expanded, base)
     trained = None if expanded is None else _open_expanded(expanded)
     given = open_saved(saved, {} if trained is None else trained.config)
@@ -199,15 +192,11 @@ def _check_places(saved: str | Path, expanded: str | Path | None, base: str | Pa
         return
     form = form_of(find_source(given).path)
     if form == "saved" and form_of(find_source(saved).path) == wanted:
-        raise CheckpointError(
-            f"{saved}: is {TITLES[wanted]}, and {given}, given as {option}, is {TITLES[form]}. Exchange them: "
-            f"{_command_line(given, option, saved)}"
-        )
+        command = _command_line(given, option, saved)
+        raise CheckpointError(Problem("adopt-exchanged", given, option=option, saved=saved, command=command))
     if form != wanted and form in ("base", "expanded"):
-        raise CheckpointError(
-            f"{given}: is {TITLES[form]}, expected {TITLES[wanted]} as {option}. "
-            f"Type: {_command_line(saved, f'--{form}', given)}"
-        )
+        command = _command_line(saved, f"--{form}", given)
+        raise CheckpointError(Problem("adopt-base" if form == "base" else "adopt-expanded", given, command=command))
 
 
 def _command_line(*words: str | Path) -> str:
@@ -220,21 +209,15 @@ def _open_expanded(expanded: str | Path) -> Trained:
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
     check_numbering(checkpoint, manifest)
-    missing = [
-        f"{name}: is missing from {expanded}." for name in manifest.base_tensors if name not in checkpoint.tensors
-    ]
-    if missing:
-        raise CheckpointError.from_problems([*shorten(missing), "Restore its shard."])
+    if missing := [name for name in manifest.base_tensors if name not in checkpoint.tensors]:
+        raise CheckpointError(*(Problem("tensor-not-in-folder", name, folder=expanded) for name in missing))
     return Trained(str(expanded), checkpoint, manifest.plans, checkpoint.config, manifest)
 
 
 def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
     """Plan again what was trained, from its base and what config.json keeps of the request."""
     if not saved.config:
-        raise CheckpointError(
-            f"{saved.name}: has no {CONFIG_FILE}, as what is put together of shares, so that nothing names its base. "
-            "Give the expanded model that was trained: --expanded EXPANDED."
-        )
+        raise CheckpointError(Problem("saved-without-config", saved.name))
     origins = saved_origins(saved.config, saved.name)
     source = _find_base(saved, origins[0], base)
     refuse_linked(source.path, None)
@@ -255,10 +238,7 @@ def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
     if base is not None:
         return find_source(base, origin.base_revision if str(base) == origin.base_name else None)
     if origin.base_revision is None:
-        raise CheckpointError(
-            f"{saved.name}: was made from a folder called {origin.base_name}, which cannot be looked up. Give the "
-            "expanded model that was trained, --expanded EXPANDED, or that folder, --base MODEL."
-        )
+        raise CheckpointError(Problem("saved-base-local", saved.name, base=origin.base_name))
     return find_source(origin.base_name, origin.base_revision)
 
 

@@ -40,7 +40,6 @@ from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, wr
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 from scale_surgery.surgery.write_folder import EXTENDED, extend_tokenizer, take_over_shards
 
-ADVICE = "Give that base; or --force, and no promise but recoverable is made."
 # written for each base, never taken over from the extract as they are
 WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 
@@ -54,7 +53,7 @@ class ComparedBase:
         checkpoint: Its config and headers.
         files: sha256 of each of its files.
         tensors: sha256 of each of its tensors.
-        differing: How tensors differ, by name.
+        differing: Tensors that differ, by name.
         other_files: Names of files that are changed, new or missing.
     """
 
@@ -62,7 +61,7 @@ class ComparedBase:
     checkpoint: Checkpoint
     files: Mapping[str, str]
     tensors: Mapping[str, str]
-    differing: Mapping[str, str]
+    differing: Mapping[str, Problem]
     other_files: tuple[str, ...]
 
 
@@ -155,7 +154,7 @@ def apply(
     check_own_files(extracted, track)
     compared = _compare_base(extracted, source, checkpoint, track)
     if not wanted.force:
-        refuse_differing(extracted, title, compared.differing, len(checkpoint.tensors), ADVICE)
+        refuse_differing(extracted, title, compared.differing, len(checkpoint.tensors), "base-differs-apply")
     if compared.other_files:
         _check_names(extracted, compared)
     if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 SvdMethod = Literal["exact", "fast"]
 # small enough that the allocator gives the same memory again, and no page is cleared twice
@@ -45,10 +45,7 @@ def check_finite(weight: Tensor, name: str) -> None:
     # one of the two is not finite if any value is not
     if not torch.stack(torch.aminmax(weight)).isfinite().all():
         bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in _chunks(weight, 0))
-        raise CheckpointError(
-            f"{name}: holds {bad} NaN or infinite values of {weight.numel()}, expected finite numbers to decompose. "
-            "Check the checkpoint, leave out its layer, or set init_w21 to random."
-        )
+        raise CheckpointError(Problem("weight-not-finite", name, count=bad, total=weight.numel()))
 
 
 def _chunks(weight: Tensor, axis: int) -> Iterator[Tensor]:

@@ -39,8 +39,6 @@ from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base
 from scale_surgery.surgery.views import view_of
 from scale_surgery.surgery.write_folder import least_base_bytes, write_folder
 
-ADVICE = "An expansion runs on its own base alone: take it out of the list, or give that base."
-
 
 @dataclass(frozen=True)
 class Composed:
@@ -122,7 +120,7 @@ def compose(
     hashes = _check_base(given, before, track)
     for name, extract in opened.items():
         differing = find_differing(extract, alone, hashes)
-        refuse_differing(extract, f"{name}: {source.name}", differing, len(alone.tensors), ADVICE)
+        refuse_differing(extract, f"{name}: {source.name}", differing, len(alone.tensors), "base-differs-compose")
         check_own_files(extract, track)
     state = {
         "compose": {name: [dict(record.tensors), record.plan.to_json()] for name, record in expansions.items()},

@@ -37,7 +37,7 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import make_index
 from scale_surgery.surgery.extract_folder import (
@@ -118,9 +118,7 @@ def extract(
     refuse_linked(path, manifest)
     check_target(target, [path], overwrite=overwrite)
     if taken := [file for file in (EXTRACT_FILE, STORED_INDEX) if file in checkpoint.side_files]:
-        raise CheckpointError.from_problems(
-            f"{file}: lies in {path}, and an extract needs this name. Move that file away." for file in taken
-        )
+        raise CheckpointError(*(Problem("extract-name-taken", path / file) for file in taken))
     texts, alone = _written_for_one(checkpoint, manifest)
     from_base = tuple(file.stored_as for file in alone.base_files.values() if file.stored_as is not None)
     files, left_out = _expansion_files(checkpoint, manifest, from_base, texts)

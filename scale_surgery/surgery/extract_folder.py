@@ -29,7 +29,7 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import read_record_file, reading
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.fields import Range
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import config_problems
@@ -96,7 +96,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     source = find_source(extract, revision)
     path, file = source.path, source.path / EXTRACT_FILE
     if not file.is_file():
-        raise CheckpointError(f"{extract}: has no {EXTRACT_FILE}, expected a folder made by scale-surgery extract.")
+        raise CheckpointError(Problem("extract-without-record", extract))
     stamps = take_stamps(child for child in path.rglob("*") if child.is_file())
     record, manifest = read_extract(file), read_manifest(path)
     refuse_fused(path, manifest)
@@ -116,12 +116,12 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
         problems = content_problems(path, manifest, config, record.files, opened.tensors)
         stored = {entry.stored_as for entry in manifest.base_files.values()}
         problems += [
-            f"{EXTRACT_FILE}: {name} is said to be the base's, which {MANIFEST_FILE} does not say."
+            Problem("extract-not-base", EXTRACT_FILE, file=name)
             for name in record.from_base
             if name not in stored or name in record.files
         ]
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
     return opened
 
 
@@ -136,12 +136,12 @@ def check_own_files(extract: Extract, track: Track = no_track) -> None:
     with track("extract hashes", sum(file.bytes for file in names.values())) as advance:
         hashes = hash_files(extract.path, list(names), advance)
     changed = [
-        f"{name}: sha256 {hashes[name]}, expected {file.sha256} from {EXTRACT_FILE}. Download the extract again."
+        Problem("extract-file-changed", name, found=hashes[name], recorded=file.sha256)
         for name, file in names.items()
         if hashes[name] != file.sha256
     ]
     if changed:
-        raise CheckpointError.from_problems(changed)
+        raise CheckpointError(*changed)
 
 
 def content_problems(
@@ -150,64 +150,59 @@ def content_problems(
     config: Mapping[str, Any],
     files: Mapping[str, ExpansionFile],
     tensors: Mapping[str, TensorInfo],
-) -> list[str]:
-    """What speaks against an expansion: tensors that no plan names, a changed config.json, unknown code, pickles."""
+) -> list[Problem]:
+    """List problems of an expansion: tensors that no plan names, a changed config.json, unknown code, pickles."""
     # `files` and `tensors` are those of the extract, or of the expanded folder, that are not the base's
     return [
         *_tensor_problems(manifest, tensors),
-        *(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was." for name in manifest.changed_texts),
-        *map(str, config_problems(manifest, config)),
+        *(Problem("base-text-changed", MANIFEST_FILE, file=name) for name in manifest.changed_texts),
+        *config_problems(manifest, config),
         *_code_problems(manifest, files),
         *_remote_code_problems(path, manifest, files),
     ]
 
 
-def _tensor_problems(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _tensor_problems(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> Iterator[Problem]:
     planned = {tensor.name: tensor.shape for tensor in manifest.plan.tensors}
-    yield from (f"{name}: expansion tensor is missing." for name in planned if name not in tensors)
+    yield from (Problem("tensor-missing", name) for name in planned if name not in tensors)
     for name, info in tensors.items():
         if name not in planned:
-            yield f"{name}: lies in {info.file}, and is no tensor of the expansion's plan."
-        elif tuple(info.shape) != planned[name]:
-            yield f"{name}: shape {info.shape}, expected {planned[name]} from the plan."
+            yield Problem("tensor-unplanned", name, shard=info.file)
+        elif info.shape != planned[name]:
+            yield Problem("tensor-shape", name, shape=info.shape, planned=planned[name])
 
 
-def _code_problems(manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[str]:
+def _code_problems(manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[Problem]:
     code = {name for name in files if name.endswith(".py")}
     planned = set(manifest.plan.code_files)
-    yield from (f"{name}: unknown code file. Read it before you trust it." for name in sorted(code - planned))
+    yield from (Problem("code-unknown", name) for name in sorted(code - planned))
     for name in sorted(code & planned):
         if manifest.code.get(name) != files[name].sha256:
-            yield f"{name}: is not the code that the expansion wrote. Read it before you trust it."
-    yield from (f"{name}: code file is missing." for name in sorted(set(manifest.code) - code))
+            yield Problem("code-changed", name)
+    yield from (Problem("file-missing", name) for name in sorted(set(manifest.code) - code))
     pickles = sorted(name for name in files if name.endswith(OTHER_WEIGHT_SUFFIXES))
-    yield from (f"{name}: holds weights in another format, expected none in an expansion." for name in pickles)
+    yield from (Problem("extract-other-weights", name) for name in pickles)
 
 
-def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[str]:
+def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[Problem]:
     """Configs of tokenizers and processors that name code which the base's do not."""
     for name in files:
         if not name.endswith("_config.json"):
             continue
         base = parse_json(manifest.replaced.get(name, "{}"))
         if read_json(path / name).get("auto_map") not in (None, base.get("auto_map")):
-            yield f"{name}: auto_map names code that the base does not name. Read it before you trust it."
+            yield Problem("code-not-of-base", f"{name}: auto_map")
 
 
 def _check_names(path: Path, files: Mapping[str, ExpansionFile], from_base: tuple[str, ...]) -> None:
     file = path / EXTRACT_FILE
-    problems = [
-        f"{file}: {name!r} is said to be a file of the model, expected a name inside the folder. "
-        "Do not use this extract before you know who made it."
-        for name in (*files, *from_base)
-        if not is_inside(name)
-    ]
+    problems = [Problem("record-escape", file, name=name) for name in (*files, *from_base) if not is_inside(name)]
     needed = {CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, *files}
     if not problems:
         problems = [
-            f"{name_in_extract(name)}: not found in {path}. Download the extract again."
+            Problem("extract-file-missing", name_in_extract(name), folder=path)
             for name in sorted(needed)
             if name not in files or not (path / name_in_extract(name)).is_file()
         ]
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)

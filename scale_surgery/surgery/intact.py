@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor
 from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.tokenizer import TOKENIZER_FILES, VOCABULARY_FILES
@@ -27,7 +27,7 @@ from scale_surgery.surgery.write_folder import EXTENDED, tokenizer_texts
 
 @dataclass(frozen=True)
 class IntegrityReport:
-    """What differs from what was written, by kind; an empty tuple means that the check passed.
+    """Differences from what was written, by kind; an empty tuple means that the check passed.
 
     Attributes:
         base: Base tensors and files that are not what they were.
@@ -40,16 +40,16 @@ class IntegrityReport:
         expansion: sha256 of each expansion tensor that is there.
     """
 
-    base: tuple[str, ...]
-    structure: tuple[str, ...]
-    missing: tuple[str, ...]
-    config: tuple[str, ...]
-    code: tuple[str, ...]
+    base: tuple[Problem, ...]
+    structure: tuple[Problem, ...]
+    missing: tuple[Problem, ...]
+    config: tuple[Problem, ...]
+    code: tuple[Problem, ...]
     hashes: Mapping[str, str]
     expansion: Mapping[str, str]
 
     @property
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """All of it, whoever wrote the code files; what is missing is in the structure."""
         return [*self.base, *self.structure, *self.config, *self.code]
 
@@ -71,7 +71,7 @@ def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progres
             *_spoiled_matrices(checkpoint, manifest),
         ),
         missing=tuple(missing),
-        config=(*map(str, config_problems(whole, config)), *tokenizer_problems(checkpoint, whole)),
+        config=(*config_problems(whole, config)), *tokenizer_problems(checkpoint, whole),
         code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
         hashes={name: hashes[name] for name in manifest.base_tensors if name in hashes},
         expansion=expansion,
@@ -90,7 +90,7 @@ def bytes_of_model(checkpoint: Checkpoint, manifest: Manifest) -> int:
 
 
 def refuse_damaged(
-    checkpoint: Checkpoint, manifest: Manifest, track: Track, also: Iterable[str] = (), *, is_trusted: bool = False
+    checkpoint: Checkpoint, manifest: Manifest, track: Track, also: Iterable[Problem] = (), *, is_trusted: bool = False
 ) -> None:
     """Refuse an expanded checkpoint that is not what was written, or what the last run left; every byte is read."""
     check_numbering(checkpoint, manifest)
@@ -99,12 +99,8 @@ def refuse_damaged(
     # another release may have written other code files; where `is_trusted`, its own code and config may run, whoever
     # wrote them
     code = () if is_trusted else (*report.config, *_code_problems(checkpoint, manifest, manifest.code))
-    if problems := list(dict.fromkeys([*report.base, *report.structure, *code, *also])):
-        advice = (
-            f"{checkpoint.path}: is not what was written, so nothing is made of it. Restore what is named, or expand "
-            f"the base again; scale-surgery verify {checkpoint.path} shows all."
-        )
-        raise CheckpointError.from_problems([*shorten(problems), advice])
+    if problems := dict.fromkeys([*report.base, *report.structure, *code, *also]):
+        raise CheckpointError(Problem("folder-damaged", checkpoint.path, *problems))
 
 
 def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> tuple[dict[str, str], dict[str, str]]:
@@ -128,48 +124,43 @@ def _base_parts(manifest: Manifest) -> dict[str, str]:
     return {name: name for name in manifest.base_tensors} | ({} if head is None else {head.name: head.base})
 
 
-def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple[str, ...]:
-    """Tensors of a base, and files by the names that they are stored under, that are not what they were."""
+def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple[Problem, ...]:
+    """List tensors of a base, and files by the names that they are stored under, that are not what they were."""
     return (*_tensor_problems(record, sums.tensors), *_file_problems(checkpoint, record, sums.files))
 
 
-def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[str]:
+def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[Problem]:
     problems = []
     for name, base_name in _base_parts(record).items():
         digest = record.base_hashes[base_name]
         if name not in hashes:
-            problems.append(f"{name}: base tensor is missing.")
+            problems.append(Problem("tensor-missing", name))
         elif hashes[name] != digest:
-            problems.append(_other_sum(name, hashes[name], digest))
+            problems.append(Problem("tensor-changed", name, found=hashes[name], recorded=digest))
     return problems
 
 
-def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[str]:
+def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[Problem]:
     """Expansion tensors that are not what surgery.json knows of them, where it knows that."""
     for expansion in manifest.expansions.values():
         known = {} if expansion.trained is None else {**expansion.tensors, **expansion.trained}
         for name, digest in known.items():
             if hashes.get(name, digest) != digest:
-                yield _other_sum(name, hashes[name], digest)
+                yield Problem("tensor-changed", name, found=hashes[name], recorded=digest)
 
 
-def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
     """What a fused model holds beside base and expansion, made of them, where it is not what was written."""
     made = {} if manifest.fused is None else manifest.fused["made"]
     hashes = hash_tensors(checkpoint, [name for name in made if name in checkpoint.tensors])
     for name, digest in made.items():
         if name not in hashes:
-            yield f"{name}: is missing."
+            yield Problem("tensor-missing", name)
         elif hashes[name] != digest:
-            yield _other_sum(name, hashes[name], digest)
+            yield Problem("tensor-changed", name, found=hashes[name], recorded=digest)
 
 
-def _other_sum(name: str, actual: str, expected: str) -> str:
-    """What to say of a tensor whose bytes are not those that surgery.json knows."""
-    return f"{name}: sha256 {actual[:16]}..., expected {expected[:16]}... from {MANIFEST_FILE}."
-
-
-def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[str]:
+def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[Problem]:
     problems = []
     # the bytes of a fused model's shards are known by the tensors that they were
     joined, changed = record.joined_shards, record.changed_texts
@@ -178,20 +169,19 @@ def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str
             continue
         if file.stored_as is None:
             if name in changed:
-                problems.append(f"{MANIFEST_FILE}: its text of the base's {name} is not what it was.")
+                problems.append(Problem("base-text-changed", MANIFEST_FILE, file=name))
         elif file.stored_as not in hashes:
-            problems.append(f"{file.stored_as}: file is missing, it holds the base's {name}.")
+            problems.append(Problem("base-file-missing", file.stored_as, file=name))
         elif hashes[file.stored_as] != file.sha256:
-            problems.append(f"{file.stored_as}: bytes differ from the base's {name}.")
+            problems.append(Problem("base-file-changed", file.stored_as, file=name))
     stored = {file.stored_as for file in record.base_files.values()}
     if joined:
         return problems
     shards = {checkpoint.tensors[name].file for name in record.base_tensors if name in checkpoint.tensors}
-    problems += [f"{shard}: holds base tensors and is not among the base's files." for shard in sorted(shards - stored)]
-    return problems
+    return problems + [Problem("shard-not-of-base", shard) for shard in sorted(shards - stored)]
 
 
-def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
+def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[Problem]:
     """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
     problems = []
     is_fused = manifest.fused is not None
@@ -202,13 +192,13 @@ def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, T
     for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
         info = checkpoint.tensors.get(name)
         if info is None:
-            problems.append(f"{name}: expansion tensor is missing.")
+            problems.append(Problem("tensor-missing", name))
         elif info.shape != shape:
-            problems.append(f"{name}: shape {info.shape}, expected {shape} from the plan.")
+            problems.append(Problem("tensor-shape", name, shape=info.shape, planned=shape))
     return problems
 
 
-def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[str]:
+def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[Problem]:
     known = {*planned, *manifest.base_tensors}
     if manifest.fused is not None:
         known |= {item.name for item in joined_tensors(manifest)} | set(renamed_tensors(manifest).values())
@@ -216,16 +206,15 @@ def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Map
     return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
 
 
-def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """What a tokenizer would read that is not the base's: files, and names in its config, which can be of code."""
-    problems = []
+def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[Problem]:
+    """List what a tokenizer would read that is not the base's: files, and keys of its config, which can name code."""
+    problems = list[Problem]()
     # to a base that has no tokenizer a user may add one, though none that names code
     is_theirs = not manifest.base_files.keys() & set(TOKENIZER_FILES)
     if not is_theirs:
         # the config is compared by its keys
         names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
-        added = added_files(checkpoint, manifest, names)
-        problems = [f"{name}: the base's tokenizer has no such file, expected the base's alone." for name in added]
+        problems += [Problem("tokenizer-file-added", name) for name in added_files(checkpoint, manifest, names)]
     # those that are not replaced are compared as files
     replaced = {name: manifest.replaced[name] for name in EXTENDED if name in manifest.replaced}
     if TOKENIZER_CONFIG_FILE not in manifest.base_files:
@@ -236,9 +225,9 @@ def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
                 continue  # to parse a large vocabulary takes seconds
             differing = differing_keys(read_config(checkpoint.path / name), parse_json(text))
             differing = [key for key in differing if (key == "auto_map" if is_theirs else key != "tokenizer_class")]
-            problems += [f"{name}: {key} is not what the base's says." for key in differing]
+            problems += [Problem("tokenizer-key-changed", f"{name}: {key}") for key in differing]
         elif name in manifest.replaced:
-            problems.append(f"{name}: is missing.")
+            problems.append(Problem("file-missing", name))
     return problems
 
 
@@ -247,20 +236,19 @@ def added_files(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]
     return [name for name in names if name in checkpoint.side_files and name not in manifest.base_files]
 
 
-def _unexpected(checkpoint: Checkpoint, name: str) -> str:
+def _unexpected(checkpoint: Checkpoint, name: str) -> Problem:
     if not name.endswith(".w12"):
-        return f"{name}: no such tensor in the plan or in the base model."
-    count = int(read_tensor(checkpoint, name).count_nonzero())
-    return f"{name}: this layer's W12 is frozen at zero and must not exist, found one with {count} non-zero entries."
+        return Problem("tensor-unplanned", name, shard=checkpoint.tensors[name].file)
+    return Problem("block-not-zero", name, count=int(read_tensor(checkpoint, name).count_nonzero()))
 
 
-def _code_problems(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def _code_problems(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[Problem]:
     problems = []
     for file in names:
         if not (checkpoint.path / file).is_file():
-            problems.append(f"{file}: code file is missing.")
+            problems.append(Problem("file-missing", file))
         elif hash_file(checkpoint.path / file) != manifest.code.get(file):
-            problems.append(f"{file}: is not the code that the expansion wrote. Read it before you trust it.")
+            problems.append(Problem("code-changed", file))
     known = {*names, *(file.stored_as for file in manifest.base_files.values())}
     unknown = [file for file in checkpoint.side_files if file.endswith(".py") and file not in known]
-    return problems + [f"{file}: unknown code file. Read it before you trust it." for file in unknown]
+    return problems + [Problem("code-unknown", file) for file in unknown]

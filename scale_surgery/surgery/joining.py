@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import INFIX, tensor_name
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.errors import Problem
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import Spec, specs_of_layer
 from scale_surgery.planning.stock import IN_EMBEDDING, first_wide_layer
@@ -274,16 +275,16 @@ def count_differences(manifest: Manifest) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
-def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """Tensors to be joined that are missing or of a wrong shape."""
+def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[Problem]:
+    """List tensors to be joined that are missing or of a wrong shape."""
     problems = []
     for item in joined_tensors(manifest):
         for block, name in item.pieces.items():
-            info = checkpoint.tensors.get(name)
+            info, planned = checkpoint.tensors.get(name), _shape(item, block)
             if info is None:
-                problems.append(f"{name}: is missing, expected shape {_shape(item, block)}.")
-            elif info.shape != _shape(item, block):
-                problems.append(f"{name}: shape {info.shape}, expected {_shape(item, block)}.")
+                problems.append(Problem("tensor-missing", name))
+            elif info.shape != planned:
+                problems.append(Problem("tensor-shape", name, shape=info.shape, planned=planned))
     return problems
 
 
@@ -297,18 +298,15 @@ def _shape(joined: Joined, block: str) -> tuple[int, ...]:
     return (columns, rows) if joined.is_transposed and block == "weight" else (rows, columns)
 
 
-def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """Blocks that cannot be joined without a cast, each with what to do."""
+def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[Problem]:
+    """List blocks that cannot be joined without a cast."""
     tensors, problems = checkpoint.tensors, []
     for item in joined_tensors(manifest):
         for name in item.pieces.values():
             weight = f"{name.partition(INFIX)[0]}.weight"
             beside = tensors[weight if INFIX in name and weight in tensors else item.base].dtype
             if tensors[name].dtype != beside:
-                problems.append(
-                    f"{name}: is {tensors[name].dtype}, the base tensor beside it {beside}; joining copies and never "
-                    "casts. Expand without --dtype for a model that can be merged."
-                )
+                problems.append(Problem("block-other-dtype", name, dtype=tensors[name].dtype, base=beside))
     return problems
 
 

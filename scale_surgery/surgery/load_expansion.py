@@ -49,9 +49,6 @@ from scale_surgery.surgery.same_base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-# what to do with a base that is another
-LOAD_IT = "Load that base as it is stored; or give check=False, and no promise is made."
-
 
 def load_expansion(
     model: Any,
@@ -120,7 +117,7 @@ def _load_base(
     check_fit(extract, base, str(model))
     if check:
         differing = find_differing(extract, base, hash_base(base, track))
-        refuse_differing(extract, str(model), differing, len(base.tensors), LOAD_IT)
+        refuse_differing(extract, str(model), differing, len(base.tensors), "base-differs-load")
     with translated(str(model), "cannot be loaded", "Check the options, and whether transformers alone loads it."):
         return auto_class_of(base.config).from_pretrained(source.path, **options)
 
@@ -183,9 +180,9 @@ def _check_values(extract: Extract, base: InMemory, headers: Mapping[str, Tensor
             expected = extract.manifest.base_tensors[name]
             stored = _as_stored(tensor, expected.dtype)
             if stored is None or hashlib.sha256(tensor_bytes(stored)).hexdigest() != expected.sha256:
-                differing[name] = "its bytes differ."
+                differing[name] = Problem("base-tensor-bytes", name)
             advance(tensor.nbytes)
-    refuse_differing(extract, "model", differing, len(headers), LOAD_IT)
+    refuse_differing(extract, "model", differing, len(headers), "base-differs-load")
 
 
 def _stored_dtype(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem, problems_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
@@ -146,8 +146,7 @@ def rebuild_shard(
         write_pieces(file, header, entries_of(header, read), advance)
     except (CheckpointError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{MANIFEST_FILE}: its header of {shard} does not fit the tensors in {checkpoint.path} ({error}). "
-            "Restore both from where you got them."
+            Problem("fused-header-unfit", MANIFEST_FILE, *problems_of(error), shard=shard, folder=checkpoint.path)
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import derive_config
-from scale_surgery.errors import MOST_NAMES, CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.progress import Track
 from scale_surgery.surgery.extract_folder import Extract
 from scale_surgery.surgery.record import BaseTensor, Manifest
@@ -37,12 +37,11 @@ def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, giv
     # sizes are derived, which takes seconds, and are others too where shapes are
     manifest, model_type = extract.manifest, config.get("model_type")
     if model_type != manifest.plan.family:
-        problems = [f"config.json: model_type is {model_type!r}, expected {manifest.plan.family!r}."]
+        problems = [_other_value("model_type", model_type, manifest.plan.family)]
     else:
         problems = [*_shape_problems(shapes, given)] or [*_config_problems(manifest, config, name)]
     if problems:
-        head = f"{name}: does not fit, this expansion was made on {base_title(manifest)}."
-        raise CheckpointError.from_problems(_list_few(head, problems, "Give that base."))
+        raise CheckpointError(Problem("base-unfit", name, *problems, base=base_title(manifest)))
 
 
 def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
@@ -51,31 +50,23 @@ def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
         return hash_tensors(base, list(base.tensors), advance)
 
 
-def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, str]:
-    """How tensors of a base that fits, with these hashes, differ from those that the expansion was made on, by name."""
+def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, Problem]:
+    """Find tensors of a base that fits, with these hashes, that differ from those that the expansion was made on."""
     differing = {}
     for name, info in base.tensors.items():
         given, expected = BaseTensor(hashes[name], info.dtype, info.shape), extract.manifest.base_tensors[name]
         if given.form != expected.form:
-            differing[name] = f"{given.form}, expected {expected.form}."
+            differing[name] = Problem("base-tensor-form", name, form=given.form, recorded=expected.form)
         elif given != expected:
-            differing[name] = "its bytes differ."
+            differing[name] = Problem("base-tensor-bytes", name)
     return differing
 
 
-def refuse_differing(extract: Extract, name: str, differing: Mapping[str, str], count: int, advice: str) -> None:
-    """Refuse a base if any of its `count` tensors differ; all are counted, a few are named, of many the first."""
+def refuse_differing(extract: Extract, name: str, differing: Mapping[str, Problem], count: int, code: str) -> None:
+    """Refuse a base if any of its `count` tensors differ; the code of the problem says what to do."""
     if differing:
-        head = f"{name}: {len(differing)} of {count} tensors differ from those of {base_title(extract.manifest)}, on "
-        problems = [f"{tensor}: {how}" for tensor, how in differing.items()]
-        raise CheckpointError.from_problems(_list_few(f"{head}which this expansion was made.", problems, advice))
-
-
-def _list_few(head: str, problems: Sequence[str], advice: str) -> list[str]:
-    """List a few problems; many mean that this is another model, so only the first is named."""
-    if len(problems) <= MOST_NAMES:
-        return [head, *problems, advice]
-    return [f"{head} The first of {len(problems)} differences: {problems[0]} {advice}"]
+        base = base_title(extract.manifest)
+        raise CheckpointError(Problem(code, name, *differing.values(), count=len(differing), total=count, base=base))
 
 
 def base_title(manifest: Manifest) -> str:
@@ -83,22 +74,26 @@ def base_title(manifest: Manifest) -> str:
     return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
 
 
-def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[str]:
+def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[Problem]:
     if manifest.plan.architecture.own_code:
         # its sizes are known to its own code alone, which is not run to compare
         recorded = parse_json(manifest.replaced[CONFIG_FILE])
         differing = (key for key in differing_keys(recorded, config) if key not in INDECISIVE)
-        yield from (f"config.json: {key} is not that of the base that it was made on." for key in differing)
+        yield from (Problem("base-key-differs", f"{CONFIG_FILE}: {key}") for key in differing)
         return
     given = asdict(derive_config(config, name, len(manifest.base_tensors)).sizes)
     for key, expected in asdict(manifest.plan.facts.sizes_by_config).items():
         if given[key] != expected:
-            yield f"config.json: {key} is {given[key]}, expected {expected}."
+            yield _other_value(key, given[key], expected)
 
 
-def _shape_problems(shapes: Shapes, given: Shapes) -> Iterator[str]:
+def _other_value(key: str, value: object, recorded: object) -> Problem:
+    return Problem("base-value-differs", f"{CONFIG_FILE}: {key}", value=value, recorded=recorded)
+
+
+def _shape_problems(shapes: Shapes, given: Shapes) -> Iterator[Problem]:
     for name in shapes:
         if name in given and shapes[name] != given[name]:
-            yield f"{name}: shape {list(given[name])}, expected {list(shapes[name])}."
-    yield from (f"{name}: no such tensor in this base." for name in shapes if name not in given)
-    yield from (f"{name}: not expected in this base." for name in given if name not in shapes)
+            yield Problem("tensor-shape", name, shape=given[name], planned=shapes[name])
+    yield from (Problem("base-tensor-missing", name) for name in shapes if name not in given)
+    yield from (Problem("base-tensor-unknown", name) for name in given if name not in shapes)

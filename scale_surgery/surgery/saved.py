@@ -23,7 +23,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_te
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.reading import differing_keys
 from scale_surgery.checkpoint.same_values import difference
@@ -31,7 +31,7 @@ from scale_surgery.checkpoint.shards import Entry, computed
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, read_left_behind
 from scale_surgery.deriving.configs import config_of
-from scale_surgery.errors import MOST_LINES, CheckpointError, shorten
+from scale_surgery.errors import MOST_LINES, CheckpointError, Problem
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Track
@@ -52,14 +52,6 @@ UNIMPORTANT = {
 LEAVES_NUMBERS = re.compile(r"drop|jitter|initializer|init_std|aux_loss|z_loss|token_id$|checkpointing|output_")
 # tensors of these dtypes are compared by their numbers and rounded to one another; others hold no plain numbers
 NUMBERS = {"F64", *FLOAT_DTYPES.values()}
-FROZEN = (
-    "Only the new tensors may train: from_pretrained freezes all others, scale_surgery.freeze_base does it again, and "
-    "for a model of --method depth it does it at all. Train the expanded model again."
-)
-ROUNDED = (
-    "The base was cast before it was trained with, so the new tensors learned beside another base. Train again with "
-    'the base as it is stored: from_pretrained(..., dtype="auto").'
-)
 
 
 @dataclass(frozen=True)
@@ -150,10 +142,7 @@ def _refuse_other_forms(name: str, checkpoint: Checkpoint) -> None:
     stored = [entry.get("stored_as") for entry in entries if isinstance(entry, dict)]
     # one that a trainer wrote into an expanded folder has another layout than its surgery.json
     if set(checkpoint.shards).intersection(map(str, stored)):
-        raise CheckpointError(
-            f"{name}: has a {MANIFEST_FILE} and the layout of an expanded model: there is nothing to adopt. Use it as "
-            "it is."
-        )
+        raise CheckpointError(Problem("saved-expanded", name))
 
 
 def check_specs(saved: Saved, trained: Trained) -> None:
@@ -168,9 +157,8 @@ def check_specs(saved: Saved, trained: Trained) -> None:
     bases = (specs.get(BASE_KEY, {}) for specs in (there, here))
     keys += [f"{CONFIG_KEY}.{BASE_KEY}.{key}" for key in differing_keys(*bases)]
     if keys:
-        head = f"{saved.name}: was saved from another expansion than {trained.name}."
-        lines = [f"{CONFIG_FILE}: {key} is another." for key in keys]
-        raise CheckpointError.from_problems([head, *shorten(lines), _give_trained(trained)])
+        differing = [Problem("saved-key-differs", f"{CONFIG_FILE}: {key}") for key in keys]
+        raise CheckpointError(Problem("saved-other-expansion", saved.name, *differing, trained=trained.name))
 
 
 def _differing_specs(spec: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
@@ -183,10 +171,6 @@ def _differing_specs(spec: Mapping[str, Any], expected: Mapping[str, Any]) -> li
         return []
     # an expansion may have got another name since, which is a key of its own
     return [f"{ORIGIN_KEY}.request.{key}" for key in differing_keys(asked, planned) if key != "name"]
-
-
-def _give_trained(trained: Trained) -> str:
-    return f"Give the expanded model that was trained: --expanded EXPANDED, not {trained.name}."
 
 
 def match_tensors(saved: Saved, trained: Trained) -> Match:
@@ -209,59 +193,48 @@ def match_tensors(saved: Saved, trained: Trained) -> Match:
     has_base = any(pair.wanted in trained.base_tensors for pair in match.pairs)
     missing = [name for name in match.missing if has_base or name not in trained.base_tensors]
     shapes, dtypes = _shape_problems(saved, trained, match), _dtype_problems(saved, trained, match)
-    problems = [*shapes, *dtypes, *(f"{name}: was not saved." for name in missing)]
-    problems += [f"{name}: is not in {trained.name}." for name in match.unexpected]
+    problems = [*shapes, *dtypes, *(Problem("tensor-not-saved", name) for name in missing)]
+    problems += [Problem("tensor-not-trained", name, trained=trained.name) for name in match.unexpected]
     if problems:
-        count = "1 tensor does" if len(problems) == 1 else f"{len(problems)} tensors do"
-        head = f"{saved.name}: {count} not fit {trained.name}."
-        advice = _advice(saved, trained, match, has_other_dtypes=bool(dtypes))
-        raise CheckpointError.from_problems([head, *shorten(problems), advice])
+        code = _cause(saved, trained, match, has_other_dtypes=bool(dtypes))
+        raise CheckpointError(Problem(code, saved.name, *problems, count=len(problems), trained=trained.name))
     return match
 
 
-def _shape_problems(saved: Saved, trained: Trained, match: Match) -> list[str]:
+def _shape_problems(saved: Saved, trained: Trained, match: Match) -> list[Problem]:
     pairs = [pair for pair in match.pairs if pair.part is None]
     both = ((pair, saved.checkpoint.tensors[pair.saved].shape, trained.tensors[pair.wanted].shape) for pair in pairs)
     return [
-        f"{pair.wanted}: shape {list(shape)}, expected {list(expected)}."
-        for pair, shape, expected in both
-        if tuple(shape) != tuple(expected)
+        Problem("tensor-shape", pair.wanted, shape=shape, planned=planned)
+        for pair, shape, planned in both
+        if shape != planned
     ]
 
 
-def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> list[str]:
+def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> list[Problem]:
     tensors = saved.checkpoint.tensors
     both = ((pair, tensors[pair.saved].dtype, trained.tensors[pair.wanted].dtype) for pair in match.pairs)
     return [
-        f"{pair.wanted}: dtype {dtype}, expected {expected}."
-        for pair, dtype, expected in both
-        if dtype != expected and not {dtype, expected} <= NUMBERS
+        Problem("tensor-dtype", pair.wanted, dtype=dtype, planned=planned)
+        for pair, dtype, planned in both
+        if dtype != planned and not {dtype, planned} <= NUMBERS
     ]
 
 
-def _advice(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: bool) -> str:
-    plan = trained.first_plan
-    embedding = plan.embedding
+def _cause(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: bool) -> str:
+    """Find out why tensors do not fit, as far as they tell; the code of the problem."""
+    embedding = trained.first_plan.embedding
     shapes = (saved.checkpoint.tensors[pair.saved].shape for pair in match.pairs if pair.wanted == embedding)
     before, after = trained.tensors[embedding].shape[:1], next(shapes, None)
     if after is not None and after[:1] != before:
-        return (
-            f"Its vocabulary was changed, from {before[0]} tokens to {after[0]}, and an expansion keeps that of its "
-            "base. Resize the embedding of the base model, save that, expand it, and train again."
-        )
+        return "saved-other-vocabulary"
     if any(info.dtype.startswith(("U8", "I8", "F8")) for info in trained.base_tensors.values()):
-        return (
-            "The base is quantised, and a trainer that saves it writes other tensors, which cannot be compared with "
-            "it. Train with scale-surgery train."
-        )
+        return "saved-quantised-base"
     if has_other_dtypes:
-        return (
-            "Numbers of such dtypes were made of the trained ones, which they do not give back. Save the model as it "
-            "trained, and quantise or convert what comes of it."
-        )
+        return "saved-converted"
     if match.unexpected and needs_own_code(trained.config):
-        return "Save the trained model by save_pretrained: other names than its files' are not known of its own code."
-    return _give_trained(trained)
+        return "saved-other-names"
+    return "saved-tensors-unfit"
 
 
 def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[str]]:
@@ -358,8 +331,8 @@ def compare_base(
     by_value = [pair for pair in pairs if pair.part is not None or len(set(dtypes[pair])) > 1]
     values, changed, widened = SavedTensors(saved, match), list[Pair](), Counter[str]()
 
-    def describe(pair: Pair) -> str | None:
-        return difference(values.read(pair), read_tensor(trained.checkpoint, pair.wanted))
+    def describe(pair: Pair) -> Problem | None:
+        return difference(pair.wanted, values.read(pair), read_tensor(trained.checkpoint, pair.wanted))
 
     with track("base tensors", sum(trained.base_tensors[pair.wanted].bytes for pair in pairs)) as advance:
         hashes = hash_tensors(saved.checkpoint, list(dict.fromkeys(pair.saved for pair in by_hash)), advance)
@@ -372,11 +345,12 @@ def compare_base(
                 widened[f"{dtype} for {expected}"] += 1
             advance(trained.base_tensors[pair.wanted].bytes)
     if changed:
-        lines = [f"{pair.wanted}: {describe(pair)}" for pair in changed[:MOST_LINES]]
-        more = [f"... and {len(changed) - MOST_LINES} more."] if len(changed) > MOST_LINES else []
-        head = f"{saved.name}: {len(changed)} of {len(pairs)} base tensors are not those of {trained.name}."
-        advice = ROUNDED if all(" was rounded to " in line for line in lines) else FROZEN
-        raise CheckpointError.from_problems([head, *lines, *more, advice])
+        # to describe a tensor is to read it twice
+        some = [problem for pair in changed[:MOST_LINES] if (problem := describe(pair)) is not None]
+        is_rounded = all(problem.code == "tensor-rounded" for problem in some)
+        code = "saved-base-rounded" if is_rounded else "saved-base-changed"
+        counts = {"count": len(changed), "total": len(pairs)}
+        raise CheckpointError(Problem(code, saved.name, *some, trained=trained.name, **counts))
     return BaseComparison(len(pairs), dict(widened))
 
 
@@ -399,22 +373,15 @@ def _reader(values: SavedTensors, tensor: TensorPlan, pairs: Sequence[Pair]) -> 
     def read() -> Tensor:
         value = values.read(pairs[0])
         if not value.isfinite().all():
-            raise CheckpointError(
-                f"{tensor.name}: holds numbers that are not finite, so this training diverged. Adopt an earlier "
-                "checkpoint of it, or train again with a lower learning rate."
-            )
+            raise CheckpointError(Problem("saved-not-finite", tensor.name))
         for pair in pairs[1:]:
-            if (how := difference(values.read(pair), value)) is not None:
-                raise CheckpointError(
-                    f"{tensor.name}: was saved as {pairs[0].saved} and as {pair.saved}, expected the same of both: "
-                    f"{how} Save the one alone that trained."
-                )
+            if (problem := difference(pair.saved, values.read(pair), value)) is not None:
+                names = {"first": pairs[0].saved, "second": pair.saved}
+                raise CheckpointError(Problem("saved-twice", tensor.name, problem, **names))
         cast = value.to(TORCH_DTYPES[tensor.dtype])
         if not cast.isfinite().all():
-            raise CheckpointError(
-                f"{tensor.name}: holds values up to {value.abs().max().item():.3g}, expected such as {tensor.dtype} "
-                "has, which the plan gives it. Expand with --dtype float32, and train again."
-            )
+            most = value.abs().max().item()
+            raise CheckpointError(Problem("saved-out-of-range", tensor.name, most=most, dtype=tensor.dtype))
         return cast
 
     return read

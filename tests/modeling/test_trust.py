@@ -15,6 +15,7 @@ import transformers
 from scale_surgery import Request, expand, modeling, verify
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.names import CODE_FILES, FUSED_CODE_FILES
+from scale_surgery.errors import Problem
 from scale_surgery.modeling import configuration_scale, expanded_releases
 from tests.conftest import Pair, edited, load
 from tests.tiny import save_tiny
@@ -161,6 +162,5 @@ def test_verify_notices_code_that_a_pinned_tokenizer_names(tmp_path: Path) -> No
     with edited(file) as content:
         assert content.keys() == {"tokenizer_class"} and verify(folder, probes=None, record=False).passed
         content["auto_map"] = {"AutoTokenizer": ["org/evil--code.Code", None]}
-    assert verify(folder, probes=None, record=False).problems == (
-        "tokenizer_config.json: auto_map is not what the base's says.",
-    )
+    other_code = Problem("tokenizer-key-changed", "tokenizer_config.json: auto_map")
+    assert verify(folder, probes=None, record=False).problems == (str(other_code),)

@@ -22,7 +22,6 @@ from scale_surgery import (
     PosteriorRouter,
     Probes,
     Request,
-    SurgeryError,
     adopt,
     apply,
     compose,
@@ -40,6 +39,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.trainer_files import LeftBehind, read_left_behind
+from scale_surgery.errors import Problem
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.progress import no_progress
@@ -50,7 +50,7 @@ from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.settings import TrainingSettings
 from tests.command import run
-from tests.conftest import REQUESTS, Pair, digests, edited, load, shown
+from tests.conftest import REQUESTS, Pair, digests, edited, load, problems, shown
 from tests.each import FEW, mostly
 from tests.fuzz.files import Planted
 from tests.routed import random_ids
@@ -105,13 +105,20 @@ def logits(model: Any) -> torch.Tensor:
     return output_logits
 
 
-def refusal(*arguments: Any, **options: Any) -> str:
-    """Message of an adoption that is refused; nothing is written."""
+def refusal(*arguments: Any, **options: Any) -> Problem:
+    """The problem for which an adoption is refused; nothing is written."""
     target = Path(arguments[2])
-    with pytest.raises(SurgeryError) as caught:
-        adopt(*arguments, **options)
+    (problem,) = problems(adopt, *arguments, **options)
     assert not target.exists() and not target.with_name(f"{target.name}.partial").exists()
-    return str(caught.value)
+    return problem
+
+
+def named(problem: Problem) -> tuple[str, str]:
+    """Code and place of a problem."""
+    return problem.code, problem.where
+
+
+SPECS = "config.json: scale_surgery.expansions"
 
 
 def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -219,8 +226,10 @@ def test_names_in_memory_of_other_kinds_of_model(tmp_path: Path, kind: str) -> N
         name = "model.layers.0.mlp.experts.gate_up_proj"
         assert name not in open_checkpoint(wide).tensors
         change(flat, name, added)
-        message = refusal(flat, wide, tmp_path / "other")
-        assert re.search(r"1 of .*\nmodel\.layers\.0\..+\.experts\.0\..+: 1 of [\d,]+ values", message)
+        problem = refusal(flat, wide, tmp_path / "other")
+        (detail,) = problem.details
+        assert (problem.code, detail.code) == ("saved-base-changed", "tensor-values-differ")
+        assert re.fullmatch(r"model\.layers\.0\..+\.experts\.0\..+", detail.where) and detail.values["count"] == 1
 
 
 def test_a_model_of_several_expansions(base_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -249,9 +258,8 @@ def test_a_model_of_several_expansions(base_of: Callable[..., Path], tmp_path: P
     }
     # another expansion under the same name is another one
     other_path = expand(law_path, Request("1", method="grow", name="chess"), tmp_path / "other").path
-    message = refusal(saved, other_path, tmp_path / "no")
-    assert "config.json: scale_surgery.expansions[1].expanded_layers is another." in message
-    assert "expansions[0]" not in message
+    differing = [detail.where for detail in refusal(saved, other_path, tmp_path / "no").details]
+    assert f"{SPECS}[1].expanded_layers" in differing and not [key for key in differing if "[0]" in key]
 
 
 def test_a_routed_model_keeps_its_router(pair: Pair, tmp_path: Path) -> None:
@@ -281,7 +289,8 @@ def test_an_expansion_that_was_given_another_name(pair: Pair, tmp_path: Path) ->
     loaded = load(done.path)
     assert loaded.expansions == ["law"] and torch.equal(logits(loaded), logits(model))
     assert done.trained_tensors == len(new_of(pair)) and verify(done.path, pair.base_path).passed
-    assert "scale_surgery.expansions[0].name is another" in refusal(tmp_path / "saved", pair.path, tmp_path / "other")
+    problem = refusal(tmp_path / "saved", pair.path, tmp_path / "other")
+    assert Problem("saved-key-differs", f"{SPECS}[0].name") in problem.details
 
 
 def test_what_a_run_left_is_known_by_its_sums(pair: Pair, trained: Path, tmp_path: Path) -> None:
@@ -303,10 +312,10 @@ def test_what_a_run_left_is_known_by_its_sums(pair: Pair, trained: Path, tmp_pat
         file = folder / EXPANSION.replace("default", name)
         file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
         verification = verify(folder, probes=None, record=False)
-        problems = [line for line in verification.problems if f"expansions.{name}." in line]
-        assert verification.passed == (folder == beside) == (not problems), "what no run has ended on is not known"
-        pattern = r"model\.\S+: sha256 \w{16}\.\.\., expected \w{16}\.\.\. from surgery\.json\."
-        assert all(re.fullmatch(pattern, line) for line in problems) and len(problems) < 2
+        lines = [line for line in verification.problems if f"expansions.{name}." in line]
+        assert verification.passed == (folder == beside) == (not lines), "what no run has ended on is not known"
+        pattern = r"model\.\S+: sha256 starts with \w{16}, expected \w{16} from surgery\.json\."
+        assert all(re.fullmatch(pattern, line) for line in lines) and len(lines) < 2
 
 
 def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
@@ -324,10 +333,7 @@ def test_trainer_and_all_that_comes_after(tmp_path: Path) -> None:
         transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collator).train()
     saved = tmp_path / "run" / "checkpoint-2"
     (saved / "training_args.bin").write_bytes(pickle.dumps(Planted(tmp_path / "went_off")))
-    assert refusal(tmp_path / "run", wide, tmp_path / "out") == (
-        f"{tmp_path}/run: holds checkpoints of a training run and no model beside them, expected one model. Give one: "
-        f"{saved}"
-    )
+    assert refusal(tmp_path / "run", wide, tmp_path / "out") == Problem("folder-run", tmp_path / "run", last=saved)
     done = adopt(saved, wide, tmp_path / "out")
     assert not (tmp_path / "went_off").exists(), "nothing is unpickled"
     pickle.loads((saved / "training_args.bin").read_bytes())
@@ -363,31 +369,32 @@ def test_one_changed_value_of_the_base_ends_it(pair: Pair, saved: Path, tmp_path
     change(saved, "model.layers.1.mlp.up_proj.weight", added)
     change(saved, "model.norm.weight", torch.neg)
     for wide, base in ((pair.path, None), (None, pair.base_path)):
-        message = refusal(saved, wide, tmp_path / "out", base).splitlines()
-        assert message[0] == f"{saved}: 2 of 50 base tensors are not those of {wide or base}."
-        assert message[1].startswith("model.layers.1.mlp.up_proj.weight: 1 of 2,080 values differ, by up to 6")
-        assert message[2].startswith("model.norm.weight: 40 of 40 values differ, by up to ")
-        assert message[3].startswith("Only the new tensors may train: from_pretrained freezes all others, ")
+        problem = refusal(saved, wide, tmp_path / "out", base)
+        assert named(problem) == ("saved-base-changed", f"{saved}")
+        assert problem.values == {"count": 2, "total": 50, "trained": f"{wide or base}"}
+        changed = {detail.where: detail.values for detail in problem.details}
+        assert list(changed) == ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+        assert [(values["count"], values["total"]) for values in changed.values()] == [(1, 2080), (40, 40)]
+        assert 60 < changed["model.layers.1.mlp.up_proj.weight"]["most"] < 70
 
 
 def test_another_expansion_is_named_tensor_by_tensor(pair: Pair, trained: Path, tmp_path: Path) -> None:
     other_path = expand(pair.base_path, Request("1", variant="adapt"), tmp_path / "other").path
-    message = refusal(trained, other_path, tmp_path / "out").splitlines()
-    assert message[0] == f"{trained}: was saved from another expansion than {other_path}."
-    assert "config.json: scale_surgery.expansions[0].expanded_layers is another." in message
-    assert message[-1] == f"Give the expanded model that was trained: --expanded EXPANDED, not {other_path}."
+    problem = refusal(trained, other_path, tmp_path / "out")
+    assert (*named(problem), problem.values) == ("saved-other-expansion", f"{trained}", {"trained": f"{other_path}"})
+    assert Problem("saved-key-differs", f"{SPECS}[0].expanded_layers") in problem.details
     # where nothing names the expansion, its tensors tell
     flat = save_flat(pair.load(), tmp_path / "flat")
-    message = refusal(flat, other_path, tmp_path / "out").splitlines()
-    assert message[0] == f"{flat}: 88 tensors do not fit {other_path}."
-    assert re.fullmatch(r"model\.\S+: was not saved\.", message[1])
-    assert "... and 76 more." in message
+    problem = refusal(flat, other_path, tmp_path / "out")
+    assert named(problem) == ("saved-tensors-unfit", f"{flat}")
+    assert problem.values["count"] == len(problem.details) == 88
+    assert {detail.code for detail in problem.details} == {"tensor-not-saved", "tensor-not-trained"}
     # the same shapes, begun otherwise
     seeded = expand(pair.base_path, replace(REQUESTS["adapt"], seed=1), tmp_path / "seeded").path
-    message = refusal(trained, seeded, tmp_path / "out")
-    assert "config.json: scale_surgery.expansions[0].origin.request.seed is another." in message
+    problem = refusal(trained, seeded, tmp_path / "out")
+    assert Problem("saved-key-differs", f"{SPECS}[0].origin.request.seed") in problem.details
     larger = save_tiny(tmp_path / "larger", "llama", dtype=torch.bfloat16, tie_word_embeddings=True, hidden_size=48)
-    assert "was saved from another expansion than" in refusal(trained, None, tmp_path / "out", larger)
+    assert refusal(trained, None, tmp_path / "out", larger).code == "saved-other-expansion"
 
 
 # ---- numbers and names in other forms
@@ -405,15 +412,16 @@ def test_float32_beside_a_base_in_half_precision(pair: Pair, tmp_path: Path) -> 
         assert torch.equal(read_tensor(adopted, name), parameters[name].to(torch.bfloat16))
     # a change that casting back would hide
     change(saved, "model.norm.weight", lambda value: value * (1 + 1e-6))
-    assert "model.norm.weight: 40 of 40 values differ, by up to" in refusal(saved, pair.path, tmp_path / "other")
+    (detail,) = refusal(saved, pair.path, tmp_path / "other").details
+    assert named(detail) == ("tensor-values-differ", "model.norm.weight") and detail.values["count"] == 40
 
 
 def test_a_base_that_was_rounded_is_another(pair_of: Callable[..., Pair], tmp_path: Path) -> None:
     pair = pair_of("llama", "adapt")
     saved = save(pair.load(dtype=torch.bfloat16), tmp_path / "saved")
-    message = refusal(saved, pair.path, tmp_path / "out").splitlines()
-    assert message[1].endswith(": was rounded to bfloat16.")
-    assert message[-1].startswith("The base was cast before it was trained with, so the new tensors learned beside")
+    problem = refusal(saved, pair.path, tmp_path / "out")
+    assert problem.code == "saved-base-rounded"
+    assert {(detail.code, detail.values["dtype"]) for detail in problem.details} == {("tensor-rounded", "bfloat16")}
 
 
 @pytest.mark.parametrize("name", (NEW, "model.norm.weight"))
@@ -422,24 +430,22 @@ def test_numbers_that_are_none_of_a_training(pair: Pair, saved: Path, tmp_path: 
     kept = read_tensor(open_checkpoint(saved), name)
     for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
         change(saved, name, lambda tensor, dtype=dtype: kept.to(dtype))
-        message = refusal(saved, pair.path, tmp_path / "out").splitlines()
-        assert message[0] == f"{saved}: 1 tensor does not fit {pair.path}."
-        assert re.fullmatch(rf"{name}: dtype \w+, expected BF16\.", message[1])
-        assert message[-1].startswith("Numbers of such dtypes were made of the trained ones")
+        problem = refusal(saved, pair.path, tmp_path / "out")
+        (detail,) = problem.details
+        assert named(problem) == ("saved-converted", f"{saved}") and named(detail) == ("tensor-dtype", name)
+        assert detail.values["planned"] == "BF16" != detail.values["dtype"]
     if name == NEW:
         for value in (float("nan"), float("inf")):
             change(saved, name, lambda tensor, value=value: torch.full_like(kept, value))
-            assert refusal(saved, pair.path, tmp_path / "out") == (
-                f"{NEW}: holds numbers that are not finite, so this training diverged. Adopt an earlier checkpoint of "
-                "it, or train again with a lower learning rate."
-            )
+            assert refusal(saved, pair.path, tmp_path / "out") == Problem("saved-not-finite", NEW)
 
 
 def test_what_the_dtype_of_the_plan_cannot_hold(base_of: Callable[..., Path], tmp_path: Path) -> None:
     wide = expand(base_of("llama", "float16"), Request("1-2"), tmp_path / "wide").path
     saved = save_flat(load(wide), tmp_path / "saved", dtype=torch.float32)
     change(saved, NEW, lambda tensor: torch.full_like(tensor, 1e6))
-    assert f"{NEW}: holds values up to 1e+06, expected such as F16 has" in refusal(saved, wide, tmp_path / "out")
+    wanted = Problem("saved-out-of-range", NEW, most=1e6, dtype="F16")
+    assert refusal(saved, wide, tmp_path / "out") == wanted
 
 
 def test_one_tensor_saved_under_two_names(pair: Pair, tmp_path: Path) -> None:
@@ -451,12 +457,13 @@ def test_one_tensor_saved_under_two_names(pair: Pair, tmp_path: Path) -> None:
     save_file(tensors | {part: tensors[NEW].clone()}, twice / "model.safetensors")
     assert torch.equal(logits(load(adopt(twice, pair.path, tmp_path / "same").path)), logits(model))
     save_file(tensors | {part: tensors[NEW] + 1}, twice / "model.safetensors")
-    message = refusal(twice, pair.path, tmp_path / "out")
-    assert message.startswith(f"{NEW}: was saved as ") and " values differ, by up to 1" in message
+    problem = refusal(twice, pair.path, tmp_path / "out")
+    assert named(problem) == ("saved-twice", NEW) and {*problem.values.values()} == {NEW, part}
+    assert [detail.code for detail in problem.details] == ["tensor-values-differ"]
     # a wrapper's name beside the plain one
     save_file(tensors | {f"module.{NEW}": tensors[NEW] + 1}, twice / "model.safetensors")
-    message = refusal(twice, pair.path, tmp_path / "out")
-    assert f"{NEW}: was saved as {NEW} and as module.{NEW}, expected the same" in message
+    problem = refusal(twice, pair.path, tmp_path / "out")
+    assert named(problem) == ("saved-twice", NEW) and problem.values == {"first": NEW, "second": f"module.{NEW}"}
 
 
 @pytest.mark.parametrize("wrapper", mostly(("{}", "module.{}", "module._orig_mod.{}"), "module._orig_mod.{}".__eq__))
@@ -466,8 +473,9 @@ def test_names_in_memory_and_tied_tensors_twice(pair: Pair, tmp_path: Path, wrap
     assert torch.equal(logits(load(done.path)), logits(model))
     assert done.base_tensors == 51, "the tied head was saved beside the embedding, and compared too"
     change(tmp_path / "flat", wrapper.format("lm_head.weight"), added)
-    message = refusal(tmp_path / "flat", pair.path, tmp_path / "other")
-    assert "model.embed_tokens.weight: 1 of 3,880 values differ, by up to 64." in message
+    (detail,) = refusal(tmp_path / "flat", pair.path, tmp_path / "other").details
+    differs = {"count": 1, "total": 3880, "most": pytest.approx(64, rel=0.01)}
+    assert detail == Problem("tensor-values-differ", "model.embed_tokens.weight", **differs)
 
 
 def test_a_head_that_transformers_renames(pair_of: Callable[..., Pair], tmp_path: Path) -> None:
@@ -522,12 +530,9 @@ def test_a_vocabulary_that_was_changed(base_of: Callable[..., Path], tmp_path: P
     wide = expand(base_of("llama"), Request("1", method="depth"), tmp_path / "wide").path
     model = load(wide)
     model.resize_token_embeddings(101, mean_resizing=False)
-    message = refusal(save(model, tmp_path / "saved"), wide, tmp_path / "out").splitlines()
-    assert "model.embed_tokens.weight: shape [101, 40], expected [97, 40]." in message
-    assert message[-1] == (
-        "Its vocabulary was changed, from 97 tokens to 101, and an expansion keeps that of its base. Resize the "
-        "embedding of the base model, save that, expand it, and train again."
-    )
+    problem = refusal(save(model, tmp_path / "saved"), wide, tmp_path / "out")
+    resized = Problem("tensor-shape", "model.embed_tokens.weight", shape=(101, 40), planned=(97, 40))
+    assert problem.code == "saved-other-vocabulary" and resized in problem.details
 
 
 def test_new_tensors_alone(pair: Pair, tmp_path: Path) -> None:
@@ -543,15 +548,14 @@ def test_new_tensors_alone(pair: Pair, tmp_path: Path) -> None:
     assert "The base that run 1 had was not saved" in card and "none of the base" not in card
     # but a part of the base is none
     save_file(new | {"model.norm.weight": model.model.norm.weight.detach()}, saved / "model.safetensors")
-    assert "49 tensors do not fit" in refusal(saved, pair.path, tmp_path / "other")
+    problem = refusal(saved, pair.path, tmp_path / "other")
+    assert (problem.code, problem.values["count"]) == ("saved-tensors-unfit", 49)
 
 
 def test_saved_into_the_expanded_folder(pair: Pair, tmp_path: Path) -> None:
     """save_pretrained takes the base's shards away; what it left can be adopted still."""
     wide = Path(shutil.copytree(pair.path, tmp_path / "wide"))
-    assert refusal(wide, pair.path, tmp_path / "out") == (
-        f"{wide}: has a surgery.json and the layout of an expanded model: there is nothing to adopt. Use it as it is."
-    )
+    assert refusal(wide, pair.path, tmp_path / "out") == Problem("saved-expanded", wide)
     model = move(load(wide))
     model.save_pretrained(wide)
     assert not verify(wide, probes=None, record=False).passed
@@ -563,67 +567,55 @@ def test_nothing_says_where_it_is_from(pair: Pair, saved: Path, tmp_path: Path) 
     out, base = tmp_path / "out", pair.base_path
     config = read_json(saved / "config.json")
     (added,) = config["scale_surgery"]["expansions"]
-    no_base = f"{saved}: is a base model, expected what a trainer saved of an expanded model."
 
-    def refusal_of(origin: object, given: Path | None = base) -> str:
+    def refusal_of(origin: object, given: Path | None = base) -> Problem:
         write_json(saved / "config.json", config | {"scale_surgery": config["scale_surgery"] | {"expansions": origin}})
         return refusal(saved, None, out, given)
 
-    assert refusal_of([added], None) == (
-        f"{saved}: was made from a folder called {base.name}, which cannot be looked up. Give the expanded model that "
-        "was trained, --expanded EXPANDED, or that folder, --base MODEL."
-    )
-    assert refusal(saved, pair.path, out, base) == (
-        "--base with --expanded: an expanded model holds its base. Leave out one of the two."
-    )
-    place, message = "scale_surgery.expansions[0].origin", refusal_of([added | {"origin": {"a": 1}}])
+    assert refusal_of([added], None) == Problem("saved-base-local", saved, base=base.name)
+    assert refusal(saved, pair.path, out, base) == Problem("base-with-expanded", "--base")
+    place, message = "scale_surgery.expansions[0].origin", str(refusal_of([added | {"origin": {"a": 1}}]))
     assert f"{place}.base_name is missing; " in message and f"; {place}.a is unknown)" in message
-    assert refusal_of([]).startswith(no_base)
+    assert refusal_of([]) == Problem("form-base-not-saved", saved)
     nowhere = [{key: value for key, value in added.items() if key != "origin"}]
-    assert refusal_of(nowhere).startswith(f"{saved}: its config.json does not say how it was expanded.")
+    assert str(refusal_of(nowhere)).startswith(f"{saved}: its config.json does not say how it was expanded.")
     assert adopt(saved, pair.path, tmp_path / "other").trained_tensors == len(new_of(pair))
     (saved / "config.json").unlink()
-    assert f"{saved}: has no config.json" in refusal(saved, None, out, base)
-    assert refusal(base, pair.path, out).startswith(no_base.replace(str(saved), str(base)))
+    assert refusal(saved, None, out, base) == Problem("saved-without-config", saved)
+    assert refusal(base, pair.path, out) == Problem("form-base-not-saved", base)
 
 
-FOREIGN = {
-    "deepspeed": (
+WHOLE = "scale-surgery adopt WHOLE --expanded EXPANDED -o OUT"
+FOREIGN: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "folder-deepspeed": (
         ("config.json", "latest", "zero_to_fp32.py", "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"),
-        "is a checkpoint of DeepSpeed, in shares of its processes, expected safetensors. Put them together: python "
-        "{path}/zero_to_fp32.py {path} WHOLE --safe_serialization; then: scale-surgery adopt WHOLE --expanded EXPANDED "
-        "-o OUT. Where the first says that tensors share memory, as tied ones do, add --exclude_frozen_parameters to "
-        "it.",
+        {"merge": "python {path}/zero_to_fp32.py {path} WHOLE --safe_serialization", "adopt": WHOLE},
     ),
-    "fsdp": (
+    "folder-fsdp": (
         ("config.json", "pytorch_model_fsdp_0/__0_0.distcp", "optimizer_0/__0_0.distcp"),
-        "is a checkpoint of FSDP, in shares of its processes, expected safetensors. Put them together: accelerate "
-        "merge-weights {path}/pytorch_model_fsdp_0 WHOLE; then: scale-surgery adopt WHOLE --expanded EXPANDED -o OUT",
+        {"merge": "accelerate merge-weights {path}/pytorch_model_fsdp_0 WHOLE", "adopt": WHOLE},
     ),
-    "fsdp_whole": (
+    "folder-fsdp-pickle": (
         ("config.json", "pytorch_model_fsdp.bin"),
-        "holds pickled weights of FSDP (pytorch_model_fsdp.bin), expected safetensors. Put them together: in Python, "
-        "save_file(torch.load('{path}/pytorch_model_fsdp.bin', weights_only=True), 'WHOLE/model.safetensors'); then: "
-        "scale-surgery adopt WHOLE --expanded EXPANDED -o OUT",
+        {
+            "file": "pytorch_model_fsdp.bin",
+            "line": "save_file(torch.load('{path}/pytorch_model_fsdp.bin', weights_only=True), "
+            "'WHOLE/model.safetensors')",
+            "adopt": WHOLE,
+        },
     ),
-    "adapter": (
-        ("adapter_config.json", "adapter_model.safetensors"),
-        "is an adapter of PEFT, which lies beside a model and is none, expected a model. Merge it in Python: "
-        "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(MERGED). Merged into an expanded "
-        "model it changes the base; expansion blocks train without PEFT.",
-    ),
+    "folder-adapter": (("adapter_config.json", "adapter_model.safetensors"), {}),
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_weights_in_a_form_of_another_program(pair: Pair, tmp_path: Path, kind: str) -> None:
-    files, expected = FOREIGN[kind]
+@pytest.mark.parametrize("code", FOREIGN)
+def test_weights_in_a_form_of_another_program(pair: Pair, tmp_path: Path, code: str) -> None:
+    (files, values), path = FOREIGN[code], tmp_path / "run"
     for file in files:
-        (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "run" / file).write_text("{}")
-    assert refusal(tmp_path / "run", pair.path, tmp_path / "out") == (
-        f"{tmp_path}/run: {expected.format(path=tmp_path / 'run')}"
-    )
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
+        (path / file).write_text("{}")
+    expected = {key: value.format(path=path) for key, value in values.items()}
+    assert refusal(path, pair.path, tmp_path / "out") == Problem(code, path, **expected)
 
 
 def test_a_listing_of_shares_is_a_pickle_that_is_not_opened(pair: Pair, tmp_path: Path) -> None:
@@ -631,13 +623,14 @@ def test_a_listing_of_shares_is_a_pickle_that_is_not_opened(pair: Pair, tmp_path
     (saved := tmp_path / "saved").mkdir()
     (saved / "__0_0.distcp").write_text("")
     (saved / ".metadata").write_bytes(pickle.dumps([Planted(tmp_path / "went_off"), "optim.state.model.norm.weight"]))
-    message = refusal(saved, pair.path, tmp_path / "out")
+    problem = refusal(saved, pair.path, tmp_path / "out")
     assert not (tmp_path / "went_off").exists()
     assert pickle.loads((saved / ".metadata").read_bytes()) and (tmp_path / "went_off").exists(), "the control"
-    assert f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {saved} whole.pt; then: " in message
+    to_whole = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {saved} whole.pt; then: "
+    assert problem.code == "folder-fsdp" and problem.values["merge"].startswith(to_whole)
     (saved / ".metadata").write_bytes(pickle.dumps("model.norm.weight"))
-    message = refusal(saved, pair.path, tmp_path / "out")
-    assert f"Put them together: accelerate merge-weights {saved} WHOLE; then: " in message
+    problem = refusal(saved, pair.path, tmp_path / "out")
+    assert problem.values["merge"] == f"accelerate merge-weights {saved} WHOLE"
 
 
 def test_an_interrupted_run_continues(pair: Pair, trained: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from scale_surgery import CheckpointError, Request, adopt, expand, verify
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
-from tests.conftest import refusal
+from tests.conftest import problems
 from tests.sharded_saves import KINDS
 from tests.tiny import save_tiny
 from tests.training.test_distributed import ROOT, largest_difference, launch_environment, trained
@@ -47,10 +47,10 @@ def test_what_is_typed_makes_an_expanded_folder_of_it(kind: str, tied: bool, tmp
     written = [*words, "-m", "tests.sharded_saves", kind, str(wide), str(tmp_path)]
     ended = subprocess.run(written, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    message = refusal(adopt, tmp_path / "saved", wide, tmp_path / "out", error=CheckpointError)
-    commands, _, if_tied = message.partition("Put them together: ")[2].partition(". Where the first")
-    first, *others = commands.replace("EXPANDED", str(wide)).split("; then: ")
-    if if_tied and tied:
+    (problem,) = problems(adopt, tmp_path / "saved", wide, tmp_path / "out", error=CheckpointError)
+    first, *others = problem.values["merge"].split("; then: ")
+    others += [problem.values["adopt"].replace("EXPANDED", str(wide))]
+    if problem.code == "folder-deepspeed" and tied:
         with pytest.raises(AssertionError, match="Some tensors share memory"):
             typed(first, tmp_path)
         first += " --exclude_frozen_parameters"

@@ -72,6 +72,13 @@ def refused(extracted: Path | str, base: Any, out: Path) -> list[str]:
     return message.splitlines()
 
 
+def unfit(extracted: Path | str, base: Any, out: Path) -> list[Problem]:
+    """The problems for which apply refuses; nothing is written."""
+    found = problems(apply, extracted, out, base, error=CheckpointError)
+    assert not out.exists() and not out.with_name(f"{out.name}.partial").exists()
+    return found
+
+
 def test_what_train_and_route_export_wrote_comes_back(tmp_path):
     (tmp_path / "text.txt").write_text("Mara Lind was born in Oslo.")
     before = digests(SHIPPED_MODEL)
@@ -154,14 +161,13 @@ def test_the_base_that_it_names_is_found(pair_of, tmp_path):
 
 def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of, tmp_path):
     before, name = digests(other_base), pair_of("llama").base_path.name
-    assert refused(extracted, other_base, tmp_path / "forced") == [
-        f"{other_base}: 2 of 51 tensors differ from those of {name}, on which this expansion was made.",
-        "lm_head.weight: its bytes differ.",
-        "model.layers.1.mlp.up_proj.weight: its bytes differ.",
-        "Give that base; or --force, and no promise but recoverable is made.",
+    changed = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
+    details = (Problem("base-tensor-bytes", tensor) for tensor in changed)
+    assert unfit(extracted, other_base, tmp_path / "forced") == [
+        Problem("base-differs-apply", other_base, *details, count=2, total=51, base=name)
     ]
     done = apply(extracted, tmp_path / "forced", GivenBase(other_base, force=True))
-    assert set(done.differing) == {"lm_head.weight", "model.layers.1.mlp.up_proj.weight"}
+    assert list(done.differing) == changed
     expected = {"expected_name": name, "expected_revision": None}
     assert read_manifest(done.path).forced_base == expected | {"differing": list(done.differing)}
     result = verify(done.path)
@@ -201,11 +207,10 @@ def test_a_file_that_the_extract_changes_has_to_be_text_in_the_base(llama_base, 
 def test_blocks_stay_what_they_are_on_a_base_that_was_cast(extracted, base_of, tmp_path):
     """By its dtype alone another base would have blocks of that; what is recorded is what lies in the files."""
     cast = base_of("llama", "bfloat16")
-    (line,) = refused(extracted, cast, tmp_path / "forced")
-    assert ": 51 of 51 tensors differ from those of " in line
-    assert line.endswith(
-        " The first of 51 differences: lm_head.weight: BF16 [97, 40], expected F32 [97, 40]. Give that base; or "
-        "--force, and no promise but recoverable is made."
+    (problem,) = unfit(extracted, cast, tmp_path / "forced")
+    assert problem.code == "base-differs-apply" and problem.values["count"] == len(problem.details) == 51
+    assert problem.details[0] == Problem(
+        "base-tensor-form", "lm_head.weight", form="BF16 [97, 40]", recorded="F32 [97, 40]"
     )
     forced = apply(extracted, tmp_path / "forced", GivenBase(cast, force=True)).path
     stored, manifest = open_checkpoint(forced), read_manifest(forced)
@@ -220,18 +225,29 @@ def test_blocks_stay_what_they_are_on_a_base_that_was_cast(extracted, base_of, t
 def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
     """Shapes, sizes that no shape shows, blocks of several dtypes, names that the expansion needs."""
     out = tmp_path / "again"
-    for name, changes, message in (
-        ("wide", {"intermediate_size": 60}, "model.layers.0.mlp.down_proj.weight: shape [40, 60], expected [40, 52]."),
-        ("plain", {"mlp_bias": False}, "down_proj.bias: no such tensor in this base."),
-        ("other", {"rms_norm_eps": 1e-3}, "config.json: epsilon is 0.001, expected 1e-0"),
+    down, made_on = "model.layers.0.mlp.down_proj", base_of("llama").name
+    for name, changes, detail in (
+        (
+            "wide",
+            {"intermediate_size": 60},
+            Problem("tensor-shape", f"{down}.weight", shape=(40, 60), planned=(40, 52)),
+        ),
+        ("plain", {"mlp_bias": False}, Problem("base-tensor-missing", f"{down}.bias")),
+        (
+            "other",
+            {"rms_norm_eps": 1e-3},
+            Problem("base-value-differs", "config.json: epsilon", value=1e-3, recorded=1e-6),
+        ),
     ):
         base = save_tiny(tmp_path / name, "llama", **changes)
-        text = "\n".join(refused(extracted, GivenBase(base, force=True), out))
-        assert text.startswith(f"{base}: does not fit, this expansion was made on {base_of('llama').name}.")
-        assert message in text
-    assert "config.json: model_type is 'gpt2', expected 'llama'." in "\n".join(
-        refused(extracted, GivenBase(base_of("gpt2"), force=True), out)
+        (problem,) = unfit(extracted, GivenBase(base, force=True), out)
+        assert (problem.code, problem.where, problem.values) == ("base-unfit", f"{base}", {"base": made_on})
+        assert detail in problem.details
+    other, type_ = (
+        base_of("gpt2"),
+        Problem("base-value-differs", "config.json: model_type", value="gpt2", recorded="llama"),
     )
+    assert unfit(extracted, GivenBase(other, force=True), out) == [Problem("base-unfit", other, type_, base=made_on)]
     mixed = Path(shutil.copytree(base_of("llama"), tmp_path / "mixed"))
     (shard,) = mixed.glob("*.safetensors")
     write_tensors(
@@ -260,47 +276,44 @@ def test_a_base_that_is_not_named_or_is_none(extracted, pair_of, tmp_path):
     (tmp_path / "file").touch()
     for given, base, message in (
         (extracted, pair.path, "is an expanded model, expected a base model. Take its base out"),
-        (pair.path, pair.base_path, "has no extract.json, expected a folder made by scale-surgery extract"),
-        (tmp_path / "file", None, "file: has no extract.json, expected a folder made by"),
         (tmp_path / "nowhere", pair.base_path, "not found"),
     ):
         assert message in refused(given, base, out)[0]
+    for given, base in ((pair.path, pair.base_path), (tmp_path / "file", None)):
+        assert unfit(given, base, out) == [Problem("extract-without-record", given)]
 
 
 def test_a_damaged_extract_is_refused(extracted, pair_of, tmp_path):
-    def refusal() -> str:
-        (line,) = refused(extracted, pair_of("llama").base_path, tmp_path / "out" / "again")
-        return line
+    def problem() -> Problem:
+        (found,) = unfit(extracted, pair_of("llama").base_path, tmp_path / "out" / "again")
+        return found
 
     whole = (extracted / EXPANSION).read_bytes()
     (extracted / EXPANSION).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert (
-        refusal().startswith(f"{EXPANSION}: sha256 ") and "from extract.json. Download the extract again" in refusal()
-    )
+    assert (problem().code, problem().where) == ("extract-file-changed", EXPANSION)
     (extracted / "expanded_model.py").rename(tmp_path / "kept.py")
-    assert refusal() == f"expanded_model.py: not found in {extracted}. Download the extract again."
+    assert problem() == Problem("extract-file-missing", "expanded_model.py", folder=extracted)
     (tmp_path / "kept.py").rename(extracted / "expanded_model.py")
     whole = (extracted / "extract.json").read_bytes()
     outside = {"../outside.txt": {"sha256": "", "bytes": 1}}
-    name = "outside.txt' is said to be a file of the model, expected a name"
     changes: tuple[tuple[Callable[[dict], object], str], ...] = (
-        (lambda content: content.update(format=9), "format 9, expected 1. Use the release that made it"),
-        (lambda content: content.update(from_base=7), "is incomplete ("),
-        (lambda content: content["files"]["config.json"].update(bytes="many"), "is incomplete ("),
-        (lambda content: content.update(files=outside), name),
-        (lambda content: content.update(from_base=["/tmp/outside.txt"]), name),
+        (lambda content: content.update(format=9), "record-format"),
+        (lambda content: content.update(from_base=7), "record-incomplete"),
+        (lambda content: content["files"]["config.json"].update(bytes="many"), "record-incomplete"),
+        (lambda content: content.update(files=outside), "record-escape"),
+        (lambda content: content.update(from_base=["/tmp/outside.txt"]), "record-escape"),
     )
-    for change, message in changes:
+    for change, code in changes:
         (extracted / "extract.json").write_bytes(whole)
         rewrite(extracted / "extract.json", change)
-        assert message in refusal()
+        assert (problem().code, problem().where) == (code, f"{extracted / 'extract.json'}")
     assert not list(tmp_path.rglob("outside.txt")) and not (tmp_path / "out").exists()
 
 
 def test_lists_that_contradict_surgery_json_are_refused(extracted, pair_of, tmp_path):
     rewrite(extracted / "extract.json", lambda content: content["from_base"].append("config.json"))
-    assert refused(extracted, pair_of("llama").base_path, tmp_path / "again") == [
-        "extract.json: config.json is said to be the base's, which surgery.json does not say.",
+    assert unfit(extracted, pair_of("llama").base_path, tmp_path / "again") == [
+        Problem("extract-not-base", "extract.json", file="config.json")
     ]
 
 
@@ -318,13 +331,13 @@ def test_hostile_files_are_refused(extracted, pair_of, tmp_path):
     rewrite(extracted / "surgery.json", mislead)
     names = ("evil.py", "evil.bin", "expanded_model.py", "tokenizer_config.json", "config.json", "surgery.json")
     admit(extracted, *names)
-    assert refused(extracted, pair_of("llama").base_path, tmp_path / "again") == [
-        "surgery.json: its text of the base's config.json is not what it was.",
-        "config.json: auto_map is not what the expansion wrote.",
-        "evil.py: unknown code file. Read it before you trust it.",
-        "expanded_model.py: is not the code that the expansion wrote. Read it before you trust it.",
-        "evil.bin: holds weights in another format, expected none in an expansion.",
-        "tokenizer_config.json: auto_map names code that the base does not name. Read it before you trust it.",
+    assert unfit(extracted, pair_of("llama").base_path, tmp_path / "again") == [
+        Problem("base-text-changed", "surgery.json", file="config.json"),
+        Problem("config-key-changed", "config.json: auto_map"),
+        Problem("code-unknown", "evil.py"),
+        Problem("code-changed", "expanded_model.py"),
+        Problem("extract-other-weights", "evil.bin"),
+        Problem("code-not-of-base", "tokenizer_config.json: auto_map"),
     ]
 
 
@@ -344,8 +357,8 @@ def test_tensors_that_are_no_expansion_are_refused(extracted, pair_of, tmp_path)
     base, tensors = pair_of("llama").base_path, load_file(extracted / EXPANSION)
     write_tensors(extracted / EXPANSION, tensors | {"model.norm.weight": torch.zeros(40)})
     admit(extracted, EXPANSION)
-    assert refused(extracted, base, tmp_path / "again") == [
-        f"model.norm.weight: lies in {EXPANSION}, and is no tensor of the expansion's plan."
+    assert unfit(extracted, base, tmp_path / "again") == [
+        Problem("tensor-unplanned", "model.norm.weight", shard=EXPANSION)
     ]
     # under the name that loaders prefer to any index
     write_tensors(extracted / "model.safetensors", tensors)

@@ -26,8 +26,9 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.errors import Problem
 from scale_surgery.planning.new_tokens import NewTokens
-from tests.conftest import digests, refusal, shake
+from tests.conftest import digests, problems, refusal, shake
 from tests.tiny import save_tiny
 
 ROWS = 1200
@@ -114,11 +115,14 @@ def test_base_and_folder_come_back(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_changed_in_the_folder_is_seen_whichever_is_taken_out(place: Path, tmp_path: Path, name: str) -> None:
     damaged = Path(shutil.copytree(place / "both", tmp_path / "damaged"))
-    for file, key in (("config.json", "vocab_size"), ("tokenizer.json", "normalizer")):
+    for code, file, key in (
+        ("config-key-changed", "config.json", "vocab_size"),
+        ("tokenizer-key-changed", "tokenizer.json", "normalizer"),
+    ):
         content = json.loads((damaged / file).read_text(encoding="utf-8"))
         (damaged / file).write_text(json.dumps({**content, key: 7 if key == "vocab_size" else {"type": "Lowercase"}}))
-        message = refusal(extract, damaged, tmp_path / "out", name=name, error=CheckpointError)
-        assert f"{file}: {key} is not what the" in message
+        (problem,) = problems(extract, damaged, tmp_path / "out", name=name, error=CheckpointError)
+        assert problem.code == "folder-damaged" and Problem(code, f"{file}: {key}") in problem.details
         shutil.copyfile(place / "both" / file, damaged / file)
 
 

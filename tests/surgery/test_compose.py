@@ -20,7 +20,7 @@ from scale_surgery.modeling import register
 from scale_surgery.surgery.record import read_manifest
 from tests.command import run
 from tests.composed import LLAMA, REQUESTS, Made, mixed
-from tests.conftest import digests, load, problems, refusal, shake
+from tests.conftest import digests, load, problems, shake
 from tests.each import mostly
 from tests.routed import padded, random_ids
 from tests.surgery import test_images as images
@@ -168,18 +168,19 @@ def test_another_base_is_refused(llama: Made, tmp_path: Path, made_of: Any) -> N
         begun.append(name)
         yield lambda done: None
 
-    with pytest.raises(CheckpointError, match="model_type is 'llama', expected 'qwen3'"):
-        compose(llama.base, made_of("qwen3", ("medicine",)).extracts, tmp_path / "out", track=track)
+    of_qwen3 = made_of("qwen3", ("medicine",)).extracts
+    (problem,) = problems(compose, llama.base, of_qwen3, tmp_path / "out", track=track, error=CheckpointError)
+    differs = Problem("base-value-differs", "config.json: model_type", value="llama", recorded="qwen3")
+    assert problem.code == "base-unfit" and problem.details == (differs,)
     assert not begun, "what headers show is said before a byte of the base is read"
     model = load(llama.base)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     model.save_pretrained(tmp_path / "changed")
-    message = refusal(
-        compose, tmp_path / "changed", {"law": llama.extracts["law"]}, tmp_path / "out", error=CheckpointError
-    )
-    assert "law: changed: 1 of" in message
-    assert "model.layers.1.mlp.up_proj.weight: its bytes differ." in message
+    law = {"law": llama.extracts["law"]}
+    (problem,) = problems(compose, tmp_path / "changed", law, tmp_path / "out", error=CheckpointError)
+    assert (problem.code, problem.where) == ("base-differs-compose", "law: changed")
+    assert problem.details == (Problem("base-tensor-bytes", "model.layers.1.mlp.up_proj.weight"),)
     assert not (tmp_path / "out").exists()
 
 
@@ -240,8 +241,9 @@ def test_damage_is_found(llama: Made, spoiled: Path, tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     law = {"law": llama.extracts["law"]}
     for extracts, removed in (({}, ["music"]), (law, LLAMA)):
-        with pytest.raises(CheckpointError, match=r"bytes differ from the base's model.safetensors"):
-            compose(spoiled, extracts, tmp_path / "out", remove=removed)
+        (problem,) = problems(compose, spoiled, extracts, tmp_path / "out", remove=removed, error=CheckpointError)
+        assert problem.code == "folder-damaged"
+        assert Problem("base-file-changed", shard.name, file="model.safetensors") in problem.details
     assert not (tmp_path / "out").exists()
 
 
@@ -250,7 +252,7 @@ ELSEWHERE = {
     "train {folder} --data {text} -o {out}": NAME,
     "merge {folder} -o {out}": NAME,
     "extract {folder} -o {out}": NAME,
-    "adopt {folder} --base {base} -o {out}": "{folder}: has a surgery.json and the layout of an expanded model",
+    "adopt {folder} --base {base} -o {out}": "{folder}: is an expanded model as it was written",
     "rank-layers {folder} --data {text}": "all: is an expanded model, expected a base model",
     "route-export {folder} --router none -o {out}": "{folder}: has several expansions (medicine, law, music, chess)",
     "apply {law} --base {folder} -o {out}": "is an expanded model, expected a base model",

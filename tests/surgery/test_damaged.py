@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +21,17 @@ from scale_surgery import (
     unroute,
     verify,
 )
-from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE
+from scale_surgery.errors import Problem
 from scale_surgery.surgery.intact import check_integrity
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import edited, flip, problems, refusal, shake
+from tests.conftest import edited, flip, problems, shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
 EXPANSION_SHARD = "expansion-default-00001-of-00001.safetensors"
+BLOCK = "model.layers.1.mlp.up_proj.expansions.default.w21"
 
 
 @pytest.fixture
@@ -43,9 +44,8 @@ def expanded(base_of: Callable[..., Path], tmp_path: Path) -> Path:
 def rename_tensor(folder: Path) -> None:
     """An expansion tensor that no plan knows, in place of one that it does."""
     with edited(folder / EXPANSION_SHARD) as tensors, edited(folder / INDEX_FILE) as index:
-        old = sorted(tensors)[0]
         for table in (tensors, index["weight_map"]):
-            table["model.layers.0.other"] = table.pop(old)
+            table["model.layers.0.other"] = table.pop(BLOCK)
 
 
 def change_config(folder: Path) -> None:
@@ -66,7 +66,7 @@ def flip_block(folder: Path) -> None:
         expansion, written = record["expansions"]["default"], record["expansions"]["default"]["tensors"]
         expansion["trained"] = changed_tensors(open_checkpoint(folder), list(written), written)
     assert verify(folder, probes=None, record=False).passed
-    flip(folder / EXPANSION_SHARD)
+    flip(folder / EXPANSION_SHARD, open_checkpoint(folder).tensors[BLOCK].offset)
 
 
 def link_code(folder: Path) -> None:
@@ -76,26 +76,27 @@ def link_code(folder: Path) -> None:
     (folder / "expanded_stock.py").symlink_to(outside)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a base tensor": (lambda folder: flip(folder / BASE_SHARD), f"{BASE_SHARD}: bytes differ from the base's"),
-    "a base file": (lambda folder: flip(folder / "tokenizer.json"), "tokenizer.json: bytes differ from the base's"),
+# what is done, and code and place of the problem
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "a base tensor": (lambda folder: flip(folder / BASE_SHARD), "base-file-changed", BASE_SHARD),
+    "a base file": (lambda folder: flip(folder / "tokenizer.json"), "base-file-changed", "tokenizer.json"),
     "a base file that is gone": (
         lambda folder: (folder / "tokenizer.json").unlink(),
-        "tokenizer.json: file is missing, it holds the base's",
+        "base-file-missing",
+        "tokenizer.json",
     ),
-    "the config": (change_config, "config.json: rms_norm_eps is not what the expansion wrote."),
-    "the code": (
-        lambda folder: flip(folder / "expanded_stock.py"),
-        "expanded_stock.py: is not the code that the expansion wrote.",
+    "the config": (change_config, "config-key-changed", "config.json: rms_norm_eps"),
+    "the code": (lambda folder: flip(folder / "expanded_stock.py"), "code-changed", "expanded_stock.py"),
+    "code that is gone": (
+        lambda folder: (folder / "expanded_stock.py").unlink(),
+        "file-missing",
+        "expanded_stock.py",
     ),
-    "code that is gone": (lambda folder: (folder / "expanded_stock.py").unlink(), "expanded_stock.py: "),
-    "other code": (
-        lambda folder: (folder / "other.py").write_text("print()"),
-        "other.py: unknown code file. Read it before you trust it.",
-    ),
-    "a tensor of the expansion": (rename_tensor, "expansion tensor is missing."),
-    "a bit of what was learned": (flip_block, ": sha256 "),
-    "the record": (forge_hash, "model.norm.weight: sha256 "),
+    "other code": (lambda folder: (folder / "other.py").write_text("print()"), "code-unknown", "other.py"),
+    "a tensor that is gone": (rename_tensor, "tensor-missing", BLOCK),
+    "a tensor of no plan": (rename_tensor, "tensor-unplanned", "model.layers.0.other"),
+    "a bit of what was learned": (flip_block, "tensor-changed", BLOCK),
+    "the record": (forge_hash, "tensor-changed", "model.norm.weight"),
 }
 WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "route-export": lambda path, out: route_export(path, out, PosteriorRouter()),
@@ -113,19 +114,22 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def refused(call: Callable[[Path, Path], object], path: Path) -> str:
+def refused(call: Callable[[Path, Path], object], path: Path) -> list[Problem]:
+    """The problems for which something is refused; nothing is written."""
     out = path.with_name("out")
-    message = refusal(call, path, out, error=CheckpointError)
+    found = problems(call, path, out, error=CheckpointError)
     assert not out.exists() and not out.with_name("out.partial").exists()
-    return message
+    return found
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_verify_refuses_is_not_taken_on(expanded: Path, damage: str) -> None:
-    change, reason = DAMAGE[damage]
+    change, *wanted = DAMAGE[damage]
     change(expanded)
     assert not verify(expanded, probes=None, record=False).passed
-    assert reason in refused(WRITERS["route-export"], expanded)
+    (problem,) = refused(WRITERS["route-export"], expanded)
+    assert (problem.code, problem.where) == ("folder-damaged", f"{expanded}")
+    assert wanted in [[detail.code, detail.where] for detail in problem.details]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -133,42 +137,26 @@ def test_nobody_takes_it_on(expanded: Path, writer: str) -> None:
     """Every writer names all that is damaged at once, also of a model that it takes out of another form."""
     folder, call = FORMS[writer](expanded) if writer in FORMS else expanded, WRITERS[writer]
     link_code(folder)
-    assert "expanded_stock.py: is a symbolic link that leads out of" in refused(call, folder)
+    (problem,) = refused(call, folder)
+    assert "is a symbolic link that leads out of" in str(problem)
     shutil.move(folder.with_name("outside.py"), folder / "expanded_stock.py")
     damages = [DAMAGE[name] for name in ("a base file", "the config", "other code", "the record")]
-    for change, _ in damages:
+    for change, *_ in damages:
         change(folder)
-    message = refused(call, folder)
-    assert all(reason in message for _, reason in damages), message
-    assert message.splitlines()[-1] == (
-        f"{folder}: is not what the expansion wrote, so it is not trained. Expand the base again."
-        if writer == "train"
-        else f"{folder}: is not what was written, so nothing is made of it. Restore what is named, or expand the base "
-        f"again; scale-surgery verify {folder} shows all."
-    )
+    message = str(CheckpointError(*refused(call, folder)))
+    assert all(where in message for *_, where in damages), message
 
 
-@pytest.mark.parametrize(
-    ("spoiled", "code"),
-    [
-        ({"scale_surgery": 7}, "config-specs"),
-        ({"scale_surgery": None}, "config-specs"),
-        ({}, "config-specs-missing"),
-    ],
-    ids=str,
-)
-def test_specs_that_are_no_object_are_refused_when_they_are_read(
-    expanded: Path, spoiled: dict[str, object], code: str
-) -> None:
-    config = read_json(expanded / "config.json")
-    del config["scale_surgery"]
-    (expanded / "config.json").write_text(json.dumps(config | spoiled))
-    out = expanded.with_name("out")
+@pytest.mark.parametrize("spoiled", ({"scale_surgery": 7}, {"scale_surgery": None}, {}), ids=str)
+def test_specs_that_are_no_object_are_refused_when_they_are_read(expanded: Path, spoiled: dict[str, object]) -> None:
+    with edited(expanded / "config.json") as config:
+        del config["scale_surgery"]
+        config |= spoiled
     for name, call in WRITERS.items():
         if name not in FORMS:
-            (problem,) = problems(call, expanded, out, error=CheckpointError)
-            assert problem.code == code and problem.where.endswith("config.json: scale_surgery"), name
-            assert not out.exists()
+            (problem,) = refused(call, expanded)
+            assert str(problem).startswith(f"{expanded / 'config.json'}: ") and "scale_surgery" in str(problem), name
+            assert problem.code == ("config-specs" if spoiled else "config-specs-missing"), name
 
 
 def test_every_byte_is_read_once(expanded: Path) -> None:
@@ -177,7 +165,8 @@ def test_every_byte_is_read_once(expanded: Path) -> None:
     seen: list[int] = []
     manifest = read_manifest(expanded)
     report = check_integrity(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
-    assert len(report.base) == 2 and report.base[1] == f"{BASE_SHARD}: bytes differ from the base's model.safetensors."
+    assert [problem.code for problem in report.base] == ["tensor-changed", "base-file-changed"]
+    assert report.base[1] == Problem("base-file-changed", BASE_SHARD, file="model.safetensors")
     assert list(report.hashes) == list(manifest.base_tensors)
     files = [file for file in manifest.base_files.values() if file.stored_as is not None]
     blocks = sum(tensor.bytes for tensor in manifest.planned.values())

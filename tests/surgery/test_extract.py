@@ -24,7 +24,7 @@ from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.strip import strip
 from tests.command import run
-from tests.conftest import digests, name_base, refusal
+from tests.conftest import digests, name_base, refused
 
 BASE_FILES = {"model-00001-of-00001.safetensors", "generation_config.json"}
 
@@ -106,29 +106,25 @@ def test_commands_say_what_it_is(ready, tmp_path):
         lambda: evaluate([ready], [__file__], []),
         lambda: expand(ready, Request("0"), out),
     ):
-        assert refusal(call, error=CheckpointError) == (
-            f"{ready}: is an extract, an expansion without its base, expected a whole model. Put it on its base first: "
-            f"scale-surgery apply {ready} --base MODEL -o EXPANDED."
-        )
+        with refused("form-extract-not-expanded", ready, CheckpointError):
+            call()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_extracted_is_refused(expanded, tmp_path):
     """What is not as it was written: see `test_damaged.py`."""
     (expanded / STORED_INDEX).write_text("{}")
-    line = f"{STORED_INDEX}: lies in {expanded}, and an extract needs this name. Move that file away."
-    assert refusal(extract, expanded, tmp_path / "extract", error=CheckpointError) == line
+    with refused("extract-name-taken", expanded / STORED_INDEX, CheckpointError):
+        extract(expanded, tmp_path / "extract")
     (expanded / STORED_INDEX).unlink()
     fused = merge(expanded, tmp_path / "fused").path
-    with pytest.raises(
-        CheckpointError, match=r"is fused, .* Take them apart first: scale-surgery merge \S+ --to blocks -o EXPANDED\.$"
-    ):
+    with refused("form-fused-not-expanded", fused, CheckpointError):
         extract(fused, tmp_path / "extract")
 
 
 def test_the_target_is_replaced_when_asked_for(expanded, tmp_path):
     extract(expanded, tmp_path / "extract")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with refused("output-exists", tmp_path / "extract", CheckpointError):
         extract(expanded, tmp_path / "extract")
     before = digests(tmp_path / "extract")
     extract(expanded, tmp_path / "extract", overwrite=True, base_weights="link")
@@ -144,5 +140,5 @@ def test_the_commands(expanded, base_of, tmp_path):
     applied = run("apply", tmp_path / "extract", "--base", base_of("llama"), "-o", tmp_path / "a")
     assert "all equal" in applied.stdout
     assert digests(tmp_path / "a") == digests(expanded)
-    refused = run("apply", tmp_path / "extract", "--base", expanded, "-o", tmp_path / "b", code=1)
-    assert refused.stderr.startswith("error: ")
+    failed = run("apply", tmp_path / "extract", "--base", expanded, "-o", tmp_path / "b", code=1)
+    assert failed.stderr.startswith("error: ")

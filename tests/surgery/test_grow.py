@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from scale_surgery import RunOptions
 from scale_surgery.deriving.planned import plan
-from scale_surgery.errors import CheckpointError, PlanError, TrainingError
+from scale_surgery.errors import CheckpointError, PlanError, Problem, TrainingError
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
@@ -32,7 +32,7 @@ from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
-from tests.conftest import digests, edited, load, refusal, refused, shake
+from tests.conftest import digests, edited, load, problems, refusal, refused, shake
 from tests.each import DTYPES, FEW, each_shape, mostly, woven
 from tests.families import FAMILIES as FACTS
 from tests.tiny import FAMILIES
@@ -241,8 +241,8 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
     grown = shake(grown_of("llama"))
     with edited(grown / "config.json") as config:
         config["scale_surgery"]["expansions"][0]["expanded"]["mlp.down_proj"]["share"] = 0.4
-    with pytest.raises(CheckpointError, match=r"config\.json: scale_surgery is not what the expansion wrote"):
-        merge(grown, tmp_path / "stock", "stock")
+    (problem,) = problems(merge, grown, tmp_path / "stock", "stock", error=CheckpointError)
+    assert problem == Problem("folder-damaged", grown, Problem("config-key-changed", "config.json: scale_surgery"))
     # trusted, the model counts as its config says, and the merge as its record says
     with refused("merge-drift", tmp_path / "stock"):
         merge(grown, tmp_path / "stock", "stock", run=RunOptions(trust_remote_code=True))

@@ -12,7 +12,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
-from tests.conftest import DEEPENED, digests
+from tests.conftest import DEEPENED, digests, refused
 from tests.each import mostly
 from tests.interrupted_steps import SHARD_BYTES, expand_on_a_full_disk, run_apart, run_killed
 
@@ -95,7 +95,7 @@ def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, 
 def test_two_processes_cannot_write_the_same_target(tmp_path):
     with (
         staged(tmp_path / "out", {}, overwrite=False),
-        pytest.raises(CheckpointError, match=r"out: another process is writing it\. Wait until it is done"),
+        refused("output-busy", tmp_path / "out", CheckpointError),
         staged(tmp_path / "out", {}, overwrite=False),
     ):
         pass
@@ -105,7 +105,7 @@ def test_two_processes_cannot_write_the_same_target(tmp_path):
 def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path):
     target = tmp_path / "out"
     with (
-        pytest.raises(CheckpointError, match="appeared while it was being made"),
+        refused("output-appeared", target, CheckpointError),
         staged(target, {}, overwrite=False) as partial,
     ):
         (partial / "ours").write_text("x")

@@ -322,7 +322,8 @@ def test_a_changed_element_is_noticed(fused: Path, expanded: Path, tmp_path: Pat
     change(broken / shard, name, (0, 0))
     drift = measure_drift(expanded, broken)
     assert not drift.holds and drift.drift > 1e-3
-    assert refusal(merge, broken, tmp_path / "blocks", "blocks", error=CheckpointError).startswith(f"{name}: sha256 ")
+    (problem,) = problems(merge, broken, tmp_path / "blocks", "blocks", error=CheckpointError)
+    assert problem.code == "folder-damaged" and [detail.where for detail in problem.details] == [name]
     assert not (tmp_path / "blocks").exists()
     with pytest.raises(CheckpointError, match="the base cannot be given back"):
         strip(broken, tmp_path / "base")
@@ -425,12 +426,10 @@ def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[...
 def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_path: Path) -> None:
     base = base_of("llama", "bfloat16")
     path = expand(base, Request("1", dtype="float32", up_width=0, variant="adapt"), tmp_path / "expanded").path
-    text = refusal(check_fusible, open_checkpoint(path), read_manifest(path), error=PlanError)
-    assert text.splitlines()[0] == (
-        "model.layers.1.self_attn.q_proj.expansions.default.w21: is F32, the base tensor beside it BF16; joining "
-        "copies and never casts. Expand without --dtype for a model that can be merged."
-    )
-    assert refusal(merge, path, tmp_path / "fused", error=PlanError) == text
+    found = problems(check_fusible, open_checkpoint(path), read_manifest(path), error=PlanError)
+    name = "model.layers.1.self_attn.q_proj.expansions.default.w21"
+    assert found[0] == Problem("block-other-dtype", name, dtype="F32", base="BF16")
+    assert problems(merge, path, tmp_path / "fused", error=PlanError) == found
 
 
 INSIDE = "is said to be a file of the model, expected a name inside the folder."
@@ -503,10 +502,11 @@ def test_a_base_shard_that_was_changed_is_not_merged(expanded: Path, tmp_path: P
     name = "model.norm.weight"
     shard = open_checkpoint(broken).tensors[name].file
     change(broken / shard, name, (0,))
-    lines = refusal(merge, broken, tmp_path / "fused", error=CheckpointError).splitlines()
-    assert lines[0].startswith(f"{name}: sha256 ")
-    assert lines[1] == f"{shard}: bytes differ from the base's {shard}."
-    assert lines[2].startswith(f"{broken}: is not what was written, so nothing is made of it.")
+    (problem,) = problems(merge, broken, tmp_path / "fused", error=CheckpointError)
+    assert (problem.code, problem.where) == ("folder-damaged", f"{broken}")
+    tensor, file = problem.details
+    assert (tensor.code, tensor.where) == ("tensor-changed", name)
+    assert file == Problem("base-file-changed", shard, file=shard)
 
 
 def test_a_stock_export_is_a_base_like_any_other(base_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery import Request, apply, expand, extract, load_expansion
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from tests.by_hand import save_base
-from tests.conftest import digests, load, refusal, shake
+from tests.conftest import digests, load, problems, shake
 from tests.each import mostly
 from tests.routed import random_ids
 from tests.surgery.test_load_expansion import assert_same
@@ -120,12 +120,10 @@ def test_one_changed_weight_of_an_expert_is_named(made_of, tmp_path, name, param
         base.get_parameter(f"model.layers.1.mlp.{parameter}")[2, rows, 3] += 1e-3
     count = len(open_checkpoint(made.base).tensors)
     base.save_pretrained(tmp_path / "changed")
+    counts = {"count": 1, "total": count, "base": made.base.name}
     for title, changed in (("model", base), (tmp_path / "changed", tmp_path / "changed")):
-        assert refusal(load_expansion, changed, made.extracted, error=CheckpointError).splitlines() == [
-            f"{title}: 1 of {count} tensors differ from those of {made.base.name}, on which this expansion was made.",
-            f"{stored}: its bytes differ.",
-            "Load that base as it is stored; or give check=False, and no promise is made.",
-        ]
+        differs = Problem("base-differs-load", title, Problem("base-tensor-bytes", stored), **counts)
+        assert problems(load_expansion, changed, made.extracted, error=CheckpointError) == [differs]
     # unless any values are taken
     model = load_expansion(base, made.extracted, check=False)
     with model.expansion_disabled():
@@ -136,14 +134,16 @@ def test_another_base_is_refused(made_of):
     made = made_of("mixtral")
     config = transformers.AutoConfig.from_pretrained(made.base)
     torch.manual_seed(5)
-    with pytest.raises(CheckpointError, match=r"^model: 41 of 41 tensors differ from those of base"):
-        load_expansion(transformers.AutoModelForCausalLM.from_config(config), made.extracted)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    (problem,) = problems(load_expansion, model, made.extracted, error=CheckpointError)
+    assert (problem.code, problem.where) == ("base-differs-load", "model")
+    assert problem.values == {"count": 41, "total": 41, "base": "base"}
     config.num_local_experts = 5
     model = transformers.AutoModelForCausalLM.from_config(config)
-    assert refusal(load_expansion, model, made.extracted, check=False, error=CheckpointError) == (
-        "model: does not fit, this expansion was made on base. The first of 26 differences: "
-        "model.layers.0.block_sparse_moe.gate.weight: shape [5, 32], expected [4, 32]. Give that base."
-    )
+    (problem,) = problems(load_expansion, model, made.extracted, check=False, error=CheckpointError)
+    assert (problem.code, problem.where) == ("base-unfit", "model") and len(problem.details) == 26
+    gate = "model.layers.0.block_sparse_moe.gate.weight"
+    assert problem.details[0] == Problem("tensor-shape", gate, shape=(5, 32), planned=(4, 32))
     with pytest.raises(CheckpointError, match=r"^model: is a Qwen3MoeForCausalLM, expected MixtralForCausalLM or Mix"):
         load_expansion(load(made_of("qwen3_moe").base), made.extracted)
 

@@ -104,5 +104,6 @@ def test_an_expansion_goes_onto_them_in_memory(base, tmp_path):
     assert torch.equal(logits(load_expansion(model, extracted, check=False)), expected)
     with edited(base / "model.safetensors") as tensors:
         tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 0, 0] += 1
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj_scales: its bytes differ\."):
-        load_expansion(base, extracted)
+    (problem,) = problems(load_expansion, base, extracted, error=CheckpointError)
+    assert problem.code == "base-differs-load"
+    assert problem.details == (Problem("base-tensor-bytes", "model.layers.1.mlp.experts.down_proj_scales"),)

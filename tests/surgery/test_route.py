@@ -363,8 +363,8 @@ def test_the_target_is_checked_first(trio_of: Callable[..., Trio], tmp_path: Pat
 
 def test_a_missing_code_file_is_named(expanded: Path, tmp_path: Path) -> None:
     (expanded / "expanded_modules.py").unlink()
-    with pytest.raises(CheckpointError, match=r"^expanded_modules\.py: code file is missing\."):
-        route_export(expanded, tmp_path / "routed")
+    (problem,) = problems(route_export, expanded, tmp_path / "routed", error=CheckpointError)
+    assert problem == Problem("folder-damaged", expanded, Problem("file-missing", "expanded_modules.py"))
     assert not (tmp_path / "routed").exists()
 
 
