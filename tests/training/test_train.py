@@ -450,7 +450,7 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
         *("--steps", "--epochs", "--batch-size", "--learning-rate", "warmup", "--seed")
     ]
     assert unknown == Problem("choices-unknown", "--train-only", value=["w13"], choices=GROUPS)
-    settings, present = TrainingSettings(steps=1, groups=("w12",)), ["w21", "w22", "head"]
+    settings, present = TrainingSettings(steps=1, groups=("w12",)), ["w21", "w22", "norms", "head"]
     assert problems(train, *given, settings, error=TrainingError) == [
         Problem("groups-without-tensors", place / "preserve", groups=("w12",), present=present)
     ]
