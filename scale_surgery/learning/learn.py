@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -422,7 +422,7 @@ def _check_router(recipe: Recipe, made: Plan, expansions: int) -> None:
         read_limits(recipe.calibration, router)
 
 
-def _route_problems(made: Plan) -> list[str]:
+def _route_problems(made: Plan) -> Sequence[Problem | str]:
     """Why an expansion cannot be routed; nothing where it can."""
     if (reason := METHODS[made.request.method].refused.get("route")) is not None:
         return [reason]

@@ -79,7 +79,7 @@ def _ended(command: object, code: int, output: str, **process: int) -> Problem:
     if code < 0:
         return Problem("process-killed", command, signal=signal.Signals(-code).name, **process)
     _, is_said, reason = output.rpartition("error: ")
-    # with its full stop
+    # what the process said ends with a full stop
     error = " ".join(reason.split()).removesuffix(".") if is_said else f"exit code {code}"
     return Problem("process-failed", command, error=error, **process)
 

@@ -314,12 +314,11 @@ class RunReport(TrainerCallback):
             f"{side}_nats_per_token": f"the loss on {text}" for side, text in TEXTS.items()
         }
         for key, name in losses.items():
-            if math.isfinite(value := latest.get(key, 0.0)):
-                continue
-            given: dict[str, Any] = {"name": name, "value": value}
-            if state.global_step:
-                raise TrainingError(Problem("loss-not-finite", self.run.target, step=state.global_step, **given))
-            raise TrainingError(Problem("first-loss-not-finite", self.run.target, **given))
+            value, step, target = latest.get(key, 0.0), state.global_step, self.run.target
+            if not math.isfinite(value) and step:
+                raise TrainingError(Problem("loss-not-finite", target, name=name, value=value, step=step))
+            if not math.isfinite(value):
+                raise TrainingError(Problem("first-loss-not-finite", target, name=name, value=value))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Publish a checkpoint once all processes have written their part."""

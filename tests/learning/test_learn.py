@@ -398,7 +398,7 @@ def test_a_job_that_begins_anew_removes_no_file_that_it_reads(values, settings, 
     said = json.loads(json.dumps(values).replace("FILE", str(file)))
     recipe = resolve_recipe(settings | {"expansion.layers": "last:1"} | said)
     assert problems(learn, recipe, folder, events=JobEvents(begins=enough), overwrite=True, error=CheckpointError) == [
-        Problem("output-touches-input", folder, input=file)
+        Problem("output-touches-input", folder, input=str(file))
     ]
     assert file.read_text() == "mine\n"
 

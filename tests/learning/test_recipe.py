@@ -107,7 +107,7 @@ def test_everything_that_is_wrong_is_said_with_its_line(tmp_path, monkeypatch):
         (b"model: \xff\n", "recipe-no-yaml", "recipe.yaml"),
         (None, "recipe-unreadable", "recipe.yaml"),
         ("model: m\ndata: {a: b}\n", "value-unfit", "recipe.yaml, line 2: data"),
-        ("? [a, b]\n: 3\n", "setting-unknown", "recipe.yaml, line 1: a list"),
+        ("? [a, b]\n: 3\n", "setting-unknown", "recipe.yaml, line 2: a list"),
         ("", "model-not-given", "model"),
     ],
 )
