@@ -391,7 +391,7 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     sources = {name: parse_source(name) for name in given}
     missing = [name for name, source in sources.items() if not source.path.exists() and not source.is_on_hub]
     if missing:
-        raise DataError(*(Problem("text-missing", name) for name in missing))
+        raise DataError(*(Problem("text-not-found", name) for name in missing))
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
 
 
