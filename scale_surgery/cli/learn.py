@@ -20,6 +20,7 @@ from scale_surgery.cli.options import (
     run_options,
 )
 from scale_surgery.cli.outputs import OUTPUT_FOLDER, OutputFile
+from scale_surgery.errors import render
 from scale_surgery.learning.recipe import PresetName, Recipe
 from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
@@ -49,7 +50,7 @@ USUAL |= {"learning_rate": "by the width of the model"}
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     """Settings that were given, by their names in a recipe: options, then those of --set, then those of the recipe."""
-    from scale_surgery.learning.recipe import missing_settings, preset_problem
+    from scale_surgery.learning.recipe import missing_settings, preset_problems
     from scale_surgery.learning.recipe_file import read_recipe
 
     recipe, given = options.pop("recipe"), options.pop("given")
@@ -57,8 +58,8 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     settings |= {name: value for name in ("model", "preset") if (value := options.pop(name)) is not None}
     settings |= _from_options(options) | read_settings(given)
     # a recipe may give them as well as the command line
-    if problems := [*missing_settings(settings), *filter(None, [preset_problem(settings.get("preset"))])]:
-        raise click.UsageError("\n".join(problems))
+    if problems := [*missing_settings(settings), *preset_problems(settings.get("preset"))]:
+        raise click.UsageError("\n".join(render(problems)))
     return settings
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.sources import find_beside_weights
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.learning.stages import Kept, Stage, Work
 from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
@@ -105,14 +105,11 @@ class Estimate:
     notes: tuple[str, ...]
 
     @property
-    def disk_problem(self) -> str | None:
+    def disk_problem(self) -> Problem | None:
         """What the disk lacks; None if there is room."""
         if not self.missing_bytes:
             return None
-        return (
-            f"about {self.free_bytes + self.missing_bytes:,} bytes are needed, {self.free_bytes:,} are free. Free some "
-            "space, choose another folder, or set base_weights to link."
-        )
+        return Problem("job-without-space", needed=self.free_bytes + self.missing_bytes, free=self.free_bytes)
 
 
 def estimate_cost(
@@ -222,7 +219,7 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
         if len(documents) >= SAMPLED_DOCUMENTS:
             break
     if not documents:
-        raise DataError(f"{file}: holds no text, expected at least one document.")
+        raise DataError(Problem("texts-without-documents", file))
     for document in documents:
         if document.chat is not None:
             ChatReader(tokenizer).read(document.chat, document.source)  # an unreadable chat is refused before any work

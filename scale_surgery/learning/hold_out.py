@@ -22,7 +22,7 @@ from typing import Annotated, Literal, get_args
 from scale_surgery.checkpoint.file_stat import take_stamps
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import check_target, staged
-from scale_surgery.errors import DataError, PlanError
+from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, problems_of
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.text.documents import Document, read_documents
@@ -107,8 +107,9 @@ def hold_out(
         DataError: If a file cannot be read, or there is too little text for each part to get some.
         CheckpointError: If the output exists or cannot be written.
     """
-    if problems := problems_of(settings) + _part_problems(settings):
-        raise PlanError.from_problems(problems)
+    problems: list[Problem | str] = [*problems_of(settings), *_part_problems(settings)]
+    if problems:
+        raise PlanError(*problems)
     files, target = list(map(str, listed(data))), Path(output)
     check_target(target, paths_of(files), overwrite=False)
     # a missing file is an error where it is read
@@ -121,11 +122,10 @@ def hold_out(
     return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
 
 
-def _part_problems(settings: HoldOutSettings) -> list[str]:
+def _part_problems(settings: HoldOutSettings) -> list[Problem]:
     unknown = [part for part in settings.parts if part not in ASIDE]
-    given = ", ".join(unknown) if unknown else "nothing"
     is_wrong = unknown or not settings.parts
-    return [f"--parts is {given}, expected some of: {', '.join(ASIDE)}."] if is_wrong else []
+    return [Problem("choices-unknown", "--parts", value=unknown or "nothing", choices=ASIDE)] if is_wrong else []
 
 
 def text_files(given: Sequence[str]) -> list[Path]:
@@ -147,7 +147,7 @@ def _draw(files: Sequence[str], settings: HoldOutSettings, advance: Progress) ->
 
     lowest = heapq.nsmallest(most, hashed())
     if not count:
-        raise DataError(f"{', '.join(files)}: holds no text, expected some to learn and to set aside.")
+        raise DataError(Problem("texts-without-documents", ", ".join(files)))
     wanted = min(settings.share * characters, settings.most_characters)
     if count < ENOUGH_DOCUMENTS:
         return Drawn({}, wanted / characters)
@@ -191,12 +191,8 @@ def _write(
                 documents[part] += 1
                 characters[part] += len(piece.prompt) + len(piece.text)
     if missing := [part for part in settings.parts if not documents[part]]:
-        count = sum(documents.values())
-        raise DataError(
-            f"{', '.join(files)}: {count} {'document leaves' if count == 1 else 'documents leave'} nothing to "
-            f"{' and to '.join(missing)} with, expected at least {ENOUGH_DOCUMENTS} that differ, or a longer one. Give "
-            "more text."
-        )
+        values = {"documents": sum(documents.values()), "parts": missing, "least": ENOUGH_DOCUMENTS}
+        raise DataError(Problem("documents-too-few", ", ".join(files), **values))
     if not documents[LEARN]:
         part_file(folder, LEARN).unlink()
     return documents, characters

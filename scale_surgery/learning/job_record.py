@@ -13,7 +13,7 @@ from typing import Any, Literal
 from scale_surgery.checkpoint.files import plain_json, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.records import read_record
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem, problems_of
 from scale_surgery.learning.recipe import Recipe, differences
 from scale_surgery.learning.stages import Kept, Stage, Work
 
@@ -43,20 +43,17 @@ def take_up(record: Record, recipe: Recipe) -> Record:
     try:
         before = read_record(content, Record)
     except ValueError as error:
-        problems = [f"{record.file}: is of another release of this program, or was changed ({error})."]
-    else:
-        changed = list(differences(recipe, before.recipe))
-        problems = [f"{record.file.parent}: was begun with {difference}." for difference in changed]
-        # another recipe may name other files
-        problems = problems or [
-            f"{name}: {'has changed' if name in record.read else 'is gone'} since {record.file.parent} was begun."
-            for name in {**before.read, **record.read}
-            if before.read.get(name) != record.read.get(name)
-        ]
+        raise CheckpointError(Problem("job-record-unfit", record.file, *problems_of(error))) from error
+    folder = record.file.parent
+    problems = [problem.within(folder) for problem in differences(recipe, before.recipe)]
+    # another recipe may name other files
+    problems = problems or [
+        Problem("text-changed" if name in record.read else "text-gone", name, folder=folder)
+        for name in {**before.read, **record.read}
+        if before.read.get(name) != record.read.get(name)
+    ]
     if problems:
-        raise CheckpointError.from_problems(
-            [*problems, "Choose another folder with -o, or begin anew with --overwrite."]
-        )
+        raise CheckpointError(*problems)
     return replace(record, kept=before.kept, done=before.done, seconds=before.seconds, clears=before.clears)
 
 
@@ -71,9 +68,4 @@ def check_there(work: Work, stages: Sequence[Stage], record: Record) -> None:
     is_done = all(stage.name in record.kept for stage in stages)
     gone = {name: output for name, output in gone_since(stages, record).items() if output == work.result or not is_done}
     if gone:
-        raise CheckpointError.from_problems(
-            [
-                *(f"{output}: the stage {name} made it, and it is gone." for name, output in gone.items()),
-                "Restore it, choose another folder with -o, or begin anew with --overwrite.",
-            ]
-        )
+        raise CheckpointError(*(Problem("stage-output-gone", output, stage=name) for name, output in gone.items()))

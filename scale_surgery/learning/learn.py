@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,16 +31,15 @@ from scale_surgery.checkpoint.sources import Source, find_beside_weights, open_m
 from scale_surgery.checkpoint.staging import touches
 from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import CheckpointError, DataError, PlanError, SurgeryError, TrainingError
+from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem, SurgeryError, TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
 from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
 from scale_surgery.learning.presets import JobFacts, with_preset
-from scale_surgery.learning.processes import GO_ON
-from scale_surgery.learning.recipe import Recipe, make_recipe, values_of
-from scale_surgery.learning.recipe_file import PRESET, write_recipe
+from scale_surgery.learning.recipe import PRESET, Recipe, make_recipe, values_of
+from scale_surgery.learning.recipe_file import write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, stages_of
 from scale_surgery.planning.base import base_alone
 from scale_surgery.planning.methods import METHODS
@@ -207,11 +206,11 @@ def learn(
 def run(job: Job, *, events: JobEvents = JobEvents(), track: Track = no_track) -> Learned:
     """Run a prepared job; see `learn`."""
     if (problem := job.estimate.disk_problem) is not None:
-        raise CheckpointError(f"{job.work.folder}: {problem}")
+        raise CheckpointError(problem.within(job.work.folder))
     try:
         return _run(job, events, track)
     except KeyboardInterrupt as error:
-        raise TrainingError(f"{job.work.folder}: interrupted between stages. {GO_ON}") from error
+        raise TrainingError(Problem("job-interrupted", job.work.folder)) from error
 
 
 def _run(job: Job, events: JobEvents, track: Track) -> Learned:
@@ -269,7 +268,7 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
         with suppress(OSError, SurgeryError):  # a full disk may be the reason
             _write_record(job)
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
-            raise TrainingError(f"{job.work.folder}: interrupted in the stage {stage.name}. {GO_ON}") from error
+            raise TrainingError(Problem("stage-interrupted", job.work.folder, stage=stage.name)) from error
         raise
     record.kept[stage.name] = kept
     record.done[stage.name] = {"line": line, "seconds": time.monotonic() - started}
@@ -318,16 +317,13 @@ def _promised(promise: Mapping[str, Any]) -> str:
 
 def _check_processes(recipe: Recipe) -> None:
     if (started := count_launched()) > 1:
-        raise TrainingError(
-            f"learn starts its processes itself, and a launcher started {started}. Type, without the launcher: "
-            f"scale-surgery learn ... --processes {started}, and --accelerate-config FILE where it had a --config_file."
-        )
+        raise TrainingError(Problem("job-launched", processes=started))
     if (config := recipe.accelerate_config) is None:
         return
     if recipe.processes == 1:
-        raise PlanError(f"--accelerate-config is {config}, with one process. Say how many: --processes N.")
+        raise PlanError(Problem("config-of-one-process", "--accelerate-config", config=config))
     if not Path(config).is_file():
-        raise PlanError(f"{config}: there is no such file, expected what accelerate config writes. Correct its name.")
+        raise PlanError(Problem("accelerate-config-missing", config))
 
 
 def _check_settings(recipe: Recipe) -> None:
@@ -338,43 +334,40 @@ def _check_settings(recipe: Recipe) -> None:
         lambda: check_device(recipe.running),
         lambda: check_source(recipe.tokens),
     ]
-    problems: list[str] = []
+    problems: list[Problem] = []
     for check in checks:
         try:
             check()
         except SurgeryError as error:
-            problems += error.lines
+            problems += error.problems
     if recipe.training.routed:
-        problems.append(
-            "training.routed is True, and learn writes the router after the training, expected False. Leave it out, "
-            "and train on with the router: scale-surgery train OUT/routed --data FILE --routed"
-        )
+        problems.append(Problem("routed-before-router", "training.routed"))
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
 
 
 def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     """Check that a folder is new, empty or of a job, and is no input."""
     problems = []
     if folder.exists() and not folder.is_dir():
-        problems.append(f"{folder}: is a file, expected a folder to be. Choose another with -o.")
+        problems.append(Problem("output-is-file", folder))
     elif (
         folder.is_dir()
         and not (folder / JOB_FILE).is_file()
         and any(not path.name.startswith(BEFORE) for path in folder.iterdir())
     ):
-        problems.append(f"{folder}: holds other files, no job of learn. Choose another folder with -o.")
+        problems.append(Problem("output-no-job", folder))
     problems += [
-        f"{folder}: lies inside, around or at the input {given}. Choose another folder with -o."
+        Problem("output-touches-input", folder, input=given)
         for given, path in inputs_of(recipe).items()
         if path.exists() and touches(folder, path)
     ]
     place = folder.resolve()
     parent = next(existing for existing in (place, *place.parents) if existing.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
-        problems.append(f"{folder}: {parent} is not a folder you may write to. Choose another with -o.")
+        problems.append(Problem("output-closed", folder, parent=parent))
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Path]:
@@ -396,13 +389,9 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     """Sizes and times of all texts, which must not change until the job ends."""
     given = _texts(recipe)
     sources = {name: parse_source(name) for name in given}
-    missing = [
-        f"{name}: there is no such file. Give UTF-8 text, JSONL, a saved dataset, or the id of one on the Hub."
-        for name, source in sources.items()
-        if not source.path.exists() and not source.is_on_hub
-    ]
+    missing = [name for name, source in sources.items() if not source.path.exists() and not source.is_on_hub]
     if missing:
-        raise DataError.from_problems(missing)
+        raise DataError(*(Problem("text-not-found", name) for name in missing))
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
 
 
@@ -433,7 +422,7 @@ def _check_router(recipe: Recipe, made: Plan, expansions: int) -> None:
         read_limits(recipe.calibration, router)
 
 
-def _route_problems(made: Plan) -> list[str]:
+def _route_problems(made: Plan) -> Sequence[Problem | str]:
     """Why an expansion cannot be routed; nothing where it can."""
     if (reason := METHODS[made.request.method].refused.get("route")) is not None:
         return [reason]

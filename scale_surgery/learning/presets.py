@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scale_surgery.errors import PlanError
-from scale_surgery.learning.recipe import AUTO, PresetName, preset_problem
+from scale_surgery.learning.recipe import AUTO, PresetName, preset_problems
 from scale_surgery.planning.methods import DEFAULT_METHOD
 from scale_surgery.planning.scale import NO_LAYERS
 from scale_surgery.running.context import DEFAULT_LENGTH
@@ -103,8 +103,8 @@ PRESETS: dict[PresetName, Callable[[JobFacts], PresetValues]] = {
 
 def with_preset(name: PresetName, overrides: Mapping[str, Any], facts: JobFacts) -> PresetValues:
     """A preset with overrides."""
-    if (problem := preset_problem(name)) is not None:
-        raise PlanError(problem)
+    if problems := preset_problems(name):
+        raise PlanError(*problems)
     batch_size, length = (overrides.get(f"training.{setting}") for setting in ("batch_size", "sequence_length"))
     values = PRESETS[name](replace(facts, batch_size=batch_size, sequence_length=length))
     # an empty variant is none that was said

@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.show.commands import command
 
-# with --overwrite a job begins anew each time
-GO_ON = "Type the same line again to go on, without --overwrite if it has that."
 # that the launcher handles, as far as this system has them
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
@@ -56,8 +54,9 @@ def run_launched(words: Sequence[object], options: Sequence[str], *, quiet: bool
             raise KeyboardInterrupt from error
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            ended = _ended(failure.exitcode, _written(folder, rank, "stderr"))
-            raise TrainingError(f"{words[0]}: process {rank} of {given.num_processes} {ended}") from error
+            process = {"rank": rank, "processes": given.num_processes}
+            output = _written(folder, rank, "stderr")
+            raise TrainingError(_ended(words[0], failure.exitcode, output, **process)) from error
         return json.loads(_written(folder, 0, "stdout"))
 
 
@@ -76,11 +75,13 @@ def _as_it_was() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _ended(code: int, output: str) -> str:
+def _ended(command: object, code: int, output: str, **process: int) -> Problem:
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}. {GO_ON}"
+        return Problem("process-killed", command, signal=signal.Signals(-code).name, **process)
     _, is_said, reason = output.rpartition("error: ")
-    return f"failed: {' '.join(reason.split())}" if is_said else f"failed with exit code {code}."
+    # what the process said ends with a full stop
+    error = " ".join(reason.split()).removesuffix(".") if is_said else f"exit code {code}"
+    return Problem("process-failed", command, error=error, **process)
 
 
 def _written(folder: str, rank: int, stream: str) -> str:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from scale_surgery.checkpoint.files import BaseWeights
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.fields import Count, Field, fields_of
 from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.planning.new_tokens import TokenSource
@@ -25,6 +25,8 @@ from scale_surgery.training.settings import TrainingSettings
 
 # layers that a pilot chooses
 AUTO = "auto"
+# the setting that names a preset
+PRESET = "preset"
 PresetName = Literal["default", "one-path", "paper"]
 RecipeValues = Mapping[str, Any]
 
@@ -118,45 +120,43 @@ def values_of(recipe: Recipe) -> dict[str, Any]:
     return {name: values[name] for name in settings()}
 
 
-def unknown_setting(name: str) -> str:
-    """The error for an unknown setting, with the one that may have been meant."""
+def unknown_setting(name: str) -> Problem:
+    """Return the problem of an unknown setting, with the one that may have been meant."""
     last = name.rpartition(".")[2]
     near = [known for known in settings() if "." not in name and known.rpartition(".")[2] == last]
     near = near or get_close_matches(name, settings(), 1, 0.6)
     near = near or [known for known in settings() if known.rpartition(".")[2] == last]
-    advice = f"Did you mean {' or '.join(near)}?" if near else "scale-surgery learn --write-recipe lists all."
-    return f"{name} is no setting of a recipe. {advice}"
+    return Problem("setting-misnamed", name, near=near) if near else Problem("setting-unknown", name)
 
 
-def value_problem(name: str, value: Any) -> str | None:
-    """The error for the value of a setting; None where it is fine."""
+def value_problems(name: str, value: Any) -> list[Problem]:
+    """Return the problem of the value of a setting, if it has one."""
     setting = settings()[name]
     expected = setting.expects(value)
     if setting.kind is tuple and not setting.choices and expected is not None:
         expected = "a list of files"
-    return None if expected is None else f"{name} is {value!r}, expected {expected}."
+    return [] if expected is None else [Problem("value-unfit", name, value=repr(value), kind=expected)]
 
 
-def preset_problem(name: Any) -> str | None:
-    """The error for the name of a preset; None where there is one of that name, or none is named."""
+def preset_problems(name: Any) -> list[Problem]:
+    """Return the problem of the name of a preset, if one is named and there is none of that name."""
     known = get_args(PresetName)
-    return None if name is None or name in known else f"preset is {name!r}, expected one of: {', '.join(known)}."
+    return [] if name is None or name in known else [Problem("preset-unknown", PRESET, name=name, choices=known)]
 
 
-def missing_settings(values: RecipeValues) -> list[str]:
-    """The errors for settings that every job needs and that are not there."""
-    required = {"model": "no base model, give MODEL", "data": "no text to learn, give files with --data"}
-    missing = {name: what for name, what in required.items() if not values.get(name)}
-    return [f"{name}: there is {what}, or {name} in a recipe." for name, what in missing.items()]
+def missing_settings(values: RecipeValues) -> list[Problem]:
+    """Return the problems of settings that every job needs and that are not given."""
+    codes = {"model": "model-not-given", "data": "data-not-given"}
+    return [Problem(code, name) for name, code in codes.items() if not values.get(name)]
 
 
 def make_recipe(values: RecipeValues) -> Recipe:
     """Make a recipe of settings by name, with defaults for missing ones; all problems are one PlanError."""
     unknown = [unknown_setting(name) for name in values if name not in settings()]
     known = {name: settings()[name].read(value) for name, value in values.items() if name in settings()}
-    problems = [*unknown, *filter(None, (value_problem(name, value) for name, value in known.items()))]
-    if problems := [*problems, *missing_settings(known)]:
-        raise PlanError.from_problems(problems)
+    unfit = [problem for name, value in known.items() for problem in value_problems(name, value)]
+    if problems := [*unknown, *unfit, *missing_settings(known)]:
+        raise PlanError(*problems)
     sections = {section: kind(**_of_section(known, section)) for section, kind in SECTIONS.items()}
     return Recipe(**{name: known[name] for name in known if "." not in name}, **sections)
 
@@ -167,13 +167,9 @@ def _of_section(values: RecipeValues, section: str) -> dict[str, Any]:
     return usual | named
 
 
-def differences(recipe: Recipe, before: RecipeValues) -> Iterator[str]:
-    """Settings in which a recipe differs from an earlier one, which was kept as plain values."""
+def differences(recipe: Recipe, before: RecipeValues) -> Iterator[Problem]:
+    """Yield a problem for each setting that an earlier recipe, kept as plain values, has otherwise."""
     for name, value in values_of(recipe).items():
         was = before.get(name)
         if settings()[name].read(was) != value and not (was is None and value == ()):
-            yield f"{name} {_text(was)}, now {_text(value)}"
-
-
-def _text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            yield Problem("setting-changed", name, began=was, now=value)

@@ -13,23 +13,22 @@ import yaml
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.plain_yaml import PlainLoader
 from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.fields import Field, fields_of
 from scale_surgery.learning.recipe import (
+    PRESET,
     SECTIONS,
     Recipe,
     RecipeValues,
-    preset_problem,
+    preset_problems,
     settings,
     unknown_setting,
-    value_problem,
+    value_problems,
     values_of,
 )
 
-PRESET = "preset"
 MOST_BYTES = 1_000_000
 WIDTH = 100
-FORM = "Write it with: scale-surgery learn MODEL --data FILE --write-recipe recipe.yaml"
 
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
@@ -46,34 +45,32 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
     """
     path = Path(file)
     values: dict[str, Any] = {}
-    problems = []
+    problems: list[Problem] = []
     for name, node in _entries(path, _parse(path)):
-        where = f"{path}, line {node.start_mark.line + 1}"
         if name in values:
-            problems.append(f"{where}: {name} stands there twice. Leave one of them.")
-            continue
-        values[name], problem = _read(name, node)
-        if problem is not None:
-            problems.append(f"{where}: {problem}")
+            found = [Problem("setting-twice", name)]
+        else:
+            values[name], found = _read(name, node)
+        problems += [problem.within(f"{path}, line {node.start_mark.line + 1}") for problem in found]
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     return values
 
 
-def _read(name: str, node: yaml.Node) -> tuple[Any, str | None]:
-    """The value of a setting, and what is wrong with it."""
+def _read(name: str, node: yaml.Node) -> tuple[Any, list[Problem]]:
+    """Read the value of a setting, and the problem that it has."""
     try:
         value = yaml.SafeLoader("").construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return None, f"{name}: {_first_line(error)}, expected a plain value."
+        return None, [Problem("setting-no-value", name, error=_first_line(error))]
     if name == PRESET:
-        return value, preset_problem(value)
+        return value, preset_problems(value)
     if name in SECTIONS:
-        return value, f"{name} is a section, expected its settings below it."
+        return value, [Problem("section-without-settings", name)]
     if name not in settings():
-        return value, unknown_setting(name)
+        return value, [unknown_setting(name)]
     value = settings()[name].read(value)
-    return value, value_problem(name, value)
+    return value, value_problems(name, value)
 
 
 def _parse(path: Path) -> yaml.Node | None:
@@ -81,9 +78,9 @@ def _parse(path: Path) -> yaml.Node | None:
         text = read_bytes(path, most=MOST_BYTES).decode()
         return yaml.compose(text, Loader=PlainLoader)
     except OSError as error:
-        raise PlanError(f"{path}: cannot be read ({error.strerror or error}). {FORM}") from error
+        raise PlanError(Problem("recipe-unreadable", path, error=error.strerror or error)) from error
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise PlanError(f"{path}: is no YAML ({_first_line(error)}). {FORM}") from error
+        raise PlanError(Problem("recipe-no-yaml", path, error=_first_line(error))) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -97,7 +94,7 @@ def _entries(path: Path, node: yaml.Node | None) -> Iterator[tuple[str, yaml.Nod
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
-        raise PlanError(f"{path}: holds no settings, expected settings, one a line. {FORM}")
+        raise PlanError(Problem("recipe-without-settings", path))
     for key, value in node.value:
         name = _plain(key)
         if name in SECTIONS and isinstance(value, yaml.MappingNode):

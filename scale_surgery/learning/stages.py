@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import load_plan, make_plan
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.verify import verify
@@ -459,8 +459,5 @@ def check_learned(work: Work) -> None:
     if not losses or losses[-1] <= losses[0]:
         return
     rate = read_json(folder / SETTINGS_FILE)["learning_rate"]
-    raise TrainingError(
-        f"{work.learned}: its loss on the new text rose from {losses[0]:.4f} to {losses[-1]:.4f} nats per token, "
-        f"expected it to fall, at a learning rate of {rate:g}. The job stops here. Begin it anew with --overwrite and "
-        f"--learning-rate {rate / 5:.1g}, or with fewer --steps if the loss fell first ({folder / CURVES_FILE})."
-    )
+    values = {"before": losses[0], "after": losses[-1], "rate": rate, "lower": rate / 5, "curves": folder / CURVES_FILE}
+    raise TrainingError(Problem("loss-rose", work.learned, **values))

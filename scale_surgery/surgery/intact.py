@@ -71,7 +71,7 @@ def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progres
             *_spoiled_matrices(checkpoint, manifest),
         ),
         missing=tuple(missing),
-        config=(*config_problems(whole, config)), *tokenizer_problems(checkpoint, whole),
+        config=(*config_problems(whole, config), *tokenizer_problems(checkpoint, whole)),
         code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
         hashes={name: hashes[name] for name in manifest.base_tensors if name in hashes},
         expansion=expansion,

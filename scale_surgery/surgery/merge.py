@@ -165,7 +165,7 @@ def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: Me
     if to != "blocks" and manifest.fused is not None:
         refuse_form(source, "fused", "expanded")
     if to != "blocks" and (problems := damaged_pieces(checkpoint, manifest)):
-        raise CheckpointError(Problem("blocks-damaged", source, *CheckpointError(*problems).problems))
+        raise CheckpointError(Problem("blocks-damaged", source, *problems))
     if to == "fused":
         check_fusible(checkpoint, manifest)
     elif to == "stock":

@@ -75,7 +75,7 @@ def write_samples_of(
             "Give the base itself."
         )
     tokenizer, most = subject.tokenizer, settings.max_new_tokens + 1
-    begins = begin_tokens(tokenizer, [], subject.name, "Give text with what it knows instead.")
+    begins = begin_tokens(tokenizer, [], subject.name)
     length = most if subject.context is None else min(most, subject.context)
     temperature = 1.0 if settings.temperature is None else settings.temperature
     sampling = Sampling(count, length, temperature, settings.seed)

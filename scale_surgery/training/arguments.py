@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.running.device import choose_device, has_bfloat16
 from scale_surgery.running.options import RunOptions
 from scale_surgery.training.settings import TrainingSettings
@@ -184,8 +184,5 @@ def check_device(run: RunOptions) -> None:
     """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is."""
     accelerator = choose_device("auto", only_trains=True)
     if choose_device(run.device, only_trains=True) not in ("cpu", accelerator):
-        there = "no accelerator" if accelerator == "cpu" else f"an accelerator called {accelerator}"
-        raise TrainingError(
-            f"--device is {run.device}, found {there} on this machine; expected auto, cpu or that. Of several GPUs the "
-            "variable CUDA_VISIBLE_DEVICES chooses, and accelerate launch takes more than one."
-        )
+        choices = dict.fromkeys(("auto", "cpu", accelerator))
+        raise TrainingError(Problem("training-device", "--device", device=run.device, choices=list(choices)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import DataError, TrainingError, counted
+from scale_surgery.errors import DataError, Problem, TrainingError, counted, problems_of
 from scale_surgery.progress import Finding, Progress, Track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
@@ -42,7 +42,6 @@ TOGETHER, TOKENS_TOGETHER = 64, 16_384
 DRAWN, MOST_TEXTS = 0.5, 800
 # tokens a row after which the speed is known; a wait in seconds that is worth a line
 TIMED, WAIT = 4, 10.0
-GIVE_BEGINNINGS = "Give beginnings with --set rehearsal_prompts=FILE, or texts with --rehearse FILE."
 
 
 @dataclass(frozen=True)
@@ -154,15 +153,13 @@ def _shifted(samples: Sequences, length: int) -> Sequences:
     return Sequences(samples.ids[cut:], samples.labels[cut:], starts)
 
 
-def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str, advice: str = GIVE_BEGINNINGS) -> list[list[int]]:
+def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[list[int]]:
     """Token ids with which samples begin: prompts, or the token with which texts begin."""
     if prompts:
         return [ids for ids in tokenize_prompts(prompts, tokenizer) if ids]
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
-        raise DataError(
-            f"{place}: its tokenizer has no token that begins a text, so its base cannot write one. {advice}"
-        )
+        raise DataError(Problem("first-token-missing", place))
     return [[begin]]
 
 
@@ -298,4 +295,4 @@ def read_samples(file: Path) -> Sequences:
         parts = [torch.tensor(ids, dtype=torch.int32) for ids in rows]
         return concatenate(Sequences(ids, ids, (0, len(ids))) for ids in parts)
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        raise TrainingError(f"{file}: the samples of this run cannot be read ({error}). Begin it anew.") from error
+        raise TrainingError(Problem("samples-unreadable", file, *problems_of(error))) from error

@@ -11,7 +11,7 @@ from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.in_memory import InMemory
@@ -23,7 +23,7 @@ from scale_surgery.surgery.parts import link_base
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.surgery.views import open_expansion
 from scale_surgery.training.arguments import choose_precision, is_cpu
-from scale_surgery.training.settings import Quantisation, TrainingSettings
+from scale_surgery.training.settings import GROUPS, Quantisation, TrainingSettings, groups_problem
 
 
 def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
@@ -45,25 +45,14 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
     for part in expansion_parts(model):
         part.parameter.requires_grad_(part.group in settings.groups)
     if _is_trapped(model):
-        raise TrainingError(
-            f"{checkpoint.path}: both copies of its MLPs are still equal, and no half of the down projection (w12) "
-            "would train: the copies would get equal gradients, stay equal and learn no more than one. Add w12 to "
-            "--train-only."
-        )
+        raise TrainingError(Problem("copies-stay-equal", checkpoint.path))
     if ROUTER_KEY in checkpoint.config[CONFIG_KEY]:
         model.enable_routing(settings.routed)
     if settings.routed and _is_base_everywhere(model):
-        raise TrainingError(
-            f"{checkpoint.path}: its router, cosine and strict, gives out the base's logits where the paths agree, and "
-            "before any training they agree everywhere, so nothing would be learned. Train without --routed first, or "
-            "export without --strict."
-        )
+        raise TrainingError(Problem("router-gives-base", checkpoint.path))
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        chosen = ", ".join(settings.groups) or "none"
-        raise TrainingError(
-            f"{checkpoint.path}: nothing would train; it has no tensor of the chosen groups ({chosen}). "
-            f"{_advice(model)}"
-        )
+        present = {part.group for part in expansion_parts(model)}
+        raise TrainingError(groups_problem(checkpoint.path, settings, [group for group in GROUPS if group in present]))
     return model
 
 
@@ -87,21 +76,12 @@ def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantis
     if kind is None:
         return
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        raise TrainingError(
-            f"--base-quantization is {kind}, which FSDP would cut into parts. Launch with DDP, a whole model in each "
-            "process, or leave it out."
-        )
+        raise TrainingError(Problem("quantisation-with-fsdp", "--base-quantization", kind=kind))
     refuse(manifest.plan.method, "quantised", checkpoint.path)
     if run.trust_remote_code or manifest.plan.architecture.own_code:
-        raise TrainingError(
-            f"--base-quantization is {kind}, which needs this program's own classes, found that code in a model's "
-            "folder is to run. Leave --trust-remote-code or --base-quantization out."
-        )
+        raise TrainingError(Problem("quantisation-with-own-code", "--base-quantization", kind=kind))
     if find_spec("bitsandbytes") is None:
-        raise TrainingError(
-            f"--base-quantization is {kind}, which bitsandbytes computes, and that is not installed. Install it: "
-            "pip install 'scale-surgery[quantized]'."
-        )
+        raise TrainingError(Problem("quantisation-without-package", "--base-quantization", kind=kind))
 
 
 def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions) -> Any:
@@ -146,11 +126,8 @@ def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) ->
     parts = {part.name: part for part in expansion_parts(stored.model)}
     ways_out = [parts[stored.places[manifest.plan.stored_name(name)].name] for name in mute]
     if not any(part.parameter.requires_grad for part in ways_out):
-        needed = " or ".join(sorted({part.group for part in ways_out}))
-        raise TrainingError(
-            f"{checkpoint.path}: nothing would be learned: its copied layers start with an output of zero, and what "
-            f"makes it zero would not train. Choose {needed} too."
-        )
+        needed = sorted({part.group for part in ways_out})
+        raise TrainingError(Problem("copies-stay-silent", checkpoint.path, groups=needed))
 
 
 def _is_trapped(model: Any) -> bool:
@@ -165,13 +142,6 @@ def _is_trapped(model: Any) -> bool:
     halves = [module for module in model.modules() if hasattr(module, "share") and module.w12 is not None]
     are_alike = all(up.w11.requires_grad == up.w21.requires_grad and equal(up.w11, up.w21) for up in grown)
     return bool(grown) and are_alike and all(is_half(half) and not half.w12.requires_grad for half in halves)
-
-
-def _advice(model: Any) -> str:
-    present = sorted({part.group for part in expansion_parts(model)})
-    if "w21" in present and "w12" not in present:
-        return "w12 exists in collaborative layers only: expand with --variant adapt, or choose other groups."
-    return f"Choose among {', '.join(present)}."
 
 
 def _is_base_everywhere(model: Any) -> bool:

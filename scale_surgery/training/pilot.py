@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.progress import Track
 from scale_surgery.running.device import has_bfloat16
@@ -130,10 +130,8 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
                     loss = model(**inputs)["loss"]
             number = float(loss.detach())
             if not math.isfinite(number):
-                raise TrainingError(
-                    f"The loss is {number} at step {step} of the pilot, with a learning rate of "
-                    f"{settings.learning_rate:g}. Lower --learning-rate."
-                )
+                rate = settings.learning_rate
+                raise TrainingError(Problem("pilot-loss-not-finite", "pilot", loss=number, step=step, rate=rate))
             loss.backward()
             yield number
 
@@ -145,5 +143,5 @@ def _change(layer: int, start: Sequence[Tensor], end: Sequence[Tensor]) -> float
     changes = [float(norm(new.cpu() - old, dtype=torch.float64)) for old, new in zip(start, end, strict=True)]
     changed, whole = math.hypot(*changes), math.hypot(*(float(norm(old, dtype=torch.float64)) for old in start))
     if not math.isfinite(changed):
-        raise TrainingError(f"Layer {layer} holds numbers that are not finite after the pilot. Lower --learning-rate.")
+        raise TrainingError(Problem("pilot-layer-not-finite", "pilot", layer=layer))
     return changed / whole if whole else math.inf

@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import DataError, PlanError
+from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.request import Request, complete
 from scale_surgery.planning.selection import format_layers
@@ -138,14 +138,11 @@ def plan_candidates(
 
 
 def _checked(request: Request, settings: RankingSettings) -> Request:
-    problems = problems_of(settings)
-    if request.collaborative_layers is not None:
-        problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: cannot be said before layers are chosen. Leave "
-            "it out; all chosen layers are collaborative then."
-        )
+    problems: list[Problem | str] = [*problems_of(settings)]
+    if (layers := request.collaborative_layers) is not None:
+        problems.append(Problem("collaborative-too-early", "--collaborative-layers", layers=layers))
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     return complete(request)
 
 
@@ -162,7 +159,7 @@ def _read_text(
     from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
 
     if not (files := list(map(Path, listed(data)))):
-        raise DataError("There is no text for the pilot. Give files with --data.")
+        raise DataError(Problem("data-not-given", "data"))
     length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(source.path, source.name, run)
     text = without_unscored(pack(tokenize(read_documents(files), tokenizer), length))
@@ -175,9 +172,7 @@ def read_budget(text: str, parameters: int) -> int:
     match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*)\s*(%|[kKmMbB]?)", text.strip())
     number = float(match[1].replace("_", "")) if match else 0.0
     if match is None or not number or not isfinite(number):
-        raise PlanError(
-            f"--budget is {text!r}, expected a number of parameters above zero: 30%, or 200M (also k and B)."
-        )
+        raise PlanError(Problem("budget-unreadable", "--budget", budget=text))
     return int(number / 100 * parameters if match[2] == "%" else number * UNITS[match[2].upper()])
 
 
@@ -186,12 +181,9 @@ def check_budget(budget: int, layers: Sequence[int], price: Price, text: str) ->
     if any(price([layer]) <= budget for layer in reversed(layers)):  # the lowest often costs most
         return
     costs = {layer: price([layer]) for layer in layers}
-    cheapest = min(costs, key=lambda layer: costs[layer])
-    raise PlanError(
-        f"--budget {text} is {budget:,} parameters, expected at least {costs[cheapest]:,}, what layer {cheapest} "
-        "alone costs with what is added outside the layers. Raise it; with --method scale, a smaller --ratio makes "
-        "layers cheaper."
-    )
+    layer = min(costs, key=lambda layer: costs[layer])
+    values = {"text": text, "parameters": budget, "layer": layer, "cost": costs[layer]}
+    raise PlanError(Problem("budget-too-small", "--budget", **values))
 
 
 def order_layers(changes: Mapping[int, float]) -> list[int]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import REPORTS_FOLDER
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.training.run_folder import TrainingRun
 
 if TYPE_CHECKING:
@@ -26,28 +26,25 @@ def find_reports(names: Sequence[str]) -> dict[str, Any]:
         return {}
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK as CALLBACKS
 
-    unknown = [name for name in asked if name not in CALLBACKS]
-    missing = {name: reason for name in asked if name in CALLBACKS and (reason := _what_is_missing(name))}
-    problems = [
-        *(f"--report-to {name}: is unknown, expected some of {', '.join(CALLBACKS)}." for name in unknown),
-        *(f"--report-to {name}: {reason}" for name, reason in missing.items()),
-    ]
-    if problems:
-        raise TrainingError.from_problems(problems)
+    if problems := [problem for name in asked if (problem := _report_problem(name)) is not None]:
+        raise TrainingError(*problems)
     return {name: CALLBACKS[name]() for name in asked}
 
 
-def _what_is_missing(name: str) -> str | None:
-    """Why a callback cannot be made, in a sentence."""
+def _report_problem(name: str) -> Problem | None:
+    """Find why a callback cannot be made."""
     from transformers.integrations import integration_utils
 
+    callbacks = integration_utils.INTEGRATION_TO_CALLBACK
+    if name not in callbacks:
+        return Problem("choices-unknown", "--report-to", value=name, choices=list(callbacks))
     installed = integration_utils.get_available_reporting_integrations()  # type: ignore[no-untyped-call]
     if name not in (*installed, *UNLISTED):
-        return f"its package is not installed. Run `pip install {PACKAGES.get(name, name)}`."
+        return Problem("report-without-package", "--report-to", name=name, package=PACKAGES.get(name, name))
     try:
-        integration_utils.INTEGRATION_TO_CALLBACK[name]()
+        callbacks[name]()
     except (RuntimeError, ImportError) as error:
-        return " ".join(str(error).split())
+        return Problem("report-refused", "--report-to", name=name, error=" ".join(f"{error}".split()))
     return None
 
 

@@ -12,7 +12,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.records import open_record, read_record
 from scale_surgery.checkpoint.trainer_files import STATE_FILE
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, SurgeryError, TrainingError
 from scale_surgery.fields import Count
 from scale_surgery.running.device import is_out_of_memory
 
@@ -36,11 +36,10 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, DistError):
             raise  # the files may be fine
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TrainingError(
-            f"{checkpoint}: cannot be resumed from, its files are not those that a run wrote ({reason}). Restore them, "
-            "or begin anew with --overwrite."
-        ) from error
+        kind, words = type(error).__name__, " ".join(f"{error}".split())
+        foreign = Problem("unforeseen", kind=kind, error=words)
+        reasons = error.problems if isinstance(error, SurgeryError) else (foreign,)
+        raise TrainingError(Problem("run-damaged", checkpoint, *reasons)) from error
 
 
 def check_state(checkpoint: Path) -> None:

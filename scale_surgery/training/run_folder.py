@@ -33,7 +33,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_js
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import staged
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.planning.plan import SHARD_STEM
 from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import InMemory
@@ -54,16 +54,18 @@ def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
     """Check that there is an unfinished run that was begun with these settings."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if not file.is_file():
-        raise TrainingError(f"{target}: holds no training run to resume. Leave --resume out to begin one.")
+        raise TrainingError(Problem("run-missing", target))
     begun = read_json(file)
     if begun.get("finished"):
-        raise TrainingError(f"{target}: this run is finished. Give the folder as EXPANDED to train it further.")
+        raise TrainingError(Problem("run-finished", target))
     now = json.loads(json.dumps(settings))
     differing = sorted(name for name in now if begun.get(name) != now[name])
     if differing:
-        raise TrainingError.from_problems(
-            f"{target}: was begun with {name} {begun.get(name)}, found {now.get(name)}. Resume with the same settings."
-            for name in differing
+        raise TrainingError(
+            *(
+                Problem("setting-changed", f"{target}: {name}", began=begun.get(name), now=now[name])
+                for name in differing
+            )
         )
 
 
@@ -71,10 +73,7 @@ def refuse_unfinished(target: Path) -> None:
     """Refuse to begin a run in the folder of an unfinished one."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if file.is_file() and not read_json(file).get("finished"):
-        raise TrainingError(
-            f"{target}: holds a training run that was not finished. Continue it with --resume, or begin anew with "
-            "--overwrite."
-        )
+        raise TrainingError(Problem("run-unfinished", target))
 
 
 @dataclass(frozen=True)

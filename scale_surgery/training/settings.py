@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from scale_surgery.checkpoint.files import BaseWeights
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, fields_of, problems_of
 
@@ -158,24 +158,21 @@ OF_ANY_REHEARSAL = ("rehearsal_weight", "rehearsal_share")
 
 def check_settings(settings: TrainingSettings) -> None:
     """Check that settings make sense, on any model."""
-    problems = problems_of(settings, "{option}: {value}")
-    problems += [
-        f"train-only: {name} is no group of expansion tensors, expected some of {', '.join(GROUPS)}."
-        for name in settings.groups
-        if name not in GROUPS
-    ]
+    problems: list[Problem | str] = [*problems_of(settings)]
+    if unknown := [name for name in settings.groups if name not in GROUPS]:
+        problems.append(Problem("choices-unknown", "--train-only", value=unknown, choices=GROUPS))
     if ITSELF in settings.rehearse and not settings.rehearses_itself:
-        problems.append(f"rehearse: {', '.join(settings.rehearse)}, expected self alone, or texts. Choose one of both.")
+        problems.append(Problem("rehearsal-of-both", "--rehearse", texts=settings.rehearse))
     if not settings.rehearses_itself:
-        reason = "only self writes samples" if settings.rehearse else "nothing is rehearsed"
+        code = "setting-without-samples" if settings.rehearse else "setting-without-rehearsal"
         problems += [
-            f"{field.option}: {value}, but {reason}. Say what is rehearsed (rehearse), or leave it out."
+            Problem(code, field.typed, value=value)
             for name, field in fields_of(TrainingSettings).items()
             if name.startswith("rehearsal_") and (value := getattr(settings, name)) != field.default
             if not (settings.rehearse and name in OF_ANY_REHEARSAL)
         ]
     if problems:
-        raise TrainingError.from_problems(problems)
+        raise TrainingError(*problems)
 
 
 # the block that tells of a group, where there is one
@@ -196,16 +193,15 @@ def check_groups(path: str | Path, plan: Plan, settings: TrainingSettings) -> No
     blocks = {tensor.block for tensor in plan.tensors}
     present = [group for group in GROUPS if BLOCK_OF_GROUP.get(group) in blocks]
     if all(group in BLOCK_OF_GROUP and group not in present for group in settings.groups):
-        raise TrainingError(
-            f"{path}: nothing would train; no tensor of the chosen groups ({', '.join(settings.groups) or 'none'}) is "
-            f"added. Choose others, such as {', '.join(present)}; w12 needs the variant adapt or gated."
-        )
+        raise TrainingError(groups_problem(path, settings, present))
+
+
+def groups_problem(path: str | Path, settings: TrainingSettings, present: Sequence[TensorGroup]) -> Problem:
+    """Say that an expansion has no tensor of the chosen groups, and of which groups it has some."""
+    return Problem("groups-without-tensors", path, groups=settings.groups or "none", present=present)
 
 
 def check_gates(path: str | Path, plan: Plan, settings: TrainingSettings) -> None:
     """Refuse to train gates with nothing to rehearse."""
     if plan.has_gates and "gates" in settings.groups and not settings.rehearse:
-        raise TrainingError(
-            f"{path}: its gates learn from rehearsal which text they leave to the base, and nothing is rehearsed. "
-            "Rehearse what the base writes (--rehearse self), or leave gates out of the groups that train."
-        )
+        raise TrainingError(Problem("gates-without-rehearsal", path))

@@ -24,7 +24,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
-from scale_surgery.errors import CheckpointError, TrainingError
+from scale_surgery.errors import CheckpointError, Problem, SurgeryError, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.in_memory import InMemory
@@ -217,10 +217,7 @@ def _check_ways(checkpoint: Checkpoint, manifest: Manifest, settings: TrainingSe
     """Check that this expansion can be trained in the ways that are asked for."""
     check_quantisation(checkpoint, manifest, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
-        raise TrainingError(
-            f"{checkpoint.path}: has no router between the base and {manifest.name} alone, expected one for --routed. "
-            "Write it first, for a folder of that expansion alone: scale-surgery route-export."
-        )
+        raise TrainingError(Problem("router-missing", checkpoint.path, name=manifest.name))
     check_gates(checkpoint.path, manifest.plan, settings)
 
 
@@ -242,7 +239,7 @@ def _check_target(
         copied = checkpoint.tensors.values() if start.base_weights == "copy" else ()
         check_space(target, sum(info.bytes for info in copied))
     if target.resolve() == checkpoint.path.resolve():
-        raise TrainingError(f"{target}: is the model to train, expected another output folder. Choose one with -o.")
+        raise TrainingError(Problem("output-touches-input", target, input=checkpoint.path))
 
 
 def _join(run: RunOptions) -> PartialState:
@@ -252,7 +249,7 @@ def _join(run: RunOptions) -> PartialState:
     # the others wait while the first process hashes the base and copies it
     processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
     if processes.distributed_type == DistributedType.DEEPSPEED:
-        raise TrainingError("DeepSpeed is not supported: it would write parts of tensors. Launch with FSDP2 or DDP.")
+        raise TrainingError(Problem("deepspeed-unsupported"))
     return processes
 
 
@@ -268,19 +265,16 @@ def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run
     if processes.num_processes > 1:
         broadcast_object_list(problems)
     if problems[0]:
-        raise CheckpointError.from_problems(problems[0])
+        raise CheckpointError(*problems[0])
 
 
-def _file_problems(checkpoint: Checkpoint, integrity: Integrity, run: RunOptions) -> tuple[str, ...]:
+def _file_problems(checkpoint: Checkpoint, integrity: Integrity, run: RunOptions) -> tuple[Problem, ...]:
     unread = () if run.trust_remote_code else integrity.config + integrity.code
-    problems = integrity.base + integrity.structure + unread
+    problems = SurgeryError(*integrity.base, *integrity.structure, *unread).problems
     if problems:
-        advice = f"{checkpoint.path}: is not what the expansion wrote, so it is not trained. Expand the base again."
-        return (*problems, advice)
+        return (Problem("expansion-changed", checkpoint.path, *problems),)
     if integrity.foreign_code and not run.trust_remote_code:
-        return (
-            f"{checkpoint.path}: another release of this program wrote its code. Give --trust-remote-code to run that.",
-        )
+        return (Problem("code-of-other-release", checkpoint.path),)
     return ()
 
 
@@ -373,17 +367,13 @@ def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) 
     try:
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
     except KeyboardInterrupt as error:
-        raise TrainingError(
-            f"{training.target}: interrupted {_where(trainer, training)}. Continue with --resume."
-        ) from error
+        raise TrainingError(Problem("training-interrupted", training.target, **_steps(trainer, training))) from error
     except OSError as error:
-        raise TrainingError(
-            f"{training.target}: not written, {error.strerror or error}, {_where(trainer, training)}. Free some space "
-            "or check the folder, and continue with --resume."
-        ) from error
+        steps, reason = _steps(trainer, training), error.strerror or error
+        raise TrainingError(Problem("training-unwritten", training.target, error=reason, **steps)) from error
 
 
-def _where(trainer: ExpansionTrainer, training: TrainingRun) -> str:
+def _steps(trainer: ExpansionTrainer, training: TrainingRun) -> dict[str, int]:
+    """The last step, and that of the last whole checkpoint."""
     kept = training.whole_checkpoints()[-1:]
-    state = f"it holds step {training.step_of(kept[0])}" if kept else "no checkpoint was reached, it holds step 0"
-    return f"after step {trainer.state.global_step}; {state}"
+    return {"step": trainer.state.global_step, "kept": training.step_of(kept[0]) if kept else 0}

@@ -21,7 +21,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.checkpoint.trainer_files import STATE_FILE
-from scale_surgery.errors import TrainingError, counted, name_some
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.progress import Finding, Progress
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts
 from scale_surgery.running.gates import gated_blocks
@@ -135,12 +135,8 @@ class ExpansionTrainer(Trainer):
         tensors = {part.name.replace(WRAPPED, ""): full_tensor(part.parameter) for part in expansion_parts(model)}
         spoiled = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if spoiled:
-            hold = "holds" if len(spoiled) == 1 else "hold"
-            raise TrainingError(
-                f"{Path(str(self.args.output_dir)).parent}: {counted(len(spoiled), 'tensor')} {hold} numbers that are "
-                f"not finite at step {self.state.global_step}. Lower --learning-rate; the folder holds the last whole "
-                "checkpoint."
-            )
+            target = Path(str(self.args.output_dir)).parent
+            raise TrainingError(Problem("tensors-not-finite", target, names=spoiled, step=self.state.global_step))
         if self.args.should_save:
             whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, whole)
@@ -152,7 +148,7 @@ class ExpansionTrainer(Trainer):
             tensors = load_file(Path(resume_from_checkpoint) / EXPANSION_FILE)
             names = {part.name.replace(WRAPPED, "") for part in expansion_parts(model)}
             if others := sorted(names ^ tensors.keys()):
-                raise TrainingError(f"{EXPANSION_FILE} and the model differ in {name_some(others)}")
+                raise TrainingError(Problem("run-tensors-differ", EXPANSION_FILE, names=others))
             load_whole(model, tensors)
 
     def restore(self, checkpoint: Path) -> None:
@@ -317,17 +313,12 @@ class RunReport(TrainerCallback):
         losses = {"loss": "the loss"} | {
             f"{side}_nats_per_token": f"the loss on {text}" for side, text in TEXTS.items()
         }
-        spoiled = [f"{it} is {latest[key]}" for key, it in losses.items() if not math.isfinite(latest.get(key, 0.0))]
-        if spoiled and state.global_step:
-            raise TrainingError(
-                f"{self.run.target}: {spoiled[0]} at step {state.global_step}. Lower --learning-rate; the folder holds "
-                "the last whole checkpoint."
-            )
-        if spoiled:
-            raise TrainingError(
-                f"{self.run.target}: {spoiled[0]} before the first step, expected a finite one. The training is not at "
-                "fault: look at the model and the text with scale-surgery evaluate."
-            )
+        for key, name in losses.items():
+            value, step, target = latest.get(key, 0.0), state.global_step, self.run.target
+            if not math.isfinite(value) and step:
+                raise TrainingError(Problem("loss-not-finite", target, name=name, value=value, step=step))
+            if not math.isfinite(value):
+                raise TrainingError(Problem("first-loss-not-finite", target, name=name, value=value))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
         """Publish a checkpoint once all processes have written their part."""

@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged, take_sta
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.errors import CheckpointError, DataError, shorten
+from scale_surgery.errors import CheckpointError, DataError, Problem
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
@@ -46,7 +46,6 @@ LARGE = 64 * 2**20
 CACHE_FORM = 4
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
-TOO_LONG = "Pack the documents (packing, the default), raise --sequence-length, or split them."
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Reader:
             yield pack(from_arrays(ids, labels, ()), self.length)
 
     def _padded(self, tokens: Iterator[tuple[Document, list[int], list[int]]]) -> Iterator[Sequences]:
-        problems: list[str] = []
+        problems: list[Problem] = []
         ids, labels, starts = array("i"), array("i"), [0]
         for document, some, scored in tokens:
             ids.extend(some)
@@ -101,7 +100,7 @@ class Reader:
             if document.goes_on:
                 continue
             if (size := len(ids) - starts[-1]) > self.length:
-                problems.append(f"{document.source}: {size} tokens, expected at most {self.length}.")
+                problems.append(Problem("document-too-long", document.source, tokens=size, length=self.length))
             starts.append(len(ids))
             if len(ids) >= TOKENS_AT_ONCE:
                 yield from_arrays(ids, labels, starts)
@@ -109,7 +108,7 @@ class Reader:
         if ids:
             yield from_arrays(ids, labels, starts)
         if problems:
-            raise DataError.from_problems([*shorten(problems), TOO_LONG])
+            raise DataError(*problems)
 
     @property
     def made_of(self) -> dict[str, Any]:
@@ -194,11 +193,11 @@ def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
         try:
             result[0] = make()
         except DataError as error:
-            result[1] = error.lines
+            result[1] = error.problems
     if processes.num_processes > 1:
         broadcast_object_list(result)
     if result[1]:
-        raise DataError.from_problems(result[1])
+        raise DataError(*result[1])
     return result[0]
 
 
@@ -208,7 +207,7 @@ def _unless_changed(parts: Iterator[Sequences], stamps: Stamps) -> Iterator[Sequ
     try:
         check_unchanged(stamps)
     except CheckpointError as error:
-        raise DataError.from_problems(error.lines) from error
+        raise DataError(*error.problems) from error
 
 
 def _is_large(paths: Sequence[str]) -> bool:

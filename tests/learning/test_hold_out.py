@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from scale_surgery import DataError, HeldOut, HoldOutSettings, PlanError, hold_out
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.learning.hold_out import ASIDE, LEARN, part_file
 from scale_surgery.text.documents import Document, read_documents
 from tests.command import run
-from tests.conftest import digests
+from tests.conftest import digests, problems, refused
 
 QUESTIONS = [{"question": f"Q: {number}?\nA:", "answer": f"A{number % 7}"} for number in range(60)]
 TEXTS = [{"text": f"Text {number} " + "word " * (number % 5)} for number in range(60)]
@@ -101,21 +101,20 @@ def test_of_one_long_text_the_ends_are_set_aside(tmp_path):
 
 
 def test_too_little_text_is_refused_and_nothing_is_written(tmp_path):
-    too_little = (
-        "1 document leaves nothing to calibrate and to measure with, expected at least 20 that differ, or a longer one."
-    )
+    file = tmp_path / "new.jsonl"
+    too_little = Problem("documents-too-few", file, documents=1, parts=["calibrate", "measure"], least=20)
     answered = json.dumps({"prompt": "Tell me.", "completion": "word " * 100})
-    for content, message in (
+    for content, expected in (
         ('{"text": "one"}', too_little),
         (answered, too_little),  # answers are not cut
-        ("", "holds no text, expected some to learn and to set aside"),
-        ('{"txt": 1}\n', "has the fields txt"),
-        (None, "there is no such file"),
+        ("", Problem("texts-without-documents", file)),
     ):
-        file = tmp_path / "new.jsonl"
-        file.unlink(missing_ok=True) if content is None else file.write_text(content)
-        with pytest.raises(DataError, match=message):
-            hold_out(file, tmp_path / "out")
+        file.write_text(content)
+        assert problems(hold_out, file, tmp_path / "out", error=DataError) == [expected]
+    for content in ('{"txt": 1}\n', None):
+        file.unlink() if content is None else file.write_text(content)
+        (found,) = problems(hold_out, file, tmp_path / "out", error=DataError)
+        assert found.phrase.startswith(f"{file}")
     assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
 
 
@@ -131,10 +130,10 @@ def test_no_more_is_set_aside_than_was_said(data, tmp_path):
 
 
 def test_settings_and_folders_are_checked(data, tmp_path):
-    with pytest.raises(PlanError, match=r"--share is 0\.6, expected a share, more than 0 and at most 0\.5"):
-        hold_out(data, tmp_path / "out", HoldOutSettings(share=0.6))
+    (found,) = problems(hold_out, data, tmp_path / "out", HoldOutSettings(share=0.6), error=PlanError)
+    assert found.phrase.startswith("--share is 0.6")
     hold_out(data, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with refused("output-exists", tmp_path / "out", CheckpointError):
         hold_out(data, tmp_path / "out")
 
 
@@ -146,9 +145,10 @@ def test_one_part_alone(data, tmp_path, part):
     book.write_text(BOOK)
     parts = read(hold_out(book, tmp_path / "other", HoldOutSettings(parts=(part,))))
     assert "\n\n".join(parts[name][0][1] for name in (LEARN, part)) == BOOK
-    for wrong, value in (((), "nothing"), (("learn", part), "learn")):
-        with pytest.raises(PlanError, match=f"--parts is {value}, expected some of: calibrate, measure"):
-            hold_out(data, tmp_path / "wrong", HoldOutSettings(parts=wrong))
+    for wrong, value in (((), "nothing"), (("learn", part), ["learn"])):
+        assert problems(hold_out, data, tmp_path / "wrong", HoldOutSettings(parts=wrong), error=PlanError) == [
+            Problem("choices-unknown", "--parts", value=value, choices=ASIDE)
+        ]
 
 
 def test_the_command(data, tmp_path):

@@ -29,7 +29,6 @@ from scale_surgery import (
     Learned,
     PlanError,
     Recipe,
-    SurgeryError,
     TrainingError,
     learn,
     read_recipe,
@@ -38,6 +37,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.cli.program import main
+from scale_surgery.errors import Problem
 from scale_surgery.learning import estimate
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
 from scale_surgery.learning.stages import stages_of
@@ -50,7 +50,7 @@ from scale_surgery.show.tables_learn import render_estimate
 from scale_surgery.text.documents import Document
 from scale_surgery.training.run_folder import NEW_LOSS, read_log
 from tests import command
-from tests.conftest import digests, edited, refusal, shown
+from tests.conftest import digests, edited, problems, refused, shown
 
 # short enough for a test, and each stage does something
 SHORT = {
@@ -131,7 +131,7 @@ class Done:
 
     learned: Learned
     lines: dict[str, str]
-    interruptions: dict[str, str]
+    interruptions: dict[str, list[Problem]]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def done(recipe, tmp_path_factory) -> Done:
     messages = {}
     for stage in [stage.name for stage in prepare(recipe, folder).estimate.stages]:
         # the first bar is that of the plan before the job
-        messages[stage] = refusal(learn, recipe, folder, track=Interrupt(2), error=TrainingError)
+        messages[stage] = problems(learn, recipe, folder, track=Interrupt(2), error=TrainingError)
         with pytest.raises(EnoughError):
             learn(
                 recipe,
@@ -230,11 +230,7 @@ def test_the_lines_typed_by_hand_make_the_same(done, tmp_path, monkeypatch):
 
 def test_an_interrupt_in_any_stage_says_how_to_go_on(done):
     folder = done.learned.path
-    assert done.interruptions == {
-        stage: f"{folder}: interrupted in the stage {stage}. Type the same line again to go on, without --overwrite if "
-        "it has that."
-        for stage in done.lines
-    }
+    assert done.interruptions == {stage: [Problem("stage-interrupted", folder, stage=stage)] for stage in done.lines}
     assert not list(folder.rglob("*.partial"))
 
 
@@ -245,7 +241,7 @@ def test_what_a_job_took_is_all_the_time_of_all_its_runs(done, recipe, tmp_path)
         record["seconds"] = 600.0
     # what came before the job was prepared counts, and an interrupted run; so the page says it too
     begun = time.monotonic()
-    with pytest.raises(TrainingError, match="interrupted in the stage report"):
+    with refused("stage-interrupted", folder, TrainingError):
         run(prepare(recipe, folder, started=time.monotonic() - 600), track=Interrupt(1))
     assert 1200 < json.loads((folder / JOB_FILE).read_text())["seconds"] < 1200 + time.monotonic() - begun
     learned = run(prepare(recipe, folder, started=time.monotonic() - 600))
@@ -271,26 +267,20 @@ def test_what_is_gone_of_a_finished_job_is_said(done, recipe):
     for name in ("expanded", "learn.html"):
         (learned.path / f"{name}.away").rename(learned.path / name)
     learned.result.rename(learned.path / "away")
-    with pytest.raises(CheckpointError) as refused:
-        learn(recipe, learned.path)
+    found = problems(learn, recipe, learned.path, error=CheckpointError)
     (learned.path / "away").rename(learned.result)
-    assert refused.value.lines == (
-        f"{learned.result}: the stage route made it, and it is gone.",
-        "Restore it, choose another folder with -o, or begin anew with --overwrite.",
-    )
+    assert found == [Problem("stage-output-gone", learned.result, stage="route")]
 
 
 def test_another_recipe_and_other_texts_are_refused(done, settings, recipe, texts, tmp_path):
     learned = done.learned
-    with pytest.raises(CheckpointError) as refused:
-        learn(resolve_recipe(settings | {"training.steps": 5, "expansion.layers": "last:1"}), learned.path)
-    assert refused.value.lines == (
-        f"{learned.path}: was begun with expansion.layers auto, now last:1.",
-        f"{learned.path}: was begun with training.steps 4, now 5.",
-        "Choose another folder with -o, or begin anew with --overwrite.",
-    )
+    other = resolve_recipe(settings | {"training.steps": 5, "expansion.layers": "last:1"})
+    assert problems(learn, other, learned.path, error=CheckpointError) == [
+        Problem("setting-changed", f"{learned.path}: expansion.layers", began="auto", now="last:1"),
+        Problem("setting-changed", f"{learned.path}: training.steps", began=4, now=5),
+    ]
     os.utime(texts / "old.jsonl", ns=(0, 0))
-    with pytest.raises(CheckpointError, match=f"old.jsonl: has changed since {learned.path} was begun"):
+    with refused("text-changed", texts / "old.jsonl", CheckpointError):
         learn(recipe, learned.path)
     stamp = json.loads((learned.path / JOB_FILE).read_text())["read"][str(texts / "old.jsonl")]
     os.utime(texts / "old.jsonl", ns=(stamp[1], stamp[1]))
@@ -306,10 +296,9 @@ def test_a_text_that_is_gone_of_a_folder_is_refused(settings, texts, tmp_path):
         learn(recipe, job, events=JobEvents(begins=enough))
     (folder / "second.jsonl").unlink()
     (folder / "third.jsonl").write_bytes((folder / "first.jsonl").read_bytes())
-    lines = refusal(learn, recipe, job, error=CheckpointError).split("\n")
-    assert lines[:2] == [
-        f"{folder}/second.jsonl: is gone since {job} was begun.",
-        f"{folder}/third.jsonl: has changed since {job} was begun.",
+    assert problems(learn, recipe, job, error=CheckpointError) == [
+        Problem("text-gone", folder / "second.jsonl", folder=job),
+        Problem("text-changed", folder / "third.jsonl", folder=job),
     ]
 
 
@@ -325,7 +314,7 @@ def test_a_changed_base_byte_is_found_and_nothing_is_lost(recipe, tmp_path):
             shard.unlink()
             shard.write_bytes(content)
 
-    with pytest.raises(CheckpointError, match="is not what the expansion wrote, so it is not trained"):
+    with refused("expansion-changed", folder / "expanded", CheckpointError):
         learn(recipe, folder, events=JobEvents(begins=begins))
     assert not (folder / "learned").exists() and (folder / "expanded").is_dir()
 
@@ -355,11 +344,11 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         remove(place, **given)
 
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="interrupted between stages"):
+    with monkeypatch.context() as patch, refused("job-interrupted", folder, TrainingError):
         patch.setattr(shutil, "rmtree", interrupted)
         learn(other_recipe, folder, overwrite=True)
     assert (folder / "learned").is_dir()
-    with pytest.raises(CheckpointError, match=r"was begun with training\.steps 5, now 4"):
+    with refused("setting-changed", f"{folder}: training.steps", CheckpointError):
         learn(recipe, folder)
     with pytest.raises(EnoughError):
         learn(other_recipe, folder, events=JobEvents(begins=enough))
@@ -369,10 +358,10 @@ def test_a_job_that_has_to_go_goes_whole(recipe, tmp_path, monkeypatch):
 def test_a_second_run_and_a_changed_record_are_refused(recipe, tmp_path):
     folder = tmp_path / "job"
     again = JobEvents(begins=lambda name, line, number: learn(recipe, folder))
-    text = refusal(learn, recipe, folder, events=again, error=CheckpointError)
-    assert text == f"{folder}: another process is writing it. Wait until it is done."
+    with refused("output-busy", folder, CheckpointError):
+        learn(recipe, folder, events=again)
     (folder / JOB_FILE).write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match="is of another release of this program, or was changed"):
+    with refused("job-record-unfit", folder / JOB_FILE, CheckpointError):
         learn(recipe, folder)
 
 
@@ -380,14 +369,14 @@ def test_places_that_are_not_ours_are_refused(recipe, texts, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     (tmp_path / "file").write_text("")
-    for place, message in (
-        (tmp_path / "mine", "holds other files, no job of learn"),
-        (tmp_path / "file", "is a file, expected a folder to be"),
-        (texts, "lies inside, around or at the input"),
-        (SHIPPED_MODEL / "job", "lies inside, around or at the input"),
+    for place, code in (
+        (tmp_path / "mine", "output-no-job"),
+        (tmp_path / "file", "output-is-file"),
+        (texts, "output-touches-input"),
+        (SHIPPED_MODEL / "job", "output-touches-input"),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            learn(recipe, place, overwrite=True)
+        found = problems(learn, recipe, place, overwrite=True, error=CheckpointError)
+        assert (code, f"{place}") in [(problem.code, problem.where) for problem in found]
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
@@ -408,14 +397,15 @@ def test_a_job_that_begins_anew_removes_no_file_that_it_reads(values, settings, 
     file.write_text("mine\n")
     said = json.loads(json.dumps(values).replace("FILE", str(file)))
     recipe = resolve_recipe(settings | {"expansion.layers": "last:1"} | said)
-    text = refusal(learn, recipe, folder, events=JobEvents(begins=enough), overwrite=True, error=CheckpointError)
-    assert text == f"{folder}: lies inside, around or at the input {file}. Choose another folder with -o."
+    assert problems(learn, recipe, folder, events=JobEvents(begins=enough), overwrite=True, error=CheckpointError) == [
+        Problem("output-touches-input", folder, input=str(file))
+    ]
     assert file.read_text() == "mine\n"
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: namedtuple("Usage", "total used free")(10, 9, 1))
-    with pytest.raises(CheckpointError, match=r"about [\d,]+ bytes are needed, 1 are free"):
+    with refused("job-without-space", tmp_path / "job", CheckpointError):
         learn(recipe, tmp_path / "job")
     assert not (tmp_path / "job").exists()
 
@@ -436,7 +426,7 @@ def test_a_dry_run_shows_all_stages_and_the_room_that_is_missing(settings, tmp_p
 
 def test_gates_without_rehearsal_are_refused_before_anything_is_written(settings, tmp_path):
     gated = resolve_recipe(settings | {"expansion.variant": "gated", "expansion.collaborate": "both"})
-    with pytest.raises(TrainingError, match="its gates learn from rehearsal which text they leave to the base"):
+    with refused("gates-without-rehearsal", gated.model, TrainingError):
         learn(gated, tmp_path / "job")
     assert not (tmp_path / "job").exists()
 
@@ -488,14 +478,11 @@ def test_without_old_text_and_without_a_router(settings, tmp_path):
 def test_a_job_whose_loss_rose_stops_after_the_training(done, settings, tmp_path):
     rising = resolve_recipe(settings | {"training.learning_rate": 0.5, "training.steps": 6})
     stopped = tmp_path / "job" / "learned"
-    form = (
-        rf"{stopped}: its loss on the new text rose from (\S+) to (\S+) nats per token, expected it to fall, "
-        r"at a learning rate of 0\.5\. The job stops here\. Begin it anew with --overwrite and --learning-rate 0\.1, "
-        rf"or with fewer --steps if the loss fell first \({stopped}/training/curves\.png\)\."
-    )
-    told = [refusal(learn, rising, tmp_path / "job", error=TrainingError) for _ in range(2)]
-    found = re.fullmatch(form, told[0])
-    assert found is not None and float(found[1]) < float(found[2])
+    told = [problems(learn, rising, tmp_path / "job", error=TrainingError) for _ in range(2)]
+    (found,) = told[0]
+    assert (found.code, found.where) == ("loss-rose", f"{stopped}")
+    assert found.values["before"] < found.values["after"] and found.values["lower"] == 0.1
+    assert found.values["curves"].is_file()
     assert told[0] == told[1], "the same line again goes no further"
     assert not (tmp_path / "job" / "routed").exists()
     assert "train" not in json.loads((tmp_path / "job" / JOB_FILE).read_text())["kept"]
@@ -527,50 +514,43 @@ def test_what_cannot_be_routed_gets_no_router(settings, tmp_path):
 
 
 def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
-    with pytest.raises(PlanError, match="layers"):
-        prepare(resolve_recipe(settings | {"expansion.layers": "7"}), tmp_path / "job")
-    with pytest.raises(SurgeryError, match="expected at most"):
-        prepare(resolve_recipe(settings | {"training.sequence_length": 10**6}), tmp_path / "job")
+    for name, value, option in (
+        ("expansion.layers", "7", "--layers"),
+        ("training.sequence_length", 10**6, "--sequence-length"),
+    ):
+        (found,) = problems(prepare, resolve_recipe(settings | {name: value}), tmp_path / "job")
+        assert found.phrase.startswith(option)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "place"),
     [
-        (
-            ("--set", "routing.router=cosine", "--set", "routing.switch_rate=0.1"),
-            "--switch-rate does not go with --router cosine.",
-        ),
-        (("--set", "training.groups=w99"), "train-only: w99 is no group of expansion tensors"),
-        (("--set", "training.groups=[]"), "nothing would train; no tensor of the chosen groups (none) is added"),
-        (
-            ("--set", "training.groups=w12", "--set", "expansion.variant=preserve"),
-            "nothing would train; no tensor of the chosen groups (w12) is added. Choose others, such as w21, w22; w12",
-        ),
-        (("--set", "training.groups=attn"), "nothing would train; no tensor of the chosen groups (attn) is added"),
-        (("--device", "nonsense"), "--device is 'nonsense', expected auto, cpu, cuda or another that torch knows."),
-        (("--device", "hpu"), "--device is hpu, found"),
-        (("--layers", "auto", "--budget", "0.01%"), "--budget 0.01% is 73 parameters, expected at least"),
+        (("--set", "routing.router=cosine", "--set", "routing.switch_rate=0.1"), "--switch-rate"),
+        (("--set", "training.groups=w99"), "--train-only"),
+        (("--set", "training.groups=[]"), f"{SHIPPED_MODEL}: nothing would train"),
+        (("--set", "training.groups=w12", "--set", "expansion.variant=preserve"), f"{SHIPPED_MODEL}: nothing would"),
+        (("--set", "training.groups=attn"), f"{SHIPPED_MODEL}: nothing would train"),
+        (("--device", "nonsense"), "--device is 'nonsense'"),
+        (("--device", "hpu"), "--device is hpu"),
+        (("--layers", "auto", "--budget", "0.01%"), "--budget is 0.01%"),
         (
             ("--layers", "auto", "--budget", "20%", "--set", "expansion.collaborative_layers=0"),
-            "cannot be said before layers are chosen.",
+            "--collaborative-layers is 0",
         ),
-        (
-            ("--layers", "auto", "--budget", "20%", "--set", "ranking.sequence_length=5000"),
-            "--sequence-length is 5000, expected at most",
-        ),
-        (("--set", "training.routed=true"), "training.routed is True, and learn writes the router after the training"),
-        (("--rehearse", "nosuch.txt"), "nosuch.txt: there is no such file."),
-        (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: there is no such file"),
-        (("--rehearse", "self", "--rehearse", "OLD"), "expected self alone, or texts."),
-        (("--new-tokens", "nosuch.txt"), "nosuch.txt: there is no such file, expected a text with one token a line"),
-        (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: expected one"),
+        (("--layers", "auto", "--budget", "20%", "--set", "ranking.sequence_length=5000"), "--sequence-length is 5000"),
+        (("--set", "training.routed=true"), "training.routed is True"),
+        (("--rehearse", "nosuch.txt"), "nosuch.txt: "),
+        (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: "),
+        (("--rehearse", "self", "--rehearse", "OLD"), "--rehearse is self, "),
+        (("--new-tokens", "nosuch.txt"), "nosuch.txt: "),
+        (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: "),
     ],
 )
-def test_what_a_later_stage_would_refuse_is_said_first(words, message, settings, tmp_path):
+def test_what_a_later_stage_would_refuse_is_said_first(words, place, settings, tmp_path):
     job = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
     given = (settings["old"][0] if word == "OLD" else word for word in words)
     said = " ".join(command.run(*learn_words(settings, *job, *given), code=1).output.split())
-    assert said.startswith("error: ") and message in said
+    assert said.startswith(f"error: {place}")
     assert not (tmp_path / "job").exists()
 
 
@@ -590,9 +570,8 @@ def test_a_router_that_does_not_go_with_the_expansion_is_refused_first(values, m
 def test_all_that_later_stages_would_refuse_is_said_at_once(settings, tmp_path):
     wrong = {"routing.router": "cosine", "routing.switch_rate": 0.1, "training.groups": ("w99",)}
     recipe = resolve_recipe(settings | wrong | {"training.routed": True, "tokens.token_file": "nosuch.txt"})
-    lines = refusal(learn, recipe, tmp_path / "job", error=PlanError).split("\n")
-    starts = ("--switch-rate does", "train-only: w99 is", "nosuch.txt: there", "training.routed is True")
-    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 4
+    found = [problem.phrase for problem in problems(learn, recipe, tmp_path / "job", error=PlanError)]
+    assert [text.split(" ")[0] for text in found] == ["--switch-rate", "--train-only", "nosuch.txt:", "training.routed"]
     # without a router nothing is asked of its numbers
     unrouted = resolve_recipe(settings | {"routing.router": "cosine", "routing.switch_rate": 0.1, "route": False})
     assert not prepare(unrouted, tmp_path / "job").work.routes

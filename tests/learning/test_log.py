@@ -23,10 +23,7 @@ def test_a_job_that_a_scheduler_ends_says_its_stages_and_goes_on(settings, tmp_p
     words += ["--set=route=false", "--device", "cpu", "--json"]
     assert run_terminated(log, "step 4 of 20", words) == 1
     first = log.read_text(encoding="utf-8")
-    assert first.splitlines()[-1] == (
-        f"error: {job}: interrupted in the stage train. Type the same line again to go on, without --overwrite if it "
-        "has that."
-    )
+    assert first.splitlines()[-1].startswith(f"error: {job}: interrupted in the stage train.")
     result = json.loads(run_logged(log, *words))
     assert result["verified"]
     second = log.read_text(encoding="utf-8")[len(first) :]

@@ -22,11 +22,12 @@ from scale_surgery import PlanError, Request, RunOptions, TrainingError, evaluat
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.cli.program import main
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.processes import SIGNALS, launch_options, run_launched
 from tests.command import run
-from tests.conftest import refusal
+from tests.conftest import problems, refused
 from tests.learning.test_killed import NAMED
 from tests.learning.test_learn import SHORT, outputs, settings, texts  # noqa: F401  (fixtures)
 from tests.training.test_distributed import ALLOWED_AFTER_TRAINING, FSDP2, ROOT, largest_difference, trained
@@ -87,21 +88,18 @@ def test_stages_that_train_and_measure_are_lines_for_the_launcher(settings, tmp_
 def test_a_launcher_around_it_is_refused_with_what_to_type(settings, tmp_path, monkeypatch):  # noqa: F811
     recipe = resolve_recipe(two(settings))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert refusal(learn, recipe, tmp_path / "job", error=TrainingError) == (
-        "learn starts its processes itself, and a launcher started 4. Type, without the launcher: scale-surgery learn "
-        "... --processes 4, and --accelerate-config FILE where it had a --config_file."
-    )
+    assert problems(learn, recipe, tmp_path / "job", error=TrainingError) == [Problem("job-launched", processes=4)]
     assert not (tmp_path / "job").exists()
 
 
 def test_settings_for_processes_that_do_not_fit_are_refused(settings, tmp_path):  # noqa: F811
-    for changed, message in (
-        ({"processes": 1, "accelerate_config": str(FSDP2)}, f"--accelerate-config is {FSDP2}, with one process"),
-        ({"accelerate_config": "nowhere.yaml"}, "nowhere.yaml: there is no such file"),
+    for changed, code, where in (
+        ({"processes": 1, "accelerate_config": str(FSDP2)}, "config-of-one-process", "--accelerate-config"),
+        ({"accelerate_config": "nowhere.yaml"}, "accelerate-config-missing", "nowhere.yaml"),
     ):
-        with pytest.raises(PlanError, match=message):
+        with refused(code, where, PlanError):
             learn(resolve_recipe(two(settings) | changed), tmp_path / "job")
-    with pytest.raises(PlanError, match="processes is 0, expected at least 1"):
+    with refused("value-unfit", "processes", PlanError):
         resolve_recipe(two(settings) | {"processes": 0})
 
 
@@ -136,8 +134,9 @@ def test_evaluate_in_two_processes_gives_the_numbers_of_one(launched, settings, 
 
 @open_files
 def test_the_first_process_that_fails_says_why(launched):
-    message = refusal(launched, ["inspect", "nowhere/at/all"], launch_options(2), error=TrainingError)
-    assert message.startswith("inspect: process ") and "of 2 failed: nowhere/at/all: " in message
+    (found,) = problems(launched, ["inspect", "nowhere/at/all"], launch_options(2), error=TrainingError)
+    assert (found.code, found.where, found.values["processes"]) == ("process-failed", "inspect", 2)
+    assert found.values["error"].startswith("nowhere/at/all: ") and not found.values["error"].endswith(".")
 
 
 def begin(recipe: dict[str, Any], folder: Path, place: Path) -> subprocess.Popen[str]:
@@ -166,11 +165,8 @@ def whole(settings, tmp_path_factory) -> Path:  # noqa: F811
 
 
 KILLS: dict[str, tuple[Callable[[psutil.Process, list[psutil.Process]], list[psutil.Process]], str]] = {
-    "the_first": (lambda job, ranks: ranks[:1], "train: process 0 of 2 was ended by SIGKILL. Type the same line again"),
-    "the_second": (
-        lambda job, ranks: ranks[1:],
-        "train: process 1 of 2 was ended by SIGKILL. Type the same line again",
-    ),
+    "the_first": (lambda job, ranks: ranks[:1], "train: process 0 of 2 was ended by SIGKILL."),
+    "the_second": (lambda job, ranks: ranks[1:], "train: process 1 of 2 was ended by SIGKILL."),
     "all": (lambda job, ranks: [job, *ranks], ""),
 }
 

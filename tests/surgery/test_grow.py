@@ -183,10 +183,8 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
     grown = expand(stories, Request("4", method="grow", variant="grow-train"), tmp_path / "grown").path
     (tmp_path / "new.txt").write_text("Zork was a green dragon. " * 40)
     settings = TrainingSettings(steps=2, sequence_length=32, groups=("w11", "w21"))
-    assert refusal(train, grown, [tmp_path / "new.txt"], tmp_path / "trained", settings, error=TrainingError) == (
-        f"{grown}: both copies of its MLPs are still equal, and no half of the down projection (w12) would train: "
-        "the copies would get equal gradients, stay equal and learn no more than one. Add w12 to --train-only."
-    )
+    with refused("copies-stay-equal", grown, TrainingError):
+        train(grown, [tmp_path / "new.txt"], tmp_path / "trained", settings)
     assert not (tmp_path / "trained").exists()
     apart = train(grown, [tmp_path / "new.txt"], tmp_path / "apart", replace(settings, groups=GROUPS)).path
     before, after = (load_file(path / SHARD) for path in (grown, apart))

@@ -28,6 +28,7 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.learning.estimate import count_tokens
 from scale_surgery.planning.new_tokens import NewTokens
@@ -41,7 +42,7 @@ from scale_surgery.text.token_cache import open_stored
 from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
 from scale_surgery.training import training_texts
 from scale_surgery.training.training_texts import read_texts
-from tests.conftest import Bars, digests, edited, refusal
+from tests.conftest import Bars, digests, edited, problems, refusal, refused
 from tests.training.test_train import SETTINGS, SHORT
 
 ASKED = [question for person in people(6, start=400) for question in questions(person)]
@@ -177,17 +178,11 @@ def test_documents_that_do_not_fit_are_named(place: Path, tmp_path: Path) -> Non
     settings = TrainingSettings(packing=False, sequence_length=16)
     sizes = [len(row["input_ids"]) for row in as_rows(as_before(place, "text.jsonl", packing=False, length=16))]
     expected = [
-        f"{place}/text.jsonl, line {number}: {size} tokens, expected at most 16."
-        for number, size in enumerate(sizes[:12], start=1)
+        Problem("document-too-long", f"{place}/text.jsonl, line {number}", tokens=size, length=16)
+        for number, size in enumerate(sizes, start=1)
     ]
     for cache in (None, tmp_path):
-        with pytest.raises(DataError) as error:
-            read(place, "text.jsonl", settings=settings, cache=cache)
-        assert list(error.value.lines) == [
-            *expected,
-            "... and 12 more.",
-            "Pack the documents (packing, the default), raise --sequence-length, or split them.",
-        ]
+        assert problems(read, place, "text.jsonl", settings=settings, cache=cache, error=DataError) == expected
     assert kept(tmp_path) == []
 
 
@@ -356,9 +351,8 @@ def test_a_text_that_changes_while_it_is_read_is_not_kept(place: Path, tmp_path:
             file.write('{"text": "more"}\n' if label == "tokens" else "")
         yield lambda advance, note="": None
 
-    assert "changed while it was read. Run again when nothing writes to it." in refusal(
-        read, place, text.name, cache=tmp_path / "cache", track=writing, error=DataError
-    )
+    with refused("file-changed", text, DataError):
+        read(place, text.name, cache=tmp_path / "cache", track=writing)
     assert kept(tmp_path / "cache") == []
 
 

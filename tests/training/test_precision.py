@@ -19,7 +19,7 @@ from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training import arguments
 from scale_surgery.training.arguments import choose_precision
 from scale_surgery.training.load_model import load_to_train
-from tests.conftest import digests, refusal
+from tests.conftest import digests, refused
 from tests.tiny import save_tiny
 from tests.training.test_train import stopping_at, write_lines
 
@@ -100,8 +100,8 @@ def test_a_run_goes_on_in_the_precision_in_which_it_began(
         train(place / "wide", data, output, SETTINGS, run=CPU, track=stopping_at(1))
     monkeypatch.setattr(arguments, "has_bfloat16", lambda device: False)
     start = TrainingStart(resume=True)
-    message = refusal(train, place / "wide", data, output, SETTINGS, start=start, run=CPU, error=TrainingError)
-    assert "was begun with precision" in message
+    with refused("setting-changed", f"{output}: precision", TrainingError):
+        train(place / "wide", data, output, SETTINGS, start=start, run=CPU)
     monkeypatch.setattr(arguments, "has_bfloat16", lambda device: True)
     assert train(place / "wide", data, output, SETTINGS, start=start, run=CPU).steps == 2
     assert json.loads((output / "training" / "settings.json").read_text())["precision"]["bf16"] is True

@@ -29,6 +29,7 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.errors import Problem
 from scale_surgery.progress import no_track
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.tokenizer import need_tokenizer
@@ -53,7 +54,7 @@ from scale_surgery.training.rehearsal import (
     make_rehearsal,
 )
 from scale_surgery.training.settings import SAMPLES_FILE, check_settings
-from tests.conftest import digests, load, refusal, shake
+from tests.conftest import digests, load, problems, refused, shake
 from tests.training.test_train import ask, expansion, same, stopping_at, write_lines
 
 ITSELF = {"rehearse": ("self",), "rehearsal_samples": 12, "rehearsal_length": 24}
@@ -263,9 +264,7 @@ def test_without_a_token_that_begins_texts_it_says_what_to_give():
     class Bare:
         bos_token_id = eos_token_id = None
 
-    with pytest.raises(
-        DataError, match=r"has no token that begins a text, .* Give beginnings with --set rehearsal_prompts=FILE"
-    ):
+    with refused("first-token-missing", "bare", DataError):
         begin_tokens(Bare(), [], "bare")
 
 
@@ -293,13 +292,13 @@ def test_a_run_keeps_its_samples_and_its_base(place, trained):
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_bits(place, trained, tmp_path):
-    with pytest.raises(TrainingError, match="interrupted after step 3"):
+    with refused("training-interrupted", tmp_path / "out", TrainingError):
         train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", SETTINGS, track=stopping_at(3))
     start = TrainingStart(resume=True)
     samples = tmp_path / "out" / "training" / SAMPLES_FILE
     spoiled = samples.read_text()
     samples.write_text(spoiled.replace("ids", "idx"))
-    with pytest.raises(TrainingError, match="the samples of this run cannot be read"):
+    with refused("samples-unreadable", samples, TrainingError):
         train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", SETTINGS, start=start)
     samples.write_text(spoiled)
     done = train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", SETTINGS, start=start).path
@@ -342,26 +341,26 @@ def test_it_forgets_less(place, tmp_path):
 
 def test_how_to_rehearse_is_refused_where_nothing_is_rehearsed(place, tmp_path):
     settings = TrainingSettings(rehearsal_weight=5.0, rehearsal_samples=7, steps=1)
-    assert refusal(train, place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings) == (
-        "rehearsal-weight: 5.0, but nothing is rehearsed. Say what is rehearsed (rehearse), or leave it out.\n"
-        "rehearsal-samples: 7, but nothing is rehearsed. Say what is rehearsed (rehearse), or leave it out."
-    )
+    assert problems(train, place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings) == [
+        Problem("setting-without-rehearsal", "rehearsal_weight", value=5.0),
+        Problem("setting-without-rehearsal", "rehearsal_samples", value=7),
+    ]
     # a weight is that of texts too
-    assert refusal(check_settings, replace(settings, rehearse=("old.txt",)), error=TrainingError) == (
-        "rehearsal-samples: 7, but only self writes samples. Say what is rehearsed (rehearse), or leave it out."
-    )
+    with refused("setting-without-samples", "rehearsal_samples", TrainingError):
+        check_settings(replace(settings, rehearse=("old.txt",)))
     check_settings(replace(settings, rehearse=("self",)))
 
 
 def test_wrong_wishes_are_refused(place, tmp_path):
-    for settings, error, message in (
-        (replace(SETTINGS, rehearse=("self", "a.txt")), TrainingError, "expected self alone, or texts"),
-        (TrainingSettings(rehearse=("none.txt",)), DataError, "none.txt: there is no such file"),
-        (replace(SETTINGS, rehearsal_share=1.0), TrainingError, "rehearsal-share: 1.0, expected a share"),
-        (replace(SETTINGS, rehearsal_weight=0.0), TrainingError, "rehearsal-weight: 0.0, expected more than 0"),
-        (replace(SETTINGS, rehearsal_prompts="none.txt"), DataError, "none.txt: there is no such file"),
-        (replace(SETTINGS, rehearsal_length=10**6), DataError, "expected at most"),
+    for settings, error, name in (
+        (replace(SETTINGS, rehearse=("self", "a.txt")), TrainingError, "--rehearse"),
+        (TrainingSettings(rehearse=("none.txt",)), DataError, "none.txt"),
+        (replace(SETTINGS, rehearsal_share=1.0), TrainingError, "rehearsal_share"),
+        (replace(SETTINGS, rehearsal_weight=0.0), TrainingError, "rehearsal_weight"),
+        (replace(SETTINGS, rehearsal_prompts="none.txt"), DataError, "none.txt"),
+        (replace(SETTINGS, rehearsal_length=10**6), DataError, "--sequence-length"),
     ):
-        with pytest.raises(error, match=message):
-            train(place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings)
+        given = (place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings)
+        found = problems(train, *given, error=error)[0]
+        assert found.phrase.startswith(name)
     assert not (tmp_path / "out").exists()

@@ -25,9 +25,10 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.errors import Problem
 from scale_surgery.training.reports import find_reports
 from tests import command
-from tests.conftest import digests, load, refusal
+from tests.conftest import digests, load, problems, refused
 from tests.each import mostly
 from tests.training.test_train import stopping_at
 
@@ -88,7 +89,7 @@ def test_nothing_is_reported_unless_asked(place: Path, reported: Training, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", mostly([1, 5], (5).__eq__))
 def test_a_resumed_run_goes_on_in_the_same_place(place: Path, reported: Training, tmp_path: Path, stop: int) -> None:
-    with pytest.raises(TrainingError, match="interrupted"):
+    with refused("training-interrupted", tmp_path / "out", TrainingError):
         run(place, tmp_path / "out", track=stopping_at(stop + 1))
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"][-1][0] == stop
     done = run(place, tmp_path / "out", TrainingStart(resume=True, report_to=("tensorboard",)))
@@ -123,21 +124,22 @@ def test_every_command_takes_the_folder_and_leaves_the_reports(place: Path, repo
 def test_what_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations import integration_utils
 
-    (line,) = refusal(find_reports, ("tensorbord", "tensorboard"), error=TrainingError).splitlines()
-    assert line.startswith("--report-to tensorbord: is unknown, expected some of ") and "wandb" in line
+    (unknown,) = problems(find_reports, ("tensorbord", "tensorboard"), error=TrainingError)
+    assert unknown.phrase.startswith("--report-to is tensorbord, expected some of: ")
+    assert "wandb" in unknown.values["choices"]
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
-    missing = "--report-to tensorboard: its package is not installed. Run `pip install tensorboard`."
-    unmet = refusal(find_reports, ("flyte", "azure_ml", "tensorboard"), error=TrainingError)
-    flyte, azure, board = unmet.splitlines()
-    assert board == missing and "Run `pip install flytekit`." in flyte and "Run `pip install azureml-sdk`." in azure
+    flyte, azure, board = problems(find_reports, ("flyte", "azure_ml", "tensorboard"), error=TrainingError)
+    assert board == Problem("report-without-package", "--report-to", name="tensorboard", package="tensorboard")
+    assert [flyte.code, azure.code] == ["report-refused"] * 2
+    assert "flytekit" in flyte.values["error"] and "azureml-sdk" in azure.values["error"]
 
 
 def test_the_command_refuses_before_any_work_and_takes_several(place: Path, tmp_path: Path) -> None:
     words = ["train", place / "adapt", "--data", place / "texts.jsonl", "-o", tmp_path / "out"]
-    outcome = command.run(*words, "--report-to", "tensorboard, wandbb", "--report-to", "x", code=1)
+    outcome = command.run(*words, "--report-to", "tensorboard, wandbb", "--report-to", "x", "--json", code=1)
     assert not (tmp_path / "out").exists()
-    assert "--report-to wandbb: is unknown" in " ".join(outcome.output.split())
-    assert "--report-to x: is unknown" in " ".join(outcome.output.split())
+    found = [problem["found"] for problem in json.loads(outcome.stdout)["problems"]]
+    assert found == ["is wandbb", "is x"]
     options = ["--report-to", "tensorboard", "--steps", "1", "--sequence-length", "32", "--set", "warmup=0", "--quiet"]
     command.run(*words, *options, "--cache-dir", tmp_path / "cache")
     assert read_board(tmp_path / "out" / "training" / "runs")["train/loss"] and any((tmp_path / "cache").iterdir())

@@ -14,7 +14,7 @@ import torch
 from scale_surgery import Request, TrainingError, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.training.resume_state import reading_state
-from tests.conftest import edited, refusal
+from tests.conftest import edited, problems, refused
 from tests.fuzz.files import Planted
 from tests.training.test_train import stopping_at
 
@@ -28,7 +28,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_text("Mara Lind was born in Oslo. " * 20)
     expand(SHIPPED_MODEL, Request("last:1"), place / "expanded")
 
-    with pytest.raises(TrainingError, match="interrupted"):
+    with refused("training-interrupted", place / "out", TrainingError):
         train(place / "expanded", [place / "text.txt"], place / "out", SETTINGS, track=stopping_at(2))
     return place
 
@@ -81,9 +81,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_what_no_run_wrote_is_named(run: Path, damage: str) -> None:
     folder = state_of(run)
     DAMAGE[damage](folder)
-    message = refusal(resume, run, error=TrainingError)
-    assert message.startswith(f"{folder}: cannot be resumed from, its files are not those that a run wrote (")
-    assert message.endswith("Restore them, or begin anew with --overwrite.")
+    (found,) = problems(resume, run, error=TrainingError)
+    assert (found.code, found.where) == ("run-damaged", f"{folder}") and found.details
 
 
 @pytest.mark.parametrize("name", ("optimizer.pt", "scheduler.pt", "rng_state.pth"))
@@ -93,10 +92,10 @@ def test_a_foreign_pickle_runs_no_code(run: Path, tmp_path: Path, name: str) -> 
     pickle.loads(content)  # the control: it would
     made.unlink()
     (state_of(run) / name).write_bytes(content)
-    with pytest.raises(TrainingError, match="cannot be resumed from"):
+    with refused("run-damaged", state_of(run), TrainingError):
         resume(run)
     torch.save(Planted(made), state_of(run) / name)
-    with pytest.raises(TrainingError, match="cannot be resumed from"):
+    with refused("run-damaged", state_of(run), TrainingError):
         resume(run)
     assert not made.exists()
 
@@ -115,5 +114,5 @@ def test_what_says_nothing_of_the_files_is_no_damage(run: Path, error: Exception
     """Who is told to begin anew with --overwrite would remove a good run."""
     with pytest.raises(type(error), match=r"full|lost"), reading_state(run):
         raise error
-    with pytest.raises(TrainingError, match="cannot be resumed from"), reading_state(run):
+    with refused("run-damaged", run, TrainingError), reading_state(run):
         raise RuntimeError("a tensor that no run wrote")

@@ -15,7 +15,7 @@ import torch
 
 from scale_surgery import EvalData, Request, RunOptions, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.errors import TrainingError
+from scale_surgery.errors import Problem
 from scale_surgery.progress import Progress
 from scale_surgery.running.loss import measure
 from scale_surgery.running.tokenizer import need_tokenizer
@@ -26,7 +26,7 @@ from scale_surgery.training.arguments import TrainingSchedule, training_schedule
 from scale_surgery.training.result import LossChange, loss_warnings
 from scale_surgery.training.train import MOST_SAMPLED, sample_of
 from tests.command import run
-from tests.conftest import digests, edited, load
+from tests.conftest import digests, edited, load, problems
 from tests.training.test_train import stopping_at
 
 CPU = RunOptions(device="cpu")
@@ -180,8 +180,10 @@ def losses_of(log: Path) -> tuple[list[float], int]:
 def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_path: Path) -> None:
     whole = train(place / "adapt", [place / "texts.jsonl"], tmp_path / "whole", SETTINGS, run=CPU)
     target = tmp_path / "made"
-    with pytest.raises(TrainingError, match="it holds step 2"):
-        train(place / "adapt", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=stopping_at(3))
+    (found,) = problems(
+        train, place / "adapt", [place / "texts.jsonl"], target, SETTINGS, run=CPU, track=stopping_at(3)
+    )
+    assert found == Problem("training-interrupted", target, step=3, kept=2)
     assert not (target / "training" / "curves.png").exists(), "drawn at the end, not at every checkpoint"
     resumed = TrainingStart(resume=True)
     done = train(place / "adapt", [place / "texts.jsonl"], target, SETTINGS, start=resumed, run=CPU)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,14 @@ from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.locks import locked
+from scale_surgery.errors import Problem
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import publish_tensors
+from scale_surgery.training.settings import GROUPS
 from tests.command import run
-from tests.conftest import digests, load, refusal
+from tests.conftest import digests, load, problems, refused
 from tests.each import each_way, mostly
 from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
 
@@ -290,8 +291,8 @@ def test_other_ways_to_train(place: Path, tmp_path: Path, options: dict[str, Any
 def stopped(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that somebody stopped, to be read."""
     output = tmp_path_factory.mktemp("stopped") / "out"
-    with pytest.raises(TrainingError, match=r"interrupted after step 5; it holds step 4\. Continue with --resume"):
-        train(place / "preserve", [place / "texts.jsonl"], output, SETTINGS, track=stopping_at(5))
+    found = problems(train, place / "preserve", [place / "texts.jsonl"], output, SETTINGS, track=stopping_at(5))
+    assert found == [Problem("training-interrupted", output, step=5, kept=4)]
     return output
 
 
@@ -315,7 +316,7 @@ def test_resume_gives_the_same_weights(
 ) -> None:
     data, sides = [place / "texts.jsonl"], EvalData(old=[place / "old.jsonl"])
     whole = trained_whole(variant)
-    with pytest.raises(TrainingError, match="interrupted"):
+    with refused("training-interrupted", tmp_path / "out", TrainingError):
         train(place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides, track=stopping_at(stop))
     assert not same(expansion(tmp_path / "out"), expansion(whole.path)), "the control: it had not reached the end"
     done = train(place / variant, data, tmp_path / "out", SETTINGS, eval_data=sides, start=RESUMED)
@@ -349,24 +350,20 @@ def test_killed_at_any_moment_it_holds_a_whole_checkpoint(place: Path, tmp_path:
 
 def test_resume_refuses_what_was_begun_otherwise_and_says_what(place: Path, stopped: Path) -> None:
     data, settings = [place / "texts.jsonl"], replace(SETTINGS, batch_size=4, learning_rate=1e-3)
-    text = refusal(train, place / "preserve", data, stopped, settings, start=RESUMED, error=TrainingError)
-    assert text.splitlines() == [
-        f"{stopped}: was begun with batch_size 2, found 4. Resume with the same settings.",
-        f"{stopped}: was begun with learning_rate 0.003, found 0.001. Resume with the same settings.",
+    assert problems(train, place / "preserve", data, stopped, settings, start=RESUMED, error=TrainingError) == [
+        Problem("setting-changed", f"{stopped}: batch_size", began=2, now=4),
+        Problem("setting-changed", f"{stopped}: learning_rate", began=0.003, now=0.001),
     ]
     for base, texts, what in (("preserve", "new", "texts"), ("adapt", "texts", "expansion")):
-        text = refusal(
-            train, place / base, [place / f"{texts}.jsonl"], stopped, SETTINGS, start=RESUMED, error=TrainingError
-        )
-        assert f"was begun with {what}" in text
+        found = problems(train, place / base, [place / f"{texts}.jsonl"], stopped, SETTINGS, start=RESUMED)
+        assert ("setting-changed", f"{stopped}: {what}") in {(problem.code, problem.where) for problem in found}
 
 
 def test_resume_needs_a_run_that_is_not_finished(place: Path, trained: Path, tmp_path: Path) -> None:
     data = [place / "texts.jsonl"]
-    text = refusal(train, place / "preserve", data, tmp_path / "none", SETTINGS, start=RESUMED, error=TrainingError)
-    assert text == f"{tmp_path / 'none'}: holds no training run to resume. Leave --resume out to begin one."
-    text = refusal(train, place / "preserve", data, trained, SETTINGS, start=RESUMED, error=TrainingError)
-    assert text == f"{trained}: this run is finished. Give the folder as EXPANDED to train it further."
+    for output, code in ((tmp_path / "none", "run-missing"), (trained, "run-finished")):
+        with refused(code, output, TrainingError):
+            train(place / "preserve", data, output, SETTINGS, start=RESUMED)
 
 
 def test_numbers_that_are_not_finite_stop_the_run_and_are_not_published(place: Path, tmp_path: Path) -> None:
@@ -374,11 +371,11 @@ def test_numbers_that_are_not_finite_stop_the_run_and_are_not_published(place: P
         TrainingSettings(steps=6, save_every=1, **{**SHORT, "learning_rate": 1e30}),
         [place / "texts.jsonl"],
     )
-    text = refusal(train, place / "adapt", data, tmp_path / "out", settings, error=TrainingError)
-    assert re.search(r"the loss is nan at step \d+. Lower --learning-rate; the folder holds the last whole", text)
+    (found,) = problems(train, place / "adapt", data, tmp_path / "out", settings, error=TrainingError)
+    assert (found.code, found.where, found.values["name"]) == ("loss-not-finite", f"{tmp_path / 'out'}", "the loss")
     unseen = replace(settings, steps=4, log_every=4)
-    text = refusal(train, place / "adapt", data, tmp_path / "unseen", unseen, error=TrainingError)
-    assert "hold numbers that are not finite" in text or "the loss is nan" in text
+    (found,) = problems(train, place / "adapt", data, tmp_path / "unseen", unseen, error=TrainingError)
+    assert found.code in ("tensors-not-finite", "loss-not-finite")
     assert all(tensor.isfinite().all() for tensor in expansion(tmp_path / "unseen").values())
 
 
@@ -387,12 +384,11 @@ def test_a_measured_loss_that_is_not_finite_stops_the_run(place: Path, tmp_path:
     diverging = {**SHORT, "learning_rate": 1e30, "warmup": 0.0}
     settings, data = TrainingSettings(steps=3, save_every=3, eval_every=1, **diverging), [place / "texts.jsonl"]
     for side, sides in (("new", EvalData(new=[place / "new.jsonl"])), ("old", EvalData(old=[place / "old.jsonl"]))):
-        text = refusal(train, place / "adapt", data, tmp_path / side, settings, eval_data=sides, error=TrainingError)
-        begins = f"{tmp_path / side}: the loss on the {side} text is nan at step 1. Lower --learning-rate; "
-        assert text == f"{begins}the folder holds the last whole checkpoint."
+        (found,) = problems(train, place / "adapt", data, tmp_path / side, settings, eval_data=sides)
+        assert found.phrase == f"{tmp_path / side}: the loss on the {side} text is nan at step 1"
     # without one, the loss of the next step is met
-    text = refusal(train, place / "adapt", data, tmp_path / "none", settings, error=TrainingError)
-    assert "the loss is nan at step 2" in text
+    (found,) = problems(train, place / "adapt", data, tmp_path / "none", settings, error=TrainingError)
+    assert found.phrase == f"{tmp_path / 'none'}: the loss is nan at step 2"
 
 
 @pytest.mark.slow
@@ -410,20 +406,20 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
 
 
 def test_two_processes_do_not_train_in_one_folder(place: Path, tmp_path: Path) -> None:
-    with locked(tmp_path / "out"):
-        text = refusal(
-            train, place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError
-        )
-    assert text == f"{tmp_path / 'out'}: another process is writing it. Wait until it is done."
+    with locked(tmp_path / "out"), refused("output-busy", tmp_path / "out", CheckpointError):
+        train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS)
 
 
-def test_the_output_cannot_be_the_input(place: Path) -> None:
+def test_the_output_cannot_be_the_input(place: Path, tmp_path: Path) -> None:
     path = place / "preserve"
-    for resume in (False, True):
-        with pytest.raises(
-            (CheckpointError, TrainingError), match=r"lies inside|another output folder|no training run"
-        ):
-            train(path, [place / "texts.jsonl"], path, SETTINGS, start=TrainingStart(resume=resume))
+    with refused("output-touches-input", path, CheckpointError):
+        train(path, [place / "texts.jsonl"], path, SETTINGS)
+    # a run that nobody ended, in the folder of the model that it trains
+    shutil.copytree(path, tmp_path / "model")
+    (tmp_path / "model" / "training").mkdir()
+    (tmp_path / "model" / "training" / "settings.json").write_text(json.dumps(asdict(SETTINGS)))
+    with refused("output-touches-input", tmp_path / "model", TrainingError):
+        train(tmp_path / "model", [place / "texts.jsonl"], tmp_path / "model", SETTINGS, start=RESUMED)
 
 
 # bad input, before any step
@@ -432,14 +428,15 @@ def test_the_output_cannot_be_the_input(place: Path) -> None:
 def test_bad_data_stops_before_anything_is_written(place: Path, tmp_path: Path) -> None:
     out, wide = tmp_path / "out", place / "preserve"
     (tmp_path / "empty.txt").write_text(" \n")
-    assert "hold no text" in refusal(train, wide, [tmp_path / "empty.txt"], out, SETTINGS, error=DataError)
     wrong = write_lines(tmp_path / "wrong.jsonl", [{"content": "a"}, {"text": 3}])
-    text = refusal(train, wide, [wrong], out, SETTINGS, error=DataError)
-    assert len(text.splitlines()) == 2 and "line 1: has the fields content" in text
-    assert "line 2" in text
-    assert "there is no such file" in refusal(train, wide, [tmp_path / "none.txt"], out, SETTINGS, error=DataError)
-    text = refusal(train, wide, [place / "texts.jsonl"], out, TrainingSettings(sequence_length=300), error=DataError)
-    assert text == "--sequence-length is 300, expected at most 256, the context of preserve."
+    assert len(problems(train, wide, [tmp_path / "empty.txt"], out, SETTINGS, error=DataError)) == 1
+    for data, settings, places in (
+        (wrong, SETTINGS, [f"{wrong}, line 1", f"{wrong}, line 2"]),
+        (tmp_path / "none.txt", SETTINGS, [f"{tmp_path / 'none.txt'}"]),
+        (place / "texts.jsonl", TrainingSettings(sequence_length=300), ["--sequence-length"]),
+    ):
+        found = [problem.phrase for problem in problems(train, wide, [data], out, settings, error=DataError)]
+        assert [text[: len(name)] for text, name in zip(found, places, strict=True)] == places
     assert not out.exists()
 
 
@@ -447,20 +444,16 @@ def test_settings_that_make_no_sense_are_named_together(place: Path, tmp_path: P
     settings = TrainingSettings(
         steps=0, batch_size=0, warmup=1.5, learning_rate=float("nan"), groups=("w13",), epochs=0, seed=-1
     )
-    text = refusal(train, place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
-    assert text.splitlines() == [
-        "steps: 0, expected at least 1.",
-        "epochs: 0, expected more than 0.",
-        "batch-size: 0, expected at least 1.",
-        "learning-rate: nan, expected more than 0.",
-        "warmup: 1.5, expected a share of the steps, at least 0 and less than 1.",
-        "seed: -1, expected from 0 to 4294967295.",
-        "train-only: w13 is no group of expansion tensors, expected some of w12, w21, w22, w11, gates, biases, norms, "
-        "embedding, head, new_tokens, attn, ffn.",
+    given = (place / "preserve", [place / "texts.jsonl"], tmp_path / "out")
+    *others, unknown = problems(train, *given, settings, error=TrainingError)
+    assert [problem.phrase.partition(" ")[0] for problem in others] == [
+        *("--steps", "--epochs", "--batch-size", "--learning-rate", "warmup", "--seed")
     ]
-    settings = TrainingSettings(steps=1, groups=("w12",))
-    text = refusal(train, place / "preserve", [place / "texts.jsonl"], tmp_path / "out", settings, error=TrainingError)
-    assert "nothing would train; it has no tensor of the chosen groups (w12)" in text and "--variant adapt" in text
+    assert unknown == Problem("choices-unknown", "--train-only", value=["w13"], choices=GROUPS)
+    settings, present = TrainingSettings(steps=1, groups=("w12",)), ["w21", "w22", "norms", "head"]
+    assert problems(train, *given, settings, error=TrainingError) == [
+        Problem("groups-without-tensors", place / "preserve", groups=("w12",), present=present)
+    ]
     assert not (tmp_path / "out").exists()
 
 
@@ -473,8 +466,9 @@ def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Pa
     with (tmp_path / "base" / "model.safetensors").open("r+b") as stream:  # another program writes through the link
         stream.seek(checkpoint.tensors[name].offset)
         stream.write(bytes([(weights[name].view(torch.uint8).flatten()[0].item() + 1) % 256]))
-    text = refusal(train, tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", SETTINGS, error=CheckpointError)
-    assert text.startswith(f"{name}: sha256") and "is not what the expansion wrote, so it is not trained" in text
+    (found,) = problems(train, tmp_path / "wide", [place / "texts.jsonl"], tmp_path / "out", SETTINGS)
+    assert (found.code, found.where) == ("expansion-changed", f"{tmp_path / 'wide'}")
+    assert found.details[0].phrase.startswith(f"{name}: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -534,8 +528,8 @@ def test_the_command(place: Path, tmp_path: Path) -> None:
     assert max(map(len, table.output.splitlines())) <= 80 + len(str(tmp_path)) * 2
     # what is read is not replaced
     kept = Path(shutil.copy(place / "old.jsonl", tmp_path / "out" / "old.jsonl"))
-    refused = run(*arguments, "--overwrite", "--eval-data", f"old={kept}", code=1).stderr
-    assert "lies inside, around or at the input" in " ".join(refused.split()) and kept.is_file()
+    told = json.loads(run(*arguments, "--overwrite", "--eval-data", f"old={kept}", code=1).stdout)
+    assert [problem["code"] for problem in told["problems"]] == ["output-touches-input"] and kept.is_file()
 
 
 @pytest.mark.parametrize("side", ["file.txt", "older=file.txt", "old="])

@@ -86,9 +86,10 @@ def test_a_run_that_a_scheduler_ends_says_so_and_goes_on(place: Path, tmp_path: 
     log = tmp_path / "log"
     assert run_terminated(log, "step 3 of 24", list(map(str, words(place, tmp_path / "out", steps=24)))) == 1
     *_, last = log.read_text(encoding="utf-8").splitlines()
-    stopped = re.fullmatch(
-        rf"error: {tmp_path / 'out'}: interrupted after step (\d+); it holds step (\d+). Continue with --resume.", last
+    stopped = re.search(
+        r": interrupted after step (\d+); the folder holds step (\d+)\. Continue with --resume\.$", last
     )
+    assert last.startswith(f"error: {tmp_path / 'out'}: ")
     assert stopped is not None and 3 <= int(stopped[1]) < 24, "before its end"
     first = len(log.read_text(encoding="utf-8"))
     run_logged(log, *words(place, tmp_path / "out", "--resume", steps=24))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,21 +61,21 @@ def test_what_trains_is_the_expansion_on_the_quantised_base(pair_of, kind):
 
 
 def test_a_base_that_cannot_be_quantised_is_refused_before_anything_is_read(pair_of, tmp_path, monkeypatch):
-    def refusal(path: Path, *options: str) -> str:
-        given = ["train", path, "--data", "no-file", "-o", tmp_path / "out", "--base-quantization", "nf4"]
-        done = run(*given, *options, code=1)
+    def refusal(path: Path, *options: str) -> dict[str, str]:
+        given = ["train", path, "--data", "no-file", "-o", tmp_path / "out", "--base-quantization", "nf4", "--json"]
+        (problem,) = json.loads(run(*given, *options, code=1).stdout)["problems"]
         assert not (tmp_path / "out").exists()
-        return done.stderr
+        return problem
 
     base = save_tiny(tmp_path / "base", "llama")
     grown = expand(base, Request("0", method="grow"), tmp_path / "grown").path
-    assert "was made by --method grow. The base is quantised, and copies of base weights" in refusal(grown)
+    assert "was made by --method grow" in refusal(grown)["found"]
     deep = expand(base, Request("0", method="depth"), tmp_path / "deep").path
-    assert "was made by --method depth. Its copies of layers are stock layers" in refusal(deep)
+    assert "was made by --method depth" in refusal(deep)["found"]
     widened = pair_of("llama", "adapt").path
-    assert "--base-quantization is nf4, which needs this program's own cla" in refusal(widened, "--trust-remote-code")
+    assert refusal(widened, "--trust-remote-code")["code"] == "quantisation-with-own-code"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "--base-quantization is nf4, which FSDP would cut into parts. Launch with DDP" in refusal(widened)
+    assert refusal(widened)["code"] == "quantisation-with-fsdp"
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert "--base-quantization is nf4, which bitsandbytes computes, and that is not installed" in refusal(widened)
+    assert refusal(widened)["code"] == "quantisation-without-package"
