@@ -21,7 +21,7 @@ from scale_surgery.running.loading import loaded
 from scale_surgery.running.tokenizer import load_tokenizer, need_tokenizer
 from tests.command import run
 from tests.composed import Made
-from tests.conftest import Pair, edited, refusal
+from tests.conftest import Pair, edited, refusal, refused
 from tests.dense_reference import JOINT_ATTENTION
 
 TRUSTED = RunOptions(device="cpu", trust_remote_code=True)
@@ -166,13 +166,13 @@ def test_no_code_of_a_folder_runs_unasked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ("config.json", "tokenizer_config.json", "processor_config.json"))
 def test_trust_in_a_folder_is_no_trust_in_another(llama_base: Path, file: str) -> None:
     edit_json(llama_base / file, auto_map={"AutoModel": "code.Code", "AutoTokenizer": [None, "org/other--code.Code"]})
-    message = r"auto_map names 'org/other--code\.Code', code of another repository; --trust-remote-code runs what lies"
+    place = f"{llama_base / file}: auto_map"
     shutil.copy(SHIPPED_MODEL / "tokenizer.json", llama_base)
-    with pytest.raises(CheckpointError, match=message), loaded(llama_base, TRUSTED):
+    with refused("code-elsewhere", place, CheckpointError), loaded(llama_base, TRUSTED):
         pass
-    with pytest.raises(CheckpointError, match=message):
+    with refused("code-elsewhere", place, CheckpointError):
         need_tokenizer(llama_base, "base", TRUSTED)
-    with pytest.raises(CheckpointError, match=message):
+    with refused("code-elsewhere", place, CheckpointError):
         expand(llama_base, Request("0"), llama_base.parent / "wide", run=TRUSTED)
     # without trust nothing is taken from anywhere
     with loaded(llama_base, RunOptions(device="cpu")) as (_, problems):

@@ -38,7 +38,7 @@ from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery.merge_stock import stock_config
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import digests, edited, load, shake
+from tests.conftest import digests, edited, load, refused, shake
 from tests.each import mostly
 from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES as TINY
@@ -361,7 +361,7 @@ def test_in_memory(base_of, tmp_path):
     for name, path in (("default", wide), ("law", law)):
         with model.use_expansion(name):
             assert torch.equal(logits(model)[..., :ROWS], logits(load(path))[..., :ROWS])
-    with pytest.raises(PlanError, match="adds tokens, as default of this model does, expected one expansion that does"):
+    with refused("tokens-of-two-expansions", taken.name, PlanError):
         load_expansion(model, taken, name="again")
     copy = deepcopy(model)
     model.delete_expansion("default")
