@@ -37,11 +37,11 @@ def kernel_problems(config: Any) -> Iterator[Problem]:
                 yield Problem("config-kernel", place, value=name)
 
 
-def code_elsewhere(content: Any) -> Iterator[str]:
-    """Classes of another repository that a parsed JSON file names, each with its place."""
+def code_elsewhere(content: Any) -> Iterator[Problem]:
+    """Classes of another repository that a parsed JSON file names."""
     for place, key, value in _entries(content):
         if key == AUTO_MAP:
-            yield from (f"{place} names {name!r}" for name in _texts(value) if "--" in name)
+            yield from (Problem("code-elsewhere", place, name=name) for name in _texts(value) if "--" in name)
 
 
 def without_kernels(config: Any) -> Any:

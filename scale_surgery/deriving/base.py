@@ -32,7 +32,6 @@ LARGEST = 20_000_000
 UNBOUNDED = re.compile("theta|base|freq|seed")
 # a config may name a layer beyond its last, such as where sliding windows begin, and experts may be one tensor
 MOST_HARMLESS = 5000
-ADVICE = "Check config.json, and whether transformers alone loads the model."
 
 
 def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
@@ -69,7 +68,7 @@ def _not_found(checkpoint: Checkpoint, places: Mapping[str, TensorPlace], run: R
     tensors = {name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()}
     options: dict[str, Any] = {"state_dict": tensors, "device_map": {"": "meta"}, "ignore_mismatched_sizes": True}
     where = f"{checkpoint.path}: {', '.join(_parts_of_few(places)) or 'its tensors'}"
-    with quiet_transformers(), translated(where, "cannot be joined", "Is the checkpoint complete?"):
+    with quiet_transformers(), translated("tensors-not-joined", where):
         made: Any = widest
         _, info = made.from_pretrained(None, config=config, output_loading_info=True, **options)
     return (
@@ -188,7 +187,7 @@ def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Pat
     from scale_surgery.deriving.configs import config_of
     from scale_surgery.deriving.derive import derive
 
-    with translated(f"{place}: config.json", "transformers does not read it", ADVICE):
+    with translated("config-not-read", f"{place}: config.json"):
         made = config_of(config, code)
     return derive(made)
 

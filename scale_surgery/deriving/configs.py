@@ -52,7 +52,7 @@ def own_config_class(config: Mapping[str, Any], folder: Path) -> Any:
     names = _named(config)
     if problems := _name_problems(names, folder):
         raise UnsupportedFamilyError.from_problems(problems)
-    with translated(f"{folder}: auto_map of config.json", "its code cannot be imported", "Check what it needs."):
+    with translated("code-not-imported", f"{folder}: auto_map of config.json"):
         classes: dict[str, Any] = {auto: get_class_from_dynamic_module(name, folder) for auto, name in names.items()}
     stock = classes[GENERATES]
     if problems := _class_problems(stock, names[GENERATES]):

@@ -27,7 +27,7 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError, counted, shorten
+from scale_surgery.errors import CheckpointError, Problem, counted, shorten
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.evidence.kept_state import KeptState, measure_kept_state
 from scale_surgery.planning.architecture import Sizes
@@ -253,7 +253,7 @@ def probe(
         mixture=mixture,
         kept_state=kept_state,
         shut=None if expanded.shut is None or names else _compare_shut(stock.logits, expanded, real),
-        load_problems=tuple(problems),
+        load_problems=tuple(map(str, problems)),
         token_problems=tokens,
     )
 
@@ -345,7 +345,7 @@ def run_alone(
     batch: Batch,
     new_tokens: int,
     run: RunOptions,
-    known: Sequence[str] = (),
+    known: Sequence[Problem] = (),
 ) -> Iterator[PathRun]:
     """Run the model with each expansion alone."""
     has_own_code = bool(manifest.first_plan.architecture.own_code)
@@ -364,7 +364,7 @@ def run_alone(
         yield path_run
 
 
-def _unlike_base(model: Any, problems: Sequence[str], known: Sequence[str]) -> list[str]:
+def _unlike_base(model: Any, problems: Sequence[Problem], known: Sequence[Problem]) -> list[Problem]:
     """Problems for which a user cannot load a model; one of a stock class loads in spite of those that its base has."""
     return [problem for problem in problems if is_strict(model) or problem not in known]
 

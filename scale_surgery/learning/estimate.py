@@ -22,7 +22,7 @@ from scale_surgery.planning.costs import PROCESS_BYTES
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
-from scale_surgery.running.loading import RUNNING, loaded_whole, translated
+from scale_surgery.running.loading import loaded_whole, translated
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.answers import ChatReader
 from scale_surgery.text.documents import Document, read_questions, read_text
@@ -198,7 +198,7 @@ def _to_sample(
         rows = sampling.rows(len(begins))
         with loaded_whole(checkpoint.path, recipe.model, recipe.running) as model:
             alone = expansion_disabled(model) if work.is_one_of_several else nullcontext()
-            with alone, translated(recipe.model, *RUNNING[1:]):
+            with alone, translated("model-not-run", recipe.model):
                 speed = tokens_per_second(model, begins[0], rows, tokenizer)
     return ToSample(sampling.count, sampling.tokens, None if speed is None else sampling.tokens / speed)
 

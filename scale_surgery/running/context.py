@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 
 # default length of a window, if the context is longer
 DEFAULT_LENGTH = 1024
@@ -22,10 +22,7 @@ def context_of(config: Any) -> int | None:
 def check_room(tokens: int, context: int | None, name: str) -> None:
     """Check that a model can read a prompt and say at least one token more."""
     if context is not None and tokens >= context:
-        raise DataError(
-            f"The prompt has {tokens:,} tokens, expected fewer than {context:,}, the context of {name}, in which the "
-            "answer stands too. Give a shorter one."
-        )
+        raise DataError(Problem("prompt-too-long", tokens=tokens, context=context, model=name))
 
 
 def choose_length(length: int | None, contexts: Mapping[str, int | None]) -> int:
@@ -33,12 +30,12 @@ def choose_length(length: int | None, contexts: Mapping[str, int | None]) -> int
     known = {name: context for name, context in contexts.items() if context is not None}
     length = min([DEFAULT_LENGTH, *known.values()]) if length is None else length
     problems = [
-        f"--sequence-length is {length}, expected at most {context}, the context of {name}."
+        Problem("length-over-context", "--sequence-length", length=length, context=context, model=name)
         for name, context in known.items()
         if length > context
     ]
     if length < 2:
-        problems.append(f"--sequence-length is {length}, expected at least 2: the first token is not predicted.")
+        problems.append(Problem("length-too-short", "--sequence-length", length=length))
     if problems:
-        raise DataError.from_problems(problems)
+        raise DataError(*problems)
     return length

@@ -6,7 +6,7 @@ import platform
 import sys
 from typing import Any
 
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 
 # devices with every operation: float64 for exact comparisons, eigenvalues, all attention kernels
 COMPLETE_KINDS = ("cuda",)
@@ -14,8 +14,6 @@ COMPLETE_KINDS = ("cuda",)
 ACCELERATORS = ("cuda", "mps", "xpu", "npu", "hpu", "mtia")
 # names of 64-bit ARM processors
 ARM = ("aarch64", "arm64")
-# on the CPU a model larger than the given memory is read from its files as it runs
-MORE_MEMORY = "Memory ran out: give --device cpu, or a smaller --batch-size or --memory, where a command has them."
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
@@ -30,10 +28,11 @@ def choose_device(name: str, *, only_trains: bool = False) -> str:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise PlanError(f"--device is {name!r}, expected auto, cpu, cuda or another that torch knows.") from error
-    if device.type in ACCELERATORS and (accelerator is None or accelerator.type != device.type):
-        machine = "no accelerator" if accelerator is None else f"an accelerator called {accelerator.type}"
-        raise PlanError(f"--device is {name}, found {machine} on this machine; expected auto, cpu or that.")
+        raise PlanError(Problem("device-unknown", "--device", device=name)) from error
+    if device.type in ACCELERATORS and accelerator is None:
+        raise PlanError(Problem("device-without-accelerator", "--device", device=name))
+    if device.type in ACCELERATORS and accelerator is not None and accelerator.type != device.type:
+        raise PlanError(Problem("device-of-other-kind", "--device", device=name, kind=accelerator.type))
     return str(device)
 
 

@@ -153,7 +153,7 @@ def measure_drift(
         for path in (before, after):
             with loaded(path, run) as (model, problems):
                 if path == after and problems:
-                    raise CheckpointError.from_problems(problems)
+                    raise CheckpointError(*problems)
                 runs.append(_run(model, batch, probes.max_new_tokens, run.device))
                 # else it would stay until the next model is there
                 del model

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from keyword import iskeyword
 
 from scale_surgery.checkpoint.expansions import BASE_NAME
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 
 
 def check_name(name: str, known: Collection[str]) -> None:
@@ -15,23 +15,14 @@ def check_name(name: str, known: Collection[str]) -> None:
 
     is_word = isinstance(name, str) and name.isidentifier()
     if not is_word or iskeyword(name) or name == BASE_NAME or hasattr(nn.ModuleDict(), name):
-        raise PlanError(
-            f"name: is {name!r}, expected letters, digits and underscores, no digit first, and no word of Python's or "
-            "ours. Choose another, such as medicine."
-        )
+        raise PlanError(Problem("name-unfit", "name", name=name))
     if name in known:
-        raise PlanError(
-            f"name: {name} is an expansion of this model already, expected a new name. Choose another, or take that "
-            "one off first: compose --remove, or model.delete_expansion."
-        )
+        raise PlanError(Problem("name-taken", "name", name=name))
 
 
-def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> Iterator[str]:
-    """Problems with the name of an expansion that a user gives."""
+def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> Iterator[Problem]:
+    """Yield the problem of the name of an expansion that a user gives, if it has one."""
     if name is not None and not paths:
-        yield (
-            f"expansion {name}: {model} has no expansions under names, expected a composed folder, or one expanded "
-            "with --name. Leave it out."
-        )
+        yield Problem("expansions-unnamed", f"expansion {name}", model=model)
     elif name is not None and name not in paths:
-        yield f"expansion {name}: is no path of {model}, expected {' or '.join(paths)}."
+        yield Problem("expansion-unknown", f"expansion {name}", model=model, paths=paths)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,10 +69,7 @@ def group_of(name: str, groups: Mapping[str, str]) -> str:
 def _specs(model: Any) -> Any:
     specs = getattr(model.config, CONFIG_KEY, None)
     if not specs:
-        raise CheckpointError(
-            f"model: its config has no {CONFIG_KEY}, expected a model made by scale-surgery expand. Load the folder "
-            "that it wrote, and keep config.json with the weights."
-        )
+        raise CheckpointError(Problem("model-without-expansion", "model", key=CONFIG_KEY))
     return specs
 
 
@@ -82,10 +79,8 @@ def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
     path = path if hasattr(model, numbering.base_model.partition(".")[0]) else numbering.layers
     layers = model.get_submodule(path)
     if numbering.new[-1] >= len(layers):
-        raise CheckpointError(
-            f"config.json: {CONFIG_KEY} names layer {numbering.new[-1]} as new, expected one of the model's "
-            f"{len(layers)}. Restore config.json from where you got it."
-        )
+        place = f"config.json: {CONFIG_KEY}"
+        raise CheckpointError(Problem("new-layer-out-of-range", place, layer=numbering.new[-1], layers=len(layers)))
     return {f"{path}.{position}": layers[position] for position in numbering.new}
 
 

@@ -106,8 +106,7 @@ def without_weights(config: Any, name: str) -> Any:
     import torch
 
     modeling.register()
-    advice = "Check config.json, and whether transformers alone loads the model."
-    with translated(name, "transformers makes no model of its config.json", advice), quiet_transformers():
+    with translated("config-not-read", f"{name}: config.json"), quiet_transformers():
         with torch.device("meta"):
             model = auto_class_of({"model_type": config.model_type}).from_config(config)
         model.tie_weights()

@@ -20,46 +20,37 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
-from scale_surgery.errors import CheckpointError, SurgeryError, name_some, shorten
+from scale_surgery.errors import CheckpointError, Problem, SurgeryError, name_some
 from scale_surgery.planning.base import left_over_quantisation
-from scale_surgery.running.device import MORE_MEMORY, is_out_of_memory
+from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import RunOptions
 
-LOADING_ADVICE = "Check --device, and whether transformers alone loads it."
 # arguments of `translated` for running a loaded model
-RUNNING = (
-    "config.json, generation_config.json",
-    "the model does not run with them",
-    "Check --device, and whether transformers alone runs it.",
-)
+RUNNING = ("model-not-run", "config.json, generation_config.json")
 
 
 @contextmanager
-def translated(name: str, problem: str, advice: str) -> Iterator[None]:
-    """Turn any error of transformers, tokenizers, torch or a model's own code into a CheckpointError."""
+def translated(code: str, where: object) -> Iterator[None]:
+    """Turn any error of transformers, tokenizers, torch or a model's own code into a CheckpointError of this code."""
     try:
         yield
     except SurgeryError:
         raise
     except Exception as error:
         # for a broken file they raise validation errors of their own classes, bare `Exception`s, or recurse too deeply
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(
-            f"{name}: {problem} ({reason}). {MORE_MEMORY if is_out_of_memory(error) else advice}"
-        ) from error
+        kind, words = type(error).__name__, " ".join(f"{error}".split())
+        if is_out_of_memory(error):
+            raise CheckpointError(Problem("out-of-memory", where, kind=kind, error=words)) from error
+        raise CheckpointError(Problem(code, where, error=f"{kind}: {words}")) from error
 
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
     """Read a folder's config as a user would, by AutoConfig."""
     from transformers import AutoConfig
 
-    advice = (
-        "Expected a causal language model that this release of transformers knows; --trust-remote-code lets it run its "
-        "own code."
-    )
     is_trusted = trusts_code(path, run)
     modeling.register()
-    with translated(name, f"transformers does not read its {CONFIG_FILE}", advice):
+    with translated("config-not-read", f"{name}: {CONFIG_FILE}"):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)
         return config.get_text_config()
 
@@ -71,8 +62,8 @@ def loaded(
     *,
     renamed: Mapping[str, str] | None = None,
     name: str | None = None,
-) -> Iterator[tuple[Any, list[str]]]:
-    """Load a model as a user would, with the names of tensors that did not fit; free it if no caller holds it."""
+) -> Iterator[tuple[Any, list[Problem]]]:
+    """Load a model as a user would, with the tensors that did not fit; free it if no caller holds it."""
     free_memory()
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     if left_over := left_over_quantisation(checkpoint.config, {info.dtype for info in checkpoint.tensors.values()}):
@@ -86,7 +77,7 @@ def loaded(
             path = link_flat(checkpoint, Path(offload_folder))
         options |= {"dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
         options |= {"key_mapping": dict(renamed)} if renamed else {}
-        with quiet_transformers(), translated(title, "cannot be loaded", LOADING_ADVICE):
+        with quiet_transformers(), translated("model-not-loaded", title):
             auto_class = model_class(checkpoint, run)
             # with this our classes load in spite of misfits, so that all problems are listed
             options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
@@ -154,10 +145,7 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
     trusts_code(checkpoint.path, run)
     auto_class = auto_class_of(checkpoint.config)
     if not run.trust_remote_code and needs_own_code(checkpoint.config):
-        raise CheckpointError(
-            f"{checkpoint.path}: model_type is {checkpoint.config['model_type']!r}, which transformers does not have: "
-            "code in this folder says what it is. Read it; then --trust-remote-code runs it."
-        )
+        raise CheckpointError(Problem("code-not-trusted", checkpoint.path, model_type=checkpoint.config["model_type"]))
     if run.trust_remote_code and _is_expanded(checkpoint):
         return get_class_from_dynamic_module(checkpoint.config["auto_map"][auto_class.__name__], checkpoint.path)
     return auto_class
@@ -166,12 +154,8 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
 def trusts_code(path: Path, run: RunOptions) -> bool:
     """Whether the code in a folder may run."""
     files = sorted(path.glob("*config.json")) if run.trust_remote_code else []
-    if foreign := [f"{file}: {named}" for file in files if file.is_file() for named in code_elsewhere(read_json(file))]:
-        raise CheckpointError.from_problems(
-            f"{line}, code of another repository; --trust-remote-code runs what lies in the folder. Put its files "
-            "there, and name them without the repository."
-            for line in shorten(foreign)
-        )
+    if foreign := [code.within(file) for file in files if file.is_file() for code in code_elsewhere(read_json(file))]:
+        raise CheckpointError(*foreign)
     return run.trust_remote_code
 
 
@@ -208,14 +192,14 @@ def _logger() -> Any:
     return transformers_logging.get_logger("transformers")
 
 
-def _load_problems(model: Any, info: dict[str, Any]) -> list[str]:
+def _load_problems(model: Any, info: dict[str, Any]) -> list[Problem]:
     """Tensors for which a user could not load an expanded model, or got another stock model than the files hold."""
-    problems = {"missing": info.get("missing_keys", ()), "of a wrong shape": info.get("mismatched_keys", ())}
+    keys = {"load-missing": info.get("missing_keys", ()), "load-shape": info.get("mismatched_keys", ())}
     if is_strict(model):
         # code in the folder may be of an older release
         unexpected = getattr(model, "unexpected_tensors", lambda info: info["unexpected_keys"])
-        problems["unexpected"] = unexpected(info)
-    return [f"{key}: {word} on load." for word, keys in problems.items() for key in sorted(map(str, keys))]
+        keys["load-unexpected"] = unexpected(info)
+    return [Problem(code, key) for code, some in keys.items() for key in sorted(map(str, some))]
 
 
 def is_strict(model: Any) -> bool:
@@ -233,6 +217,5 @@ def loaded_whole(
     with ExitStack() as stack:
         model, problems = stack.enter_context(loaded(path, whole, renamed=renamed, name=name))
         if problems:
-            advice = f"{name}: its tensors do not fit its class, so another model would be measured."
-            raise CheckpointError.from_problems([*shorten(problems), advice])
+            raise CheckpointError(Problem("model-unlike-files", name, *problems))
         yield model

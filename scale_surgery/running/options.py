@@ -68,4 +68,4 @@ class Probes:
 
 def _refuse_out_of_range(options: RunOptions | Probes) -> None:
     if problems := problems_of(options):
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)

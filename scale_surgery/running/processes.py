@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.running.device import choose_device
 from scale_surgery.running.options import RunOptions
 
@@ -37,10 +37,7 @@ def join_processes(run: RunOptions) -> tuple[PartialState | None, RunOptions]:
 
     # each process holds a whole model
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        raise PlanError(
-            "The launcher asks for FSDP, expected a whole model in each process. Type, without its configuration: "
-            f"accelerate launch --multi_gpu --num_processes {count} -m scale_surgery ..."
-        )
+        raise PlanError(Problem("launcher-with-fsdp", processes=count))
     is_cpu = choose_device(run.device) == "cpu"
     processes = PartialState(cpu=is_cpu, timeout=LONGEST_WAIT)
     # gloo's threads must have ended before the interpreter does

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.running.context import context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import Probes, RunOptions
@@ -78,15 +78,12 @@ def read_prompts(file: Path | None) -> tuple[str, ...]:
     try:
         lines = read_bytes(file).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read as text ({error}).") from error
+        raise CheckpointError(Problem("text-unreadable", file, error=error)) from error
     prompts = tuple(line for line in lines if line.strip())
     if len(prompts) > MAX_PROMPTS:
-        raise CheckpointError(
-            f"{file}: holds {len(prompts)} prompts, expected at most {MAX_PROMPTS}. They run as one batch, and equal "
-            "bits need few; they do not measure quality."
-        )
+        raise CheckpointError(Problem("prompts-too-many", file, prompts=len(prompts), most=MAX_PROMPTS))
     if not prompts:
-        raise CheckpointError(f"{file}: holds no prompt, expected one a line.")
+        raise CheckpointError(Problem("file-without-prompts", file))
     return prompts
 
 
@@ -96,7 +93,7 @@ def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_
     limit = min(MAX_PROMPT_TOKENS, context // 2, context - new_tokens)
     if limit < 1:
         raise CheckpointError(
-            f"--max-new-tokens is {new_tokens}, expected fewer than the model's context of {context}."
+            Problem("new-tokens-over-context", "--max-new-tokens", tokens=new_tokens, context=context)
         )
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, INFIX, ROUTER_KEY, expansion_of, renamed
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import reading_of
 
@@ -84,33 +84,18 @@ def quantised_shape(module: Any) -> tuple[int, int]:
 def check_shareable(model: Any) -> None:
     """Refuse a loaded model whose weights a wrapped model cannot share."""
     if getattr(model, "is_fused", False):
-        raise CheckpointError(
-            "model: is fused, base weights and blocks are one matrix, expected a model that has its base's weights. "
-            "Write its blocks again: scale-surgery merge FUSED --to blocks."
-        )
+        raise CheckpointError(Problem("model-fused", "model"))
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise CheckpointError(
-            "model: some of its weights are offloaded, to a disk or from an accelerator to the CPU, expected all in "
-            "the memory of the device that computes with them. Load it quantised, or over more devices."
-        )
+        raise CheckpointError(Problem("model-offloaded", "model"))
     quantiser = quantiser_of(model)
     if quantiser not in (None, *QUANTISERS):
-        raise CheckpointError(
-            f"model: is quantised by {quantiser}, expected {' or '.join(QUANTISERS)}, or the weights that the "
-            "expansion was made on. Load one of these."
-        )
+        raise CheckpointError(Problem("quantiser-unfit", "model", quantiser=quantiser, quantisers=QUANTISERS))
     quantised = quantised_modules(model)
     outside = [name for name, module in quantised.items() if not _is_inside(module, model)]
     if outside:
-        raise CheckpointError(
-            f"model: {outside[0]} is quantised, expected linears inside layers alone, as transformers quantises by "
-            "default. Leave it out: llm_int8_skip_modules of bitsandbytes, modules_to_not_convert of torchao."
-        )
+        raise CheckpointError(Problem("module-quantised", f"model: {outside[0]}"))
     if any(_is_packed(module) for module in quantised.values()):
-        raise CheckpointError(
-            "model: bitsandbytes packed its weights for inference on this CPU when it ran, and lets no gradient "
-            "through them any more. Add the expansion before the model runs; or give its folder or Hub id."
-        )
+        raise CheckpointError(Problem("weights-packed", "model"))
 
 
 def check_class(model: Any, architecture: Architecture) -> None:
@@ -120,11 +105,8 @@ def check_class(model: Any, architecture: Architecture) -> None:
     # code in a model's folder defines a class of the same name
     if type(model) in stock or (is_expanded(model) and type(model).__name__ in {made.__name__ for made in classes}):
         return
-    names = " or ".join(sorted(made.__name__ for made in stock))
-    raise CheckpointError(
-        f"model: is a {type(model).__name__}, expected {names} as from_pretrained gives it, one with expansions, or a "
-        "folder or Hub id."
-    )
+    names = sorted(made.__name__ for made in stock)
+    raise CheckpointError(Problem("model-of-other-class", "model", found=type(model).__name__, classes=names))
 
 
 def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
@@ -132,10 +114,7 @@ def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
     settings = stored.config[CONFIG_KEY]
     (specs,) = settings[EXPANSIONS_KEY]
     if specs["head"].get("new_tokens") and (expansion := getattr(model, "with_new_tokens", "")):
-        raise PlanError(
-            f"{stored.title}: adds tokens, as {expansion} of this model does, expected one expansion that does: a text "
-            f"would have several readings. Delete that first: model.delete_expansion({expansion!r})."
-        )
+        raise PlanError(Problem("tokens-of-two-expansions", stored.title, expansion=expansion))
     places, is_spread = getattr(model, "hf_device_map", None), is_hooked(model)
     expanded = model if is_expanded(model) else _expanded_copy(model, stored.config)
     # hooks would go on calling the forward of a module's former class
@@ -231,10 +210,7 @@ def _put_tensors(model: Any, stored: StoredExpansion, name: str, *, float32: boo
     missing = sorted(wanted.keys() - set(names.values()))
     if missing:
         model.delete_expansion(name)
-        raise CheckpointError(
-            f"model: has other tensors than {stored.title} was made for ({', '.join(missing)}). Load it with "
-            "from_pretrained, and change no module before the expansion is added."
-        )
+        raise CheckpointError(Problem("model-of-other-tensors", "model", expansion=stored.title, missing=missing))
     dtype = torch.float32 if float32 else model.dtype
     devices = {key: _device_beside(model, key) for key in wanted}
     for shard in sorted({info.file for info in stored.tensors.values()}):

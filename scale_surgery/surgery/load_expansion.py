@@ -118,7 +118,7 @@ def _load_base(
     if check:
         differing = find_differing(extract, base, hash_base(base, track))
         refuse_differing(extract, str(model), differing, len(base.tensors), "base-differs-load")
-    with translated(str(model), "cannot be loaded", "Check the options, and whether transformers alone loads it."):
+    with translated("model-not-loaded", model):
         return auto_class_of(base.config).from_pretrained(source.path, **options)
 
 

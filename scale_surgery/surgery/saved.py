@@ -277,7 +277,7 @@ def _settings_of_both(saved: Saved, trained: Trained) -> tuple[dict[str, Any], d
 
 def _load_config(config: Mapping[str, Any], name: str) -> Any:
     modeling.register()
-    with translated(f"{name}: {CONFIG_FILE}", "transformers does not read it", "Restore it from where you got it."):
+    with translated("config-not-read", f"{name}: {CONFIG_FILE}"):
         return config_of(config)
 
 

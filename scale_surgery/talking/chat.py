@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scale_surgery.errors import PlanError, SurgeryError, counted
+from scale_surgery.errors import PlanError, Problem, SurgeryError, counted
 from scale_surgery.fields import KIND_NAMES, fields_of, problems_of
 from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.options import RunOptions
@@ -244,10 +244,11 @@ def changed(
     except ValueError as error:
         raise PlanError(f"/set {name} {text}: expected {KIND_NAMES[field.kind]}.") from error
     new = replace(settings, **{field.name: value})
-    if problems := [
+    problems: list[Problem | str] = [
         *problems_of(new, "/set: {option} is {value}"),
         *expansion_problems(new.expansion, paths, "this model"),
-    ]:
+    ]
+    if problems:
         raise PlanError.from_problems(problems)
     return new
 

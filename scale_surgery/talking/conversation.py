@@ -19,7 +19,6 @@ from scale_surgery.talking.settings import GenerationSettings
 
 # an answer is left at least this share of the context, or as many tokens as it may have
 LEFT_FOR_AN_ANSWER = 4
-TEMPLATE_ADVICE = "--raw goes on with the text without it; some templates take no --system."
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Conversation:
             history += [("user", turn.prompt), ("assistant", turn.text)]
         messages = [{"role": role, "content": content} for role, content in (*history, ("user", message))]
         tokenizer: Any = self.subject.tokenizer
-        with translated(self.subject.name, "its chat template does not take the conversation", TEMPLATE_ADVICE):
+        with translated("chat-template-fails", self.subject.name):
             filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         ids: list[int] = filled["input_ids"]
         return ids

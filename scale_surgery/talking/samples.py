@@ -15,7 +15,7 @@ from scale_surgery.errors import DataError, PlanError
 from scale_surgery.fields import problems_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.freeze import expansion_disabled
-from scale_surgery.running.loading import RUNNING, translated
+from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import loaded_speaker, open_subject
@@ -81,7 +81,7 @@ def write_samples_of(
     sampling = Sampling(count, length, temperature, settings.seed)
     with loaded_speaker(subject, run, track) as speaker:
         alone = expansion_disabled(speaker.network) if subject.is_expanded else nullcontext()
-        with alone, translated(subject.name, *RUNNING[1:]):
+        with alone, translated("model-not-run", subject.name):
             # as for a training whose base is not quantised
             base = [*identity_in(subject.path, subject.manifest), None]
             drawn_of = made_of(speaker.network, base, begins, sampling, tokenizer)

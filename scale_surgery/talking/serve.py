@@ -18,10 +18,10 @@ from scale_surgery.checkpoint.expansions import path_names
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.errors import CheckpointError, PlanError, ServingError
+from scale_surgery.errors import CheckpointError, PlanError, Problem, ServingError
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.running.expansion_names import expansion_problems
-from scale_surgery.running.loading import LOADING_ADVICE, model_class, translated
+from scale_surgery.running.loading import model_class, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
 
@@ -106,7 +106,7 @@ def serve(
     served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)), paths)
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
     answering = {name: expansion, **{path: path for path in paths}}
-    with translated(source.name, "cannot be served", LOADING_ADVICE):
+    with translated("model-not-served", source.name):
         Server(name, answering, lambda: ready(served), host=address.host, port=address.port, **options)
 
 
@@ -144,7 +144,7 @@ def _need_free(address: Address) -> None:
 
 def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:
     """Refuse an unknown expansion, and a model with the name of one of its paths."""
-    problems = list(expansion_problems(expansion, paths, folder))
+    problems: list[Problem | str] = [*expansion_problems(expansion, paths, folder)]
     if model in paths:
         problems.append(
             f"{model}: names the folder and a path in it, expected a name for each. Give the folder as ./{model}."

@@ -11,7 +11,7 @@ from typing import Any
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, open_subjects
 from scale_surgery.fields import problems_of
 from scale_surgery.modeling.expanded_routers import Router
@@ -20,7 +20,7 @@ from scale_surgery.routing.token_texts import TextReader
 from scale_surgery.routing.watched import watched
 from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
-from scale_surgery.running.loading import RUNNING, loaded_whole, translated
+from scale_surgery.running.loading import loaded_whole, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.routers import describe_router, router_of, sides_of
 from scale_surgery.talking.interrupt import StopAtOnce
@@ -175,7 +175,7 @@ class Speaker:
         known = vars(GenerationConfig())  # type: ignore[no-untyped-call]
         read = torch.tensor([list(ids)], device=self.network.device)
         ends = sorted(self._ends())
-        with translated(self.subject.name, *RUNNING[1:]):
+        with translated("model-not-run", self.subject.name):
             self.network.generate(
                 read,
                 attention_mask=torch.ones_like(read),
@@ -235,7 +235,7 @@ def _specs(subject: Subject) -> Any:
     return open_checkpoint(subject.path).config.get(CONFIG_KEY, {})
 
 
-def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:
+def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[Problem | str]:
     """What of a model is asked for that it does not have."""
     yield from expansion_problems(settings.expansion, path_names(_specs(subject)), subject.name)
     if settings.system is not None and not has_template(subject, settings):

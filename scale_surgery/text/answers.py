@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE
-from scale_surgery.errors import DataError, TextWarning
+from scale_surgery.errors import DataError, Problem, TextWarning
 from scale_surgery.text.conversations import (
     ANSWERS,
     THOUGHTS,
@@ -53,7 +53,6 @@ MARK = re.compile("qz([0-9]+)zq|77103([0-9]+?)30177")
 CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
 # a text in tags, which templates look for
 IN_TAGS = re.compile(r"(\s*<([^<>\s]+)>)(.*\S.*)(</\2>\s*)", re.DOTALL)
-ADVICE = 'Mask it by "weight": 0, or give the row to a tokenizer whose template writes it.'
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,16 @@ class Marks:
 
 
 class UnfitError(Exception):
-    """What a template writes does not show what the row says; of several forms that with the highest rank is told."""
+    """A template does not show what the row says; of several forms the problem with the highest rank is raised."""
 
-    def __init__(self, sentence: str, rank: float = 2) -> None:
-        super().__init__(sentence)
-        self.rank = rank
+    def __init__(self, problem: Problem, rank: float = 2) -> None:
+        super().__init__(problem)
+        self.problem, self.rank = problem, rank
+
+
+def _nth(place: int) -> str:
+    """Name a message as errors do: they count from 1."""
+    return f"message {place + 1}"
 
 
 class Mark(NamedTuple):
@@ -156,8 +160,8 @@ def find_marks(whole: str, marked: str, pieces: Sequence[Piece]) -> list[Mark]:
     numbers = [int(mark[1] or mark[2]) for mark in found]
     missing = [piece for number, piece in enumerate(pieces) if number not in numbers]
     if missing:
-        what, rank = f"{missing[0].what} of message {missing[0].message + 1}", 1 + 1 / (1 + len(missing))
-        raise UnfitError(f"the chat template leaves out {what}. {LEFT_OUT}", rank)
+        problem = Problem("template-leaves-out", _nth(missing[0].message), what=missing[0].what)
+        raise UnfitError(problem, 1 + 1 / (1 + len(missing)))
     marks: list[Mark] = []
     position = found[0].start() if found else 0
     fits = whole.startswith(marked[:position])
@@ -172,16 +176,10 @@ def find_marks(whole: str, marked: str, pieces: Sequence[Piece]) -> list[Mark]:
             # if the text is there, it is the next one that changes what stands between them
             is_there = fits and any(whole.startswith(form, position) for form in pieces[number].forms)
             piece = pieces[min(numbers[index + (is_there and not is_last)], len(pieces) - 1)]
-            raise UnfitError(
-                f"the chat template changes {piece.what} of message {piece.message + 1}, or the text around it, by "
-                "what the words are. Take out of them what it looks for, such as <think> or <tool_call>."
-            )
+            raise UnfitError(Problem("template-reads-words", _nth(piece.message), what=piece.what))
         marks.append(Mark(number, position, end))
         position = end + len(following)
     return marks
-
-
-LEFT_OUT = "Leave it out of the row too, or take a template that writes it."
 
 
 # templates
@@ -253,15 +251,9 @@ class ChatReader:
     def read(self, chat: Mapping[str, Any], source: str) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and their labels: PROMPT for all that is not learned."""
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise DataError(
-                f"{source}: is a conversation, and this model's tokenizer has no chat template. Put a "
-                'chat_template.jinja beside the tokenizer\'s files, or give {"prompt", "completion"}.'
-            )
+            raise DataError(Problem("tokenizer-without-template", source))
         if not self.tokenizer.is_fast:
-            raise DataError(
-                f"{source}: is a conversation, and this model's tokenizer, which is written in Python, does not "
-                'say where tokens stand. Give {"prompt", "completion"}.'
-            )
+            raise DataError(Problem("tokenizer-without-offsets", source))
         messages = [plain_message(message) for message in chat["messages"]]
         tools = [plain_tool(tool) for tool in parsed(chat.get("tools") or [])] or None
         learned = {place for place, message in enumerate(chat["messages"]) if is_answer(place, message)}
@@ -278,7 +270,7 @@ class ChatReader:
                     return Rendering(self, form, shaped, offered).read(learned)
                 except UnfitError as error:
                     problems.append(error)
-        raise DataError(f"{source}: {max(problems, key=lambda problem: problem.rank)}")
+        raise DataError(max(problems, key=lambda error: error.rank).problem.within(source))
 
     def _is_marked(self, tools: Any) -> bool:
         return bool(MARKED.search(self.tokenizer.get_chat_template(tools=tools)))
@@ -312,9 +304,7 @@ class ChatReader:
             return template([form.shape(message) for message in messages], tools=tools, **form.options, **options)
         except Exception as error:  # templates may raise anything
             reason = " ".join(f"{error}".split()) or type(error).__name__
-            raise UnfitError(
-                f"the chat template does not take the conversation ({reason}). Change its messages.", 0
-            ) from error
+            raise UnfitError(Problem("template-refuses", error=reason), 0) from error
 
     def shared(self, one: str, other: str) -> str:
         """What two texts begin with, in whole special tokens."""
@@ -432,8 +422,7 @@ class Rendering:
                 printed.append(place)
         if printed:
             given = (place for place in printed if isinstance(self.plain[place].get("content"), list))
-            number = next(given, printed[0]) + 1
-            raise UnfitError(f"the chat template writes message {number} as Python prints a value. {ADVICE}", 0)
+            raise UnfitError(Problem("template-prints-python", _nth(next(given, printed[0]))), 0)
 
     def _check_tools(self) -> None:
         # in the marked text names of calls are marks; a role, or the template itself, may have the name too
@@ -441,7 +430,7 @@ class Rendering:
         for tool in self.tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
             if (name := function.get("name")) and not (is_written and name in self.marked):
-                raise UnfitError(f"the chat template leaves out the tool {name}. {LEFT_OUT}")
+                raise UnfitError(Problem("template-leaves-out", '"tools"', what=name))
 
     def _writes_tools(self) -> bool:
         """Whether the template writes anything for the tools."""
@@ -470,7 +459,7 @@ class Rendering:
         for mark in self.found:
             piece = self.pieces[mark.piece]
             if piece.message == place and mark.piece in own and not piece.what.startswith("the name"):
-                raise UnfitError(f"the chat template writes {piece.what} of message {place + 1} twice. {ADVICE}")
+                raise UnfitError(Problem("template-writes-twice", _nth(place), what=piece.what))
             if piece.message == place:
                 own.setdefault(mark.piece, mark)
         marks = sorted(own.values(), key=lambda mark: mark.start)
@@ -480,15 +469,14 @@ class Rendering:
         for mark in self.found:
             other = self.pieces[mark.piece].message
             if other != place and start <= mark.start < end:
-                raise UnfitError(f"the chat template writes message {other + 1} inside message {place + 1}. {ADVICE}")
+                raise UnfitError(Problem("template-nests-messages", _nth(place), other=other + 1))
         written = self.whole[start : self._after(place, end)]
         for piece in self.marks.unmarked:
             # as JSON or as Python writes it
             forms = [*piece.forms, {"true": "True", "false": "False", "null": "None"}.get(piece.text, piece.text)]
             if piece.message == place and not any(form in written for form in forms):
-                raise UnfitError(
-                    f'the chat template leaves out "{piece.text}", {piece.what} of message {place + 1}. {LEFT_OUT}'
-                )
+                where = f"{_nth(place)}, {piece.what}"
+                raise UnfitError(Problem("template-leaves-out", where, what=f'"{piece.text}"'))
         return marks
 
     def _after(self, place: int, last: int) -> int:
@@ -509,10 +497,7 @@ class Rendering:
         asked = shared(asking, opening)
         is_shown = idle == asking or len(asked) > len(shared(idle, asking))
         if not (is_shown and self.reader.is_special(asking[len(asked) :])):
-            raise UnfitError(
-                f"the chat template asks for message {place + 1} in other words than it writes before it, so its "
-                f"beginning cannot be found. {ADVICE}"
-            )
+            raise UnfitError(Problem("template-asks-otherwise", _nth(place)))
         if thought_key(self.plain[place]) is None:
             # an empty thought is not learned: words have it before them too
             text = TEXT_MARK.format(len(self.pieces))
@@ -549,11 +534,8 @@ class Rendering:
             return End(len(tail.rstrip()))  # calls may end in a token of their own
         if is_last and (is_called or not tail.strip()):
             return End(len(tail.rstrip()), added=self._next_id(place, tail))
-        ends = " or ".join(reader.ends) or "none"
-        raise UnfitError(
-            f"the chat template writes no token that ends message {place + 1}: {tail!r} follows, and the model stops "
-            f'at {ends}. Put the token into the template, mask the message by "weight": 0, or give the row up to it.'
-        )
+        ends = list(reader.ends) or "none"
+        raise UnfitError(Problem("answer-without-end", _nth(place), tail=tail, ends=ends))
 
     def _next_id(self, place: int, tail: str) -> int:
         """The token with which the next turn begins, if the model stops at it; else the tokenizer's own."""
@@ -568,10 +550,7 @@ class Rendering:
                 if following.startswith(end):
                     return id_
         if self.reader.tokenizer.eos_token_id is None:
-            raise UnfitError(
-                f"the chat template writes no token that ends message {place + 1}, and the tokenizer has none. Put one "
-                "into the template."
-            )
+            raise UnfitError(Problem("tokenizer-without-end", _nth(place)))
         return int(self.reader.tokenizer.eos_token_id)
 
     def _label(self, answers: Sequence[Answer], text: str) -> tuple[list[int], list[int]]:
@@ -596,10 +575,7 @@ class Rendering:
                     tokens.append(position)
                     outside = text[start : answer.start] + text[answer.end : end]
                     if outside.strip():
-                        raise UnfitError(
-                            f"a token of message {answer.message + 1} holds {outside!r} too, which is no part of it. "
-                            "Make what the template writes around answers special tokens of the tokenizer."
-                        )
+                        raise UnfitError(Problem("token-beyond-answer", _nth(answer.message), outside=outside))
                 position += 1
             spans = [(index, *offsets[index]) for index in tokens]
             inside = [
@@ -611,10 +587,7 @@ class Rendering:
                 if is_chosen == {False}:
                     continue
                 if len(is_chosen) == 2:
-                    raise UnfitError(
-                        f"the chat template marks a part of message {answer.message + 1} by {{% generation %}}, "
-                        "expected all of its words or none. Mend the template."
-                    )
+                    raise UnfitError(Problem("template-marks-part", _nth(answer.message)))
             for index in tokens:
                 labels[index] = ids[index]
             if answer.closing.id is not None:
@@ -633,7 +606,7 @@ class Rendering:
         typed = [end for end in written if any(end in text for text in texts)]
         typed += [text for text, id_ in self.reader.ends.items() if id_ in inside]
         if typed:
-            raise UnfitError(f"message {answer.message + 1} holds {typed[0]}, which ends a turn. Take it out.")
+            raise UnfitError(Problem("answer-holds-end", _nth(answer.message), token=typed[0]))
 
     def _chosen(self, ids: Sequence[int]) -> list[bool] | None:
         """Whether each token is marked as an answer's by the template; None if it has no such marks."""
@@ -649,7 +622,7 @@ class Rendering:
         )
         chosen = list(map(bool, filled["assistant_masks"]))
         if list(filled["input_ids"])[: len(ids)] != list(ids):
-            raise UnfitError("the chat template marks other tokens than its text has. Take {% generation %} out of it.")
+            raise UnfitError(Problem("template-marks-others"))
         return chosen
 
 

@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from scale_surgery.checkpoint.reading import HALF_A_CHARACTER, parse_json
-from scale_surgery.text.values import HALF, kind_of, named, text_problem
+from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.errors import Problem
+from scale_surgery.text.values import fields_problem, half_problem, kind_of, text_problem
 
 Message = Mapping[str, Any]
 
+# form of a message in errors
+MESSAGE = '{"role", "content"}'
 ANSWERS = "assistant"
 # roles whose messages are read and never learned. Any other role may be the assistant under another name ("model",
 # "gpt", "bot"), and templates write some of these without a word: its answers would be missing from what is learned
@@ -27,76 +30,79 @@ SWITCHES = ("weight", "train", "training", "loss")
 EMPTY: tuple[Any, ...] = (None, [], {}, "", "null", "[]", "{}")
 
 
-def chat_problem(row: Mapping[str, Any], name: str) -> str | None:
-    """Say what is wrong with the conversation of a row; None if nothing is."""
+def chat_problem(row: Mapping[str, Any], name: str) -> Problem | None:
+    """Return the first problem of the conversation in a row; None if it has none."""
     if wrong := _json_problem(row.get(name), name, list):
         return wrong
     messages = parsed(row[name])
     if not messages:
-        return f'"{name}" is empty, expected a list of {{"role", "content"}}'
+        return Problem("value-unfit", f'"{name}"', value="empty", kind=f"a list of {MESSAGE}")
     for number, message in enumerate(messages, start=1):
         place = f'message {number} of "{name}"'
         if not isinstance(message, Mapping):
-            return f'{place} is {kind_of(message)}, expected {{"role", "content"}}'
+            return Problem("value-unfit", place, value=kind_of(message), kind=MESSAGE)
         if not isinstance(message.get("role"), str):
-            return f'{place} has the fields {named(message)}; expected {{"role", "content"}}'
+            return fields_problem(message, MESSAGE, place)
         if wrong := _message_problem(message):
-            return f"{place}: {wrong}"
+            return wrong.within(place)
     tools = row.get("tools")
     return None if tools in EMPTY else _json_problem(tools, "tools", list)
 
 
-def _message_problem(message: Message) -> str | None:
+def _message_problem(message: Message) -> Problem | None:
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if role not in (ANSWERS, *READ, *ALSO_READ):
-        return f'the role is "{role}", expected {ANSWERS}, whose messages are learned, or {", ".join(READ)}'
+        return Problem("role-unknown", role=role, roles=READ)
     if message.get("function_call"):
-        return 'has "function_call", expected "tool_calls", a list'
+        return Problem("function-call-old")
     wrong = next((key for key in SWITCHES if message.get(key) not in (None, 0, 1)), None)
     if wrong is not None:
-        return f'"{wrong}" is {message[wrong]!r}, expected 0, which masks the message, or 1'
+        expected = "0, which masks the message, or 1"
+        return Problem("value-unfit", f'"{wrong}"', value=repr(message[wrong]), kind=expected)
     thoughts = {key: message[key] for key in THOUGHTS if message.get(key)}
     problems = [text_problem(thought, key) for key, thought in thoughts.items()]
     if not any(problems) and len(set(thoughts.values())) > 1:
-        problems.append(f"{' and '.join(thoughts)} differ, expected one thought")
+        problems.append(Problem("thoughts-differ", keys=list(thoughts)))
     problems += [] if calls in EMPTY else [_calls_problem(calls)]
     if isinstance(content, list):
-        problems += map(_part_problem, content) if content else ['"content" is empty, expected a text']
+        problems += map(_part_problem, content) if content else [text_problem(None, "content")]
     elif content is not None or calls in EMPTY:
         problems.append(text_problem(content, "content"))
     return next(filter(None, problems), None)
 
 
-def _part_problem(part: Any) -> str | None:
+def _part_problem(part: Any) -> Problem | None:
+    place = 'a part of "content"'
     if not isinstance(part, Mapping):
-        return f'"content" is a list that holds {kind_of(part)}, expected {{"type": "text", "text"}} in it'
+        return Problem("value-unfit", place, value=kind_of(part), kind='{"type": "text", "text"}')
     if part.get("type", "text") != "text":
-        return f'"content" holds a part of the type "{part["type"]}", expected text alone'
-    return text_problem(part.get("text"), "text")
+        return Problem("part-no-text", place, type=part["type"])
+    wrong = text_problem(part.get("text"), "text")
+    return wrong and wrong.within(place)
 
 
-def _calls_problem(calls: Any) -> str | None:
+def _calls_problem(calls: Any) -> Problem | None:
     if wrong := _json_problem(calls, "tool_calls", list):
         return wrong
     for call in parsed(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            return '"tool_calls" holds no name of a function, expected {"function": {"name", "arguments"}}'
+            return Problem("call-without-name", '"tool_calls"')
         arguments = function.get("arguments")
         if arguments not in EMPTY and (wrong := _json_problem(arguments, "arguments", dict)):
-            return f"{wrong} in the call of {function['name']}"
+            return wrong.within(f"the call of {function['name']}")
     return None
 
 
-def _json_problem(value: Any, name: str, kind: type) -> str | None:
-    expected = f"expected {'a list' if kind is list else 'an object'}, perhaps as a JSON text"
+def _json_problem(value: Any, name: str, kind: type) -> Problem | None:
+    expected = f"{'a list' if kind is list else 'an object'}, perhaps as a JSON text"
     try:
         value = parsed(value)
     except ValueError as error:
-        return f'"{name}" is a text and no JSON ({error}), {expected}'
+        return Problem("field-no-json", f'"{name}"', error=error, kind=expected)
     if not isinstance(value, kind):
-        return f'"{name}" is {kind_of(value)}, {expected}'
-    return f'"{name}" {HALF}' if HALF_A_CHARACTER.search(json.dumps(value, ensure_ascii=False, default=str)) else None
+        return Problem("value-unfit", f'"{name}"', value=kind_of(value), kind=expected)
+    return half_problem(json.dumps(value, ensure_ascii=False, default=str), name)
 
 
 def without_empty(message: Message) -> dict[str, Any]:

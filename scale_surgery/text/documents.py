@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.errors import MOST_LINES, DataError, TextWarning, counted, shorten
+from scale_surgery.errors import MOST_LINES, DataError, Problem, TextWarning, counted
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.text.conversations import EMPTY, chat_problem, is_answer, parsed, without_empty, words_of
 from scale_surgery.text.folders import texts_in
@@ -45,7 +45,7 @@ from scale_surgery.text.text_files import (
     refuse_nul,
     suffix_of,
 )
-from scale_surgery.text.values import kind_of, named, text_problem
+from scale_surgery.text.values import fields_problem, kind_of, text_problem
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
@@ -55,10 +55,8 @@ TEXTS = frozenset(("input", *chain.from_iterable(FIELDS))) - {"messages"}
 # how a text begins that is a list of messages, in JSON or as Python prints it
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 PROMPTS = ("prompt", "question")
-EXPECTED_PROMPT = 'expected {"prompt"} or {"question"}, a text'
-EXPECTED = (
-    'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or {"instruction", "output"}'
-)
+EXPECTED_PROMPT = '{"prompt"} or {"question"}, a text'
+EXPECTED = '{"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or {"instruction", "output"}'
 # the usual prompts of Alpaca
 TASK = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -149,7 +147,7 @@ def read_questions(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         prompts = list(_prompts_of(path))
         if not prompts:
-            raise DataError(f"{path}: holds no prompt, expected one a line.")
+            raise DataError(Problem("file-without-prompts", path))
         questions += prompts
     return questions
 
@@ -169,16 +167,16 @@ def _prompts_in_text(source: TextSource) -> Iterator[str]:
 
 def _prompts_in_rows(source: TextSource) -> Iterator[str]:
     names = PROMPTS if source.column is None else (source.column,)
-    problems: list[str] = []
+    problems: list[Problem] = []
     for place, row in _rows_of(source, no_progress):
         texts = [row.get(name) for name in names] if isinstance(row, Mapping) else []
         prompt = next((text for text in texts if text_problem(text, "") is None), None)
         if prompt is not None:
             yield prompt
         elif row != BLANK:
-            problems.append(f"{place}: {_row_problem(row, names, EXPECTED_PROMPT)}.")
+            problems.append(_row_problem(place, row, names, EXPECTED_PROMPT))
     if problems:
-        raise DataError.from_problems(shorten(problems))
+        raise DataError(*problems)
 
 
 def _is_dataset(source: TextSource) -> bool:
@@ -192,7 +190,7 @@ def _holds_rows(source: TextSource) -> bool:
     given = [name for name in settings if getattr(source, name) is not None]
     if given and not (source.is_folder or source.is_on_hub):
         kind = "a file" if is_rows else "plain text"
-        raise DataError(f"{source.name}: is {kind}, which has no {given[0]}. Leave ,{given[0]}= out.")
+        raise DataError(Problem("text-without-setting", source.name, kind=kind, setting=given[0]))
     return is_rows
 
 
@@ -217,9 +215,9 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     column = source.column
     names, expected = FIELDS if column is None else ((column,),), EXPECTED
     if column is not None:
-        expected = f'expected {{"{column}"}}, a text or messages'
+        expected = f'{{"{column}"}}, a text or messages'
     every = tuple(chain.from_iterable(map(_with_optional, names)))
-    problems: list[str] = []
+    problems: list[Problem] = []
     more = 0
     first_silent, silent, is_empty = "", 0, True
     for number, (place, row) in enumerate(_rows_of(source, advance), start=1):
@@ -234,22 +232,16 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
             if not documents and _messages_of(row, fields) is not None:
                 first_silent, silent = first_silent or place, silent + 1
         elif len(problems) < MOST_LINES:
-            problems.append(f"{place}: {_row_problem(row, every, expected)}.")
+            problems.append(_row_problem(place, row, every, expected))
         else:
             more += 1  # there may be one for each row
     if problems:
-        raise DataError.from_problems([*problems, *([f"... and {more} more."] if more else [])])
+        raise DataError(*problems, *([Problem("rows-more", source.name, more=more)] if more else []))
     if silent:
-        _say_silent(first_silent, silent, is_all=is_empty)
-
-
-def _say_silent(first: str, count: int, *, is_all: bool) -> None:
-    """Say that conversations hold no answer; refuse a file that holds nothing else."""
-    what = f"{first}: nobody answers, expected words of the assistant after another message, not masked"
-    others = f", and in {counted(count - 1, 'other conversation')} neither" if count > 1 else ""
-    if is_all:
-        raise DataError(f"{what}{others}, and there is no other text. Give conversations with answers.")
-    warnings.warn(f"{what}{others}. What nobody answers is left out.", TextWarning, stacklevel=2)
+        unanswered = Problem("conversation-unanswered", first_silent, conversations=silent)
+        if is_empty:
+            raise DataError(unanswered)
+        warnings.warn(f"{unanswered.phrase}. Such conversations are left out.", TextWarning, stacklevel=2)
 
 
 def _fields_of(row: Any, known: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
@@ -265,8 +257,8 @@ def _with_optional(names: tuple[str, ...]) -> tuple[str, ...]:
     return (*names, "input") if names == ALPACA else names
 
 
-def _field_problem(row: Mapping[str, Any], name: str) -> str | None:
-    """What is wrong with a field; None where nothing is."""
+def _field_problem(row: Mapping[str, Any], name: str) -> Problem | None:
+    """Return the problem of a field; None if it has none."""
     value = row.get(name)
     if _holds_messages(name, value):
         return chat_problem(row, name)
@@ -279,16 +271,17 @@ def _holds_messages(name: str, value: Any) -> bool:
     return name == "messages" or (could_be and name not in TEXTS)
 
 
-def _row_problem(row: Any, names: Iterable[str], expected: str) -> str:
-    """What is wrong with a row that fits none of the known fields."""
+def _row_problem(place: str, row: Any, names: Iterable[str], expected: str) -> Problem:
+    """Return the problem of a row that fits none of the known fields."""
     if isinstance(row, Unread):
-        return row.problem
+        return row.problem.within(place)
     if not isinstance(row, Mapping):
-        return f"is {kind_of(row)}, {expected}"
+        return Problem("value-unfit", place, value=kind_of(row), kind=expected)
     # a field without a value is named if nothing else is wrong
     given = sorted((name for name in names if name in row), key=lambda name: row[name] is None)
     wrong = (_field_problem(row, name) for name in given)
-    return next(filter(None, wrong), f"has the fields {named(row)}; {expected}")
+    first = next(filter(None, wrong), None)
+    return first.within(place) if first else fields_problem(row, expected, place)
 
 
 def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> Iterator[Document]:
@@ -323,14 +316,14 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
 def read_files(texts: Sequence[str | Path]) -> dict[str, list[Document]]:
     """Read texts, each file once."""
     documents: dict[str, list[Document]] = {}
-    problems = [] if texts else ["There is no text to report on. Give a file with --text."]
+    problems = [] if texts else [Problem("report-without-text")]
     for file in dict.fromkeys(map(str, texts)):
         try:
             documents[file] = list(read_documents([Path(file)]))
         except DataError as error:
-            problems.append(str(error))
+            problems += error.problems
         else:
-            problems += [] if documents[file] else [f"{file}: is empty, expected at least one document with some text."]
+            problems += [] if documents[file] else [Problem("text-empty", file)]
     if problems:
-        raise DataError.from_problems(problems)
+        raise DataError(*problems)
     return documents

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.errors import DataError, name_some
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.text.saved_datasets import CARD, DATA_FILES, is_dataset, settings_of
 from scale_surgery.text.sources import TextSource, is_hidden, refuse_model, which_split
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, readable, suffix_of
@@ -35,10 +35,10 @@ def texts_in(source: TextSource) -> list[TextSource]:
     if not source.is_folder or is_dataset(source.path):
         return [source]
     if source.config is not None:
-        raise DataError(f"{source.name}: is a folder of files, which has no config. Leave ,config= out.")
+        raise DataError(Problem("text-without-setting", source.name, kind="a folder of files", setting="config"))
     paths = list(_walk(source.path))
     if not paths:
-        raise DataError(f"{source.name}: holds no file to read, expected texts. Is it the right folder?")
+        raise DataError(Problem("folder-without-texts", source.name))
     texts = [TextSource(str(path), source.column) for path in _of_split(source, paths)]
     for text in texts:
         refuse_model(text)
@@ -56,7 +56,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             if path.name not in DESCRIPTIONS and not (path.name == CARD and settings_of(path)):
                 yield path
         elif path.is_symlink():
-            raise DataError(f"{path}: is a link to a folder, which is not followed. Name that folder itself.")
+            raise DataError(Problem("link-to-folder", path))
         elif is_dataset(path) or (path / CONFIG_FILE).is_file():
             yield path
         else:
@@ -97,9 +97,6 @@ def _split_of(path: Path) -> str | None:
     return next((WORDS[word] for word in reversed(words) if word in WORDS), None)
 
 
-def _no_split(source: TextSource, unsaid: list[Path], split: str) -> str:
-    names = name_some([str(path.relative_to(source.path)) for path in unsaid])
-    return (
-        f"{source.name}: the names of other files say the split {split}, and none is said by {names}. Give the files "
-        "that are meant one by one."
-    )
+def _no_split(source: TextSource, unsaid: list[Path], split: str) -> Problem:
+    files = [str(path.relative_to(source.path)) for path in unsaid]
+    return Problem("files-without-split", source.name, files=files, split=split)

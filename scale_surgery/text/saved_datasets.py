@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.text.sources import TextSource, which_split
 from scale_surgery.text.text_files import Unread
 
@@ -78,15 +78,15 @@ def read_rows(source: TextSource) -> Iterator[Any]:
     features = rows.features or {}
     nested = NESTED if source.column is None else (*NESTED, source.column)
     try:
-        for row in _strictly(rows):
+        for row in _strictly(rows, source.name):
             yield _as_written(row, features, nested)
+    except DataError:
+        raise
     except Exception as error:  # of datasets, of pyarrow below it, and of the network
-        raise DataError(
-            f"{source.name}: cannot be read to its end ({library_error(error)}). {_advice(source)}"
-        ) from error
+        raise DataError(_broken_off(source, error)) from error
 
 
-def _strictly(rows: Any) -> Iterator[Any]:
+def _strictly(rows: Any, name: str) -> Iterator[Any]:
     """Rows, or an error where pandas would drop the fields that are more than the head of a table has."""
     from pandas.errors import ParserWarning
 
@@ -97,9 +97,7 @@ def _strictly(rows: Any) -> Iterator[Any]:
             try:
                 row = next(each, None)
             except ParserWarning as error:
-                raise DataError(
-                    "rows of its table have more fields than the head; a field with a comma needs quotes"
-                ) from error
+                raise DataError(Problem("rows-longer-than-head", name)) from error
         if row is None:
             return
         yield row
@@ -110,7 +108,7 @@ def _as_written(row: Mapping[str, Any], features: Mapping[str, Any], nested: tup
     for name in nested:
         if (other := _other_kind(written.get(name))) is not None:
             kind = type(other).__name__
-            return Unread(f'"{name}" holds a {kind} ({other!s:.40}), which JSON does not have; write it as a text')
+            return Unread(Problem("value-unlike-json", f'"{name}"', kind=kind, value=str(other)))
     return written
 
 
@@ -151,9 +149,7 @@ def share_of_rows(source: TextSource, rows: int) -> float | None:
     except DataError:
         raise
     except Exception as error:  # of pyarrow, about a file behind those rows
-        raise DataError(
-            f"{source.name}: cannot be read to its end ({library_error(error)}). {_advice(source)}"
-        ) from error
+        raise DataError(_broken_off(source, error)) from error
 
 
 def _data_files(source: TextSource) -> list[Path]:
@@ -212,9 +208,7 @@ def _saved(source: TextSource) -> Any:
     if source.split in saved:
         return saved[source.split]
     first = next(iter(saved))
-    raise DataError(
-        f"{source.name}: holds the splits {', '.join(saved)}. Give the folder of one, {source.path}/{first}."
-    )
+    raise DataError(Problem("saved-splits", source.path, splits=list(saved), first=first))
 
 
 def _choose(splits: Any, source: TextSource) -> Any:
@@ -237,9 +231,7 @@ def _builder(source: TextSource) -> Any:
         raise DataError(_why_none(source, error)) from error
     kind = type(builder).__module__.rpartition(".")[2]
     if kind not in FORMATS:
-        raise DataError(
-            f"{source.name}: holds data of the kind {kind}, expected rows of text in one of: {', '.join(FORMATS)}."
-        )
+        raise DataError(Problem("dataset-of-other-kind", source.name, kind=kind, formats=FORMATS))
     if kind == "text":
         # a file is a document, as when it is named alone
         builder.config.sample_by = "document"
@@ -249,25 +241,18 @@ def _builder(source: TextSource) -> Any:
     return builder
 
 
-def _why_none(source: TextSource, error: Exception) -> str:
+def _why_none(source: TextSource, error: Exception) -> Problem:
     reason = library_error(error)
     if source.path.is_file():
-        return f"{source.name}: cannot be read as a table ({reason}). Give UTF-8 text, JSONL or a saved dataset."
-    if source.is_folder:
-        return (
-            f"{source.name}: is no saved dataset ({reason}). Give a folder that save_to_disk wrote, or one with "
-            "JSONL or Parquet files."
-        )
-    return (
-        f"{source.name}: there is no such file or folder, and no such dataset could be opened on the Hub ({reason}). "
-        f"Check the name; where a dataset has several configurations, give {source.name},config=NAME."
-    )
+        return Problem("table-unreadable", source.name, error=reason)
+    return Problem("folder-no-dataset" if source.is_folder else "dataset-not-found", source.name, error=reason)
 
 
-def _advice(source: TextSource) -> str:
+def _broken_off(source: TextSource, error: Exception) -> Problem:
+    reason = library_error(error)
     if source.is_folder:
-        return "Give a folder whose files are all rows of text with the same columns, or the files one by one."
-    return "Try again." if source.is_on_hub else "Write its rows as JSONL."
+        return Problem("folder-rows-unreadable", source.name, error=reason)
+    return Problem("hub-rows-unreadable" if source.is_on_hub else "file-rows-unreadable", source.name, error=reason)
 
 
 def library_error(error: BaseException) -> str:

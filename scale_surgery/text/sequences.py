@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 
 # labels of tokens that are not scored: IGNORED as in torch's cross-entropy, PROMPT before an answer, so that the first
 # token of an answer is known; `collate` turns both into IGNORED
 IGNORED = -100
 PROMPT = -101
-NOTHING_SCORED = "The data hold nothing to learn: every sequence is a prompt, or one token. Give longer texts."
-NO_TEXT = "The data hold no text: every file is empty. Give at least one document."
+NOTHING_SCORED = Problem("data-without-scored-tokens")
+NO_TEXT = Problem("data-without-text")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 
 # advice where old text is missing
 NO_OLD_TEXT = "Where there is none, the base writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
@@ -98,16 +98,14 @@ def parse_source(text: str | Path) -> TextSource:
 def refuse_model(source: TextSource) -> None:
     """Refuse the folder of a model in place of a text."""
     if (model_type := _model_type(source.path)) is not None:
-        raise DataError(
-            f"{source.name}: is a model ({CONFIG_FILE} says model_type {model_type!r}), expected text. Give a file of "
-            "UTF-8 text, JSONL or a saved dataset."
-        )
+        raise DataError(Problem("text-is-model", source.name, model_type=model_type))
 
 
-def which_split(source: TextSource, splits: Sequence[str]) -> str:
-    """What is wrong with a text of several splits, or without the one that is asked for."""
-    reason = f"has no split {source.split}, it holds" if source.split else "holds the splits"
-    return f"{source.name}: {reason} {', '.join(splits)}. Say which is meant: {source.name},split={splits[0]}."
+def which_split(source: TextSource, splits: Sequence[str]) -> Problem:
+    """Return the problem of a text with several splits, or without the one that is asked for."""
+    if source.split:
+        return Problem("split-unknown", source.name, split=source.split, splits=splits, first=splits[0])
+    return Problem("split-not-said", source.name, splits=splits, first=splits[0])
 
 
 def paths_of(texts: Iterable[str | Path]) -> list[Path]:
@@ -123,13 +121,11 @@ def _parse(whole: str) -> TextSource:
     known = {field.name for field in fields(TextSource)} - {"name"}
     pairs = [setting.partition("=")[::2] for setting in settings]
     keys = [key for key, _ in pairs]
-    problems = [
-        f"{whole}: {key} is no setting of a text, expected column, split, config or revision."
-        for key in keys
-        if key not in known
-    ] + [f"{whole}: {key} is given twice." for key in sorted({key for key in keys if keys.count(key) > 1})]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    problems = [Problem("text-setting-unknown", whole, setting=key) for key in keys if key not in known]
+    problems += [Problem("text-setting-twice", whole, setting=key) for key in twice]
     if problems:
-        raise DataError.from_problems(problems)
+        raise DataError(*problems)
     return TextSource(name, **dict(pairs))
 
 

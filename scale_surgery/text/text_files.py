@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
 from scale_surgery.checkpoint.reading import open_regular
-from scale_surgery.errors import DataError, counted
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.progress import Progress
 
 # suffixes of files with a JSON value a line
@@ -65,9 +65,9 @@ BLANK = {"text": ""}
 
 @dataclass(frozen=True)
 class Unread:
-    """A row that cannot be read: what is wrong with it."""
+    """A row that cannot be read, and why."""
 
-    problem: str
+    problem: Problem
 
 
 def suffix_of(path: Path) -> str:
@@ -82,11 +82,9 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.") from error
+        raise DataError(Problem("text-not-found", path)) from error
     except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path}: cannot be read as text ({error}). Give UTF-8 text, JSONL or a saved dataset."
-        ) from error
+        raise DataError(Problem("text-unreadable", path, error=error)) from error
 
 
 @contextmanager
@@ -118,22 +116,19 @@ def _refuse_other_forms(path: Path, content: BufferedReader) -> None:
     beginning = content.peek(max(len(magic) for magic, _, _ in FORMS))
     for magic, form, advice in FORMS:
         if beginning.startswith(magic):
-            raise DataError(f"{path}: is {form}, expected UTF-8 text. {advice}.")
+            raise DataError(Problem("text-of-other-form", path, form=form, advice=advice))
 
 
 def refuse_nul(text: str, path: Path | str) -> None:
     """Refuse a character that no text has, but archives, programs and UTF-16 have."""
     if "\0" in text:
-        raise DataError(f"{path}: holds NUL characters, expected UTF-8 text. Is it UTF-16, or no text at all?")
+        raise DataError(Problem("text-with-nul", path))
 
 
 def refuse_json(stream: TextIO, path: Path) -> None:
     """Refuse plain text that is JSON lines or a JSON array of objects; the stream is at its beginning again."""
     if (suffix := _json_suffix(stream)) is not None:
-        raise DataError(
-            f"{path}: holds JSON objects and has the name of plain text, which would be learned with its braces. Let "
-            f'its name end with {suffix}; or where braces are to be learned, write them as JSONL, {{"text": ...}}.'
-        )
+        raise DataError(Problem("text-is-json", path, suffix=suffix))
     stream.seek(0)
 
 
@@ -176,7 +171,7 @@ def read_lines(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line.removesuffix("\n")) if line.strip() else BLANK
             except (ValueError, RecursionError) as error:
-                yield number, Unread(f"is not JSON ({_reason(error)})")
+                yield number, Unread(Problem("row-no-json", error=_reason(error)))
             report()
 
 
@@ -202,7 +197,7 @@ def read_values(path: Path, advance: Progress) -> list[Any] | None:
         except json.JSONDecodeError as error:
             if values or not first.lstrip().startswith("["):
                 return None
-            raise DataError(f"{path}, line {error.lineno}: is not JSON ({_reason(error)}).") from error
+            raise DataError(Problem("row-no-json", f"{path}, line {error.lineno}", error=_reason(error))) from error
         except RecursionError:
             return None
         report()
@@ -222,16 +217,14 @@ def read_table(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
         rows = _numbered(reader)
         line, head = next(rows, (1, ()))
         if (wrong := head.problem if isinstance(head, Unread) else _head_problem(head, separator)) is not None:
-            raise DataError(f"{path}, line {line}: {wrong}; expected a head with the name of each column.")
+            raise DataError(wrong.within(f"{path}, line {line}"))
         is_bare = True
         for line, fields in rows:
             is_bare = False
             yield line, fields if isinstance(fields, Unread) else _row(head, fields, separator)
             report()
         if is_bare:
-            raise DataError(
-                f"{path}: holds {'a head alone' if head else 'nothing'}, expected a head and rows below it."
-            )
+            raise DataError(Problem("table-without-rows" if head else "table-empty", path))
 
 
 def _numbered(reader: Any) -> Iterator[tuple[int, Any]]:
@@ -243,27 +236,25 @@ def _numbered(reader: Any) -> Iterator[tuple[int, Any]]:
                 yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
-        yield line, Unread(f'is no row of a table ({error}): a " is missing, or stands alone')
+        yield line, Unread(Problem("row-no-table", error=error))
 
 
-def _head_problem(names: Sequence[str], separator: str) -> str | None:
+def _head_problem(names: Sequence[str], separator: str) -> Problem | None:
     others = [other for other in SEPARATORS if other != separator and len(names) == 1 and other in names[0]]
     if others:
-        return f"is {names[0]!r}, which {others[0]!r} separates and not {separator!r}"
+        return Problem("head-of-other-separator", head=names[0], found=others[0], separator=separator)
     twice = sorted({name for name in names if name and names.count(name) > 1})
-    return f'"{twice[0]}" is the name of {names.count(twice[0])} columns' if twice else None
+    return Problem("column-name-twice", name=twice[0], columns=names.count(twice[0])) if twice else None
 
 
 def _row(names: Sequence[str], fields: Sequence[str], separator: str) -> Any:
     if len(fields) != len(names):
-        return Unread(
-            f"has {counted(len(fields), 'field')}, the head has {len(names)}; a field with a "
-            f'{"tab" if separator == chr(9) else "comma"} or a line break in it needs quotes: "..."'
-        )
+        word = "tab" if separator == "\t" else "comma"
+        return Unread(Problem("row-unlike-head", fields=len(fields), columns=len(names), separator=word))
     # programs that number rows leave the head of that column empty
     nameless = [field for name, field in zip(names[1:], fields[1:], strict=True) if field and not name]
     if nameless:
-        return Unread(f"has {nameless[0]!r} in a column that has no name in the head")
+        return Unread(Problem("column-without-name", value=nameless[0]))
     return {name: field or None for name, field in zip(names, fields, strict=True) if name}
 
 

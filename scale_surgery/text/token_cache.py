@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.text.saved_datasets import library_error, quiet_datasets
 from scale_surgery.text.sequences import Digest, Sequences, StoredSequences
 
@@ -56,11 +56,8 @@ def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any)
     except (datasets.exceptions.DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError):
-            raise DataError(
-                f"{cache or datasets.config.HF_DATASETS_CACHE}: the tokens of the texts cannot be kept there, "
-                f"{cause.strerror or library_error(cause)}. They take eight bytes each. Free some space, or name "
-                "another folder with --cache-dir."
-            ) from error
+            place, reason = cache or datasets.config.HF_DATASETS_CACHE, cause.strerror or library_error(cause)
+            raise DataError(Problem("tokens-unwritten", place, error=reason)) from error
         raise cause from None
 
 
@@ -76,7 +73,7 @@ def find_stored(key: str, cache: str | None) -> Sequences | None:
     stored = open_stored(key, cache)
     sequences = stored.some(len(stored))
     if sequences.fingerprint() != stored.digest:
-        raise DataError(f"{folder}: holds damaged tokens (they are others than were stored). Delete it.")
+        raise DataError(Problem("tokens-changed", folder))
     return sequences
 
 
@@ -87,11 +84,8 @@ def open_stored(key: str, cache: str | None) -> StoredSequences:
             builder = TokenBuilder((), None, cache_dir=cache, hash=key)
             rows = builder.as_dataset("train").with_format("torch")
     except FileNotFoundError as error:
-        raise DataError(
-            f"{cache or datasets.config.HF_DATASETS_CACHE}: holds no tokens, though another process has put them "
-            "there. Give --cache-dir, a folder on a disk that all processes see."
-        ) from error
+        raise DataError(Problem("tokens-not-shared", cache or datasets.config.HF_DATASETS_CACHE)) from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{builder.cache_dir}: holds damaged tokens ({library_error(error)}). Delete it.") from error
+        raise DataError(Problem("tokens-damaged", builder.cache_dir, error=library_error(error))) from error
     known = json.loads(builder.info.description)
     return StoredSequences(rows, known["scored"], known["highest"], known["fingerprint"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.text.answers import ChatReader
 from scale_surgery.text.documents import LONG_TEXT, Document, in_pieces
 from scale_surgery.text.sequences import IGNORED, NO_TEXT, NOTHING_SCORED, PROMPT, Sequences, from_arrays
@@ -60,7 +60,7 @@ def read_tokens(
                 # without a prompt there is at most a start token
                 ids, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
             if not (ids or is_middle or document.goes_on):
-                raise DataError(f"{document.source}: has no token in this model's tokenizer. Leave it out.")
+                raise DataError(Problem("document-without-token", document.source))
             yield document, ids, ids if learn_prompts and not document.is_plain else scored
             is_middle = document.goes_on
 

@@ -1,4 +1,4 @@
-"""JSON values in the words of errors."""
+"""Names of JSON values, and fields that have to be texts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from scale_surgery.checkpoint.reading import HALF_A_CHARACTER
+from scale_surgery.errors import Problem
 
-HALF = "holds half a character (a lone surrogate), expected Unicode text"
 KINDS: tuple[tuple[Any, str], ...] = (
     (bool, "true or false"),
     ((int, float), "a number"),
@@ -24,14 +24,19 @@ def kind_of(value: Any) -> str:
     return next((name for kind, name in KINDS if isinstance(value, kind)), type(value).__name__)
 
 
-def text_problem(value: Any, name: str) -> str | None:
-    """Say what is wrong with a field that has to be a text; None if nothing is."""
+def text_problem(value: Any, name: str) -> Problem | None:
+    """Return the problem of a field that has to be a text; None if it has none."""
     if not isinstance(value, str):
-        return f'"{name}" is {kind_of(value)}, expected a text'
+        return Problem("value-unfit", f'"{name}"', value=kind_of(value), kind="a text")
+    return half_problem(value, name)
+
+
+def half_problem(text: str, name: str) -> Problem | None:
+    """Return the problem of a field whose text, or whose JSON, holds half a character; None if it has none."""
     # JSON can escape lone surrogates, which are no Unicode
-    return f'"{name}" {HALF}' if HALF_A_CHARACTER.search(value) else None
+    return Problem("half-a-character", f'"{name}"') if HALF_A_CHARACTER.search(text) else None
 
 
-def named(row: Mapping[str, Any]) -> str:
-    """Name the fields of a row."""
-    return ", ".join(map(str, row)) or "none"
+def fields_problem(row: Mapping[str, Any], expected: str, where: str) -> Problem:
+    """Return the problem of an object with other fields than the expected ones."""
+    return Problem("fields-unfit", where, fields=list(row) or "none", kind=expected)

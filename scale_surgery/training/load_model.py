@@ -15,7 +15,7 @@ from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.planning.methods import refuse
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.in_memory import InMemory
-from scale_surgery.running.loading import LOADING_ADVICE, auto_class_of, model_class, quiet_transformers, translated
+from scale_surgery.running.loading import auto_class_of, model_class, quiet_transformers, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.wrap_model import StoredExpansion, put_expansion
 from scale_surgery.surgery.config import written_config
@@ -64,7 +64,7 @@ def names_in(checkpoint: Checkpoint) -> list[str]:
 
 def _load(checkpoint: Checkpoint, run: RunOptions, *, widens: bool) -> Any:
     options: dict[str, Any] = {"dtype": "float32"} if widens else {}
-    with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded", LOADING_ADVICE):
+    with quiet_transformers(), translated("model-not-loaded", checkpoint.path.name):
         make = model_class(checkpoint, run).from_pretrained
         return make(checkpoint.path, trust_remote_code=run.trust_remote_code, **options)
 
@@ -91,7 +91,7 @@ def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions)
     _, manifest = open_expansion(checkpoint.path, *names_in(checkpoint))
     with TemporaryDirectory() as folder:
         link_base(checkpoint.path, Path(folder), manifest)
-        with quiet_transformers(), translated(checkpoint.path.name, "cannot be loaded quantised", LOADING_ADVICE):
+        with quiet_transformers(), translated("model-not-loaded", checkpoint.path.name):
             base = auto_class_of(checkpoint.config).from_pretrained(
                 folder,
                 quantization_config=_quantisation(kind, checkpoint.running_dtype),

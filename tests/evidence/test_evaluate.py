@@ -22,6 +22,7 @@ from scale_surgery import (
     expand,
     route_export,
 )
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.running import loss as measure
 from scale_surgery.running import pieces
@@ -31,7 +32,7 @@ from scale_surgery.text.documents import Document
 from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.text.tokenizing import stride, tokenize
 from tests.command import run
-from tests.conftest import Bars, edited, flip, load, refusal, shake
+from tests.conftest import Bars, edited, flip, load, problems, refusal, refused, shake
 from tests.text.test_tokenizing import letters, lines
 from tests.tiny import save_tiny
 
@@ -424,12 +425,13 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
         "mute: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
         "--trust-remote-code lets one run its own code."
     )
-    message = refusal(evaluate, unknown, old, error=CheckpointError)
-    assert message.startswith("unknown: transformers does not read its config.json (")
-    assert "nobody" in message and message.endswith("--trust-remote-code lets it run its own code.")
+    (problem,) = problems(evaluate, unknown, old, error=CheckpointError)
+    assert (problem.code, problem.where) == ("config-not-read", "unknown: config.json")
+    assert "nobody" in problem.values["error"]
     # transformers has errors of its own for that
-    message = refusal(evaluate, odd, old, error=CheckpointError)
-    assert message.startswith("odd: transformers does not read its config.json (StrictDataclassFieldValidationError: ")
+    (problem,) = problems(evaluate, odd, old, error=CheckpointError)
+    assert (problem.code, problem.where) == ("config-not-read", "odd: config.json")
+    assert problem.values["error"].startswith("StrictDataclassFieldValidationError: ")
     assert "format None, expected 3" in refusal(evaluate, wide, old, error=CheckpointError)
 
 
@@ -437,13 +439,13 @@ def test_a_model_that_does_not_load_as_it_is(place: Path, tmp_path: Path) -> Non
     base = Path(shutil.copytree(place / "base", tmp_path / "base"))
     with edited(base / "model.safetensors") as tensors:
         del tensors["model.norm.weight"]
-    assert refusal(evaluate, base, [place / "old.txt"], error=CheckpointError).splitlines() == [
-        "model.norm.weight: missing on load.",
-        "base: its tensors do not fit its class, so another model would be measured.",
+    missing = Problem("load-missing", "model.norm.weight")
+    assert problems(evaluate, base, [place / "old.txt"], error=CheckpointError) == [
+        Problem("model-unlike-files", "base", missing)
     ]
     with edited(base / "config.json") as config:
         config["hidden_act"] = True
-    with pytest.raises(CheckpointError, match=r"cannot be loaded .StrictDataclassField"), loaded(base):
+    with refused("model-not-loaded", "base", CheckpointError), loaded(base):
         pass
 
 

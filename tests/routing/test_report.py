@@ -29,6 +29,7 @@ from scale_surgery import (
     expand,
     route_export,
 )
+from scale_surgery.errors import Problem
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report, write_tokens
@@ -39,7 +40,7 @@ from scale_surgery.show.visible import visible, visible_line, visible_text
 from scale_surgery.text.documents import Document
 from scale_surgery.text.tokenizing import tokenize
 from tests.command import run
-from tests.conftest import edited, refusal, refused, shake, shown
+from tests.conftest import edited, problems, refused, shake, shown
 from tests.each import mostly
 from tests.text.test_tokenizing import letters, lines
 from tests.tiny import save_tiny
@@ -456,13 +457,11 @@ def test_models_and_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
             route_report(place / name, text)
     (tmp_path / "empty.txt").write_text(" \n")
     texts = [none, tmp_path / "empty.txt", text]
-    assert refusal(route_report, place / "posterior", texts, error=DataError).splitlines() == [
-        f"{none}: there is no such file. Give UTF-8 text, JSONL or a saved dataset.",
-        f"{tmp_path / 'empty.txt'}: is empty, expected at least one document with some text.",
+    assert problems(route_report, place / "posterior", texts, error=DataError) == [
+        Problem("text-not-found", none),
+        Problem("text-empty", tmp_path / "empty.txt"),
     ]
-    assert refusal(route_report, place / "posterior", [], error=DataError) == (
-        "There is no text to report on. Give a file with --text."
-    )
+    assert problems(route_report, place / "posterior", [], error=DataError) == [Problem("report-without-text")]
 
 
 def test_a_text_of_one_token_is_shown_beside_longer_ones_without_numbers(place: Path, tmp_path: Path) -> None:

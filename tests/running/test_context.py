@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from scale_surgery import DataError
+from scale_surgery.errors import Problem
 from scale_surgery.running.context import choose_length, context_of
-from tests.conftest import refusal
+from tests.conftest import problems
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma3_text"])
@@ -39,11 +40,11 @@ def test_the_length_is_what_was_asked_for_or_the_shortest_context(asked, context
 
 
 def test_a_length_that_does_not_fit():
-    text = refusal(choose_length, 65, {"one": 64, "two": None, "three": 8, "four": 65}, error=DataError)
-    assert text.splitlines() == [
-        "--sequence-length is 65, expected at most 64, the context of one.",
-        "--sequence-length is 65, expected at most 8, the context of three.",
+    contexts = {"one": 64, "two": None, "three": 8, "four": 65}
+    assert problems(choose_length, 65, contexts, error=DataError) == [
+        Problem("length-over-context", "--sequence-length", length=65, context=64, model="one"),
+        Problem("length-over-context", "--sequence-length", length=65, context=8, model="three"),
     ]
-    assert refusal(choose_length, 1, {"one": 64}, error=DataError) == (
-        "--sequence-length is 1, expected at least 2: the first token is not predicted."
-    )
+    assert problems(choose_length, 1, {"one": 64}, error=DataError) == [
+        Problem("length-too-short", "--sequence-length", length=1)
+    ]

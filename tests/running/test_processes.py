@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from scale_surgery import PlanError, RunOptions
+from scale_surgery.errors import Problem
 from scale_surgery.running.processes import join_processes, shared_out
-from tests.conftest import refusal
+from tests.conftest import problems
 
 SCRIPT = """
 import json, sys
@@ -51,7 +52,4 @@ def test_two_processes_compute_a_half_each_and_get_all(tmp_path: Path) -> None:
 def test_a_model_is_not_sharded_to_be_measured(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert refusal(join_processes, RunOptions(), error=PlanError) == (
-        "The launcher asks for FSDP, expected a whole model in each process. Type, without its configuration: "
-        "accelerate launch --multi_gpu --num_processes 2 -m scale_surgery ..."
-    )
+    assert problems(join_processes, RunOptions(), error=PlanError) == [Problem("launcher-with-fsdp", processes=2)]

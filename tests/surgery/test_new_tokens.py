@@ -364,7 +364,7 @@ def test_in_memory(base_of, tmp_path):
     for name, path in (("default", wide), ("law", law)):
         with model.use_expansion(name):
             assert torch.equal(logits(model)[..., :ROWS], logits(load(path))[..., :ROWS])
-    with pytest.raises(PlanError, match="adds tokens, as default of this model does, expected one expansion that does"):
+    with refused("tokens-of-two-expansions", taken.name, PlanError):
         load_expansion(model, taken, name="again")
     copy = deepcopy(model)
     model.delete_expansion("default")

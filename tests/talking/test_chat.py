@@ -274,7 +274,7 @@ def test_a_context_that_is_full(templated: Path) -> None:
     shown = talk(templated, "x" * 180, "y" * 100, "z" * 300, "Who?", options=("--raw",))
     notes = " ".join(shown.stdout.split())
     assert notes.count("templated: the context is 256 tokens, so the oldest turn is left out") == 1
-    assert "The prompt has 300 tokens, expected fewer than 256, the context of templated" in " ".join(
+    assert "the prompt has 300 tokens, expected fewer than 256, the context of templated" in " ".join(
         shown.stderr.split()
     )
     full = talk(templated, "x" * 250, options=("--raw",)).stdout

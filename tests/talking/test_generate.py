@@ -200,7 +200,7 @@ def test_the_oldest_turns_are_left_out(templated: Path) -> None:
         "[system]S\n[user]m1\n[assistant]a1\n[user]m2\n[assistant]a2\n[user]xxxxxxxxxx\n[assistant]", 1,
     )  # fmt: skip
     # what does not fit alone takes nothing away
-    with pytest.raises(DataError, match="The prompt has 136 tokens, expected fewer than 110, the context of templated"):
+    with pytest.raises(DataError, match="the prompt has 136 tokens, expected fewer than 110, the context of templated"):
         conversation.encode("x" * 108, settings)
     assert len(conversation.turns) == 2
     assert read_by(conversation, "x" * 60, settings)[1] == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.options import own_warnings
-from scale_surgery.errors import DataError, TextWarning
+from scale_surgery.errors import DataError, Problem, TextWarning
 from scale_surgery.running.tokenizer import digest_tokenizer
 from scale_surgery.text.answers import end_ids
+from scale_surgery.text.conversations import READ
 from scale_surgery.text.documents import Document, read_documents
 from scale_surgery.text.tokenizing import tokenize
-from tests.conftest import refusal
+from tests.conftest import problems
 
 # of most templates here the end is no token at which the shipped model stops: see the test of that warning
 pytestmark = pytest.mark.filterwarnings("ignore:.* ends the answers, and this model stops at")
@@ -151,11 +151,12 @@ class Place:
                 spans.append([])
         return [tokenizer.decode(span) for span in spans if span]
 
-    def refused(self, template: str, messages: Any, ends: tuple[str, ...] = (), **row: Any) -> str:
-        problem = refusal(self.read, template, messages, ends, error=DataError, **row)
-        place = f"{self.folder}/a.jsonl, line 1: "
-        assert problem.startswith(place)
-        return problem.removeprefix(place)
+    def refused(self, template: str, messages: Any, ends: tuple[str, ...] = (), **row: Any) -> Problem:
+        """The problem of a conversation, with its place in the row."""
+        (found,) = problems(self.read, template, messages, ends, error=DataError, **row)
+        file, _, inside = found.where.partition(", line 1")
+        assert file == f"{self.folder}/a.jsonl"
+        return Problem(found.code, inside.removeprefix(": "), **found.values)
 
 
 @pytest.fixture
@@ -181,6 +182,10 @@ def test_words_and_the_token_that_ends_them_are_learned(place: Place) -> None:
     assert place.read("ended", [ASKED, say("assistant", "Ünïcode e\u0301 東京")]) == ["Ünïcode e\u0301 東京<|end|>"]
 
 
+def endless(tail: str) -> Problem:
+    return Problem("answer-without-end", "message 2", tail=tail, ends=["</s>"])
+
+
 def test_a_turn_that_the_next_role_ends(place: Place) -> None:
     ends = ("<|user|>", "<|tool|>")
     assert place.read("open", TURNS, ends) == ["Yo.<|user|>", "Me.<|user|>"]
@@ -190,14 +195,9 @@ def test_a_turn_that_the_next_role_ends(place: Place) -> None:
     assert place.read("open", CALLED, ends) == [called]
     # without the model's end tokens the last turn alone can end, in the tokenizer's own
     assert place.read("open", TURNS[:2]) == ["Yo.</s>"]
-    assert place.refused("open", TURNS) == (
-        "the chat template writes no token that ends message 2: '<|user|>\\n' follows, and the model stops at </s>. "
-        'Put the token into the template, mask the message by "weight": 0, or give the row up to it.'
-    )
+    assert place.refused("open", TURNS) == endless("<|user|>\n")
     assert place.read("endless", TURNS[:2]) == [" Yo.</s>"]
-    assert place.refused("endless", TURNS).startswith(
-        "the chat template writes no token that ends message 2: '\\nuser: '"
-    )
+    assert place.refused("endless", TURNS) == endless("\nuser: ")
     assert place.read("endless", [ASKED, ANSWERED | {"weight": 0}, *TURNS[2:]]) == [" Me.</s>"]
 
 
@@ -206,35 +206,29 @@ def test_an_end_that_only_the_last_turn_has(place: Place) -> None:
     assert place.read("channels", TURNS, ("<|return|>",)) == ["Yo.<|return|>", "Me.<|return|>"], "the model stops there"
 
 
+def left_out(where: str, what: str) -> Problem:
+    return Problem("template-leaves-out", where, what=what)
+
+
 def test_what_a_template_leaves_out_is_refused(place: Place) -> None:
     assert place.read("parts", TURNS) == ["Yo.<|end|>", "Me.<|end|>"], "as parts"
-    left = "Leave it out of the row too, or take a template that writes it."
     for template in ("no calls", "parts"):
-        assert (
-            place.refused(template, CALLED)
-            == f"the chat template leaves out the name of the call of rain of message 2. {left}"
-        )
-    assert place.refused("no calls", THOUGHT) == f"the chat template leaves out the thought of message 2. {left}"
-    assert place.refused("merged", [say("system", "Be kind."), *TURNS]) == (
-        f"the chat template leaves out the words of message 1. {left}"
-    )
+        assert place.refused(template, CALLED) == left_out("message 2", "the name of the call of rain")
+    assert place.refused("no calls", THOUGHT) == left_out("message 2", "the thought")
+    assert place.refused("merged", [say("system", "Be kind."), *TURNS]) == left_out("message 1", "the words")
     tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]
-    assert place.refused("no calls", TURNS, tools=tools) == f"the chat template leaves out the tool rain. {left}"
+    assert place.refused("no calls", TURNS, tools=tools) == left_out('"tools"', "rain")
     assert place.read("ended", TURNS, tools=tools) == place.read("ended", TURNS)
     # a name that the template itself has in its words, and one that is a role
     for name in ("start", "user"):
         named = [{"type": "function", "function": {"name": name, "parameters": {}}}]
-        assert place.refused("no calls", TURNS, tools=named) == f"the chat template leaves out the tool {name}. {left}"
+        assert place.refused("no calls", TURNS, tools=named) == left_out('"tools"', name)
         assert place.read("ended", TURNS, tools=named) == place.read("ended", TURNS)
-    for template, what in {
-        "shouting": "leaves out the words of message 1",
-        "twice": "writes the words of message 2 twice",
-    }.items():
-        assert place.refused(template, TURNS).startswith(f"the chat template {what}")
-    for place_, words in {1: [say("user", "<think>?"), ANSWERED], 2: [ASKED, say("assistant", "By <think>.")]}.items():
-        assert place.refused("looking", words).startswith(
-            f"the chat template changes the words of message {place_}, or"
-        )
+    assert place.refused("shouting", TURNS) == left_out("message 1", "the words")
+    assert place.refused("twice", TURNS) == Problem("template-writes-twice", "message 2", what="the words")
+    for number, words in {1: [say("user", "<think>?"), ANSWERED], 2: [ASKED, say("assistant", "By <think>.")]}.items():
+        reads = Problem("template-reads-words", f"message {number}", what="the words")
+        assert place.refused("looking", words) == reads
     # the control: a template that writes them
     assert place.read("looking", TURNS) == ["Yo.<|end|>", "Me.<|end|>"]
     assert place.read("ended", CALLED) == ['<call>rain {"city": "Paris", "days": 3}</call><|end|>']
@@ -271,7 +265,8 @@ def test_calls_and_tools_need_no_function_around_them(place: Place) -> None:
 def test_an_empty_list_of_calls_or_tools_is_none(place: Place) -> None:
     for empty in ([], "", "[]", "null", None):
         assert place.read("listed", [ASKED, ANSWERED | {"tool_calls": empty}], tools=empty) == ["Yo.<|end|>"]
-        assert place.refused("listed", [ASKED, say("assistant", "", tool_calls=empty)]).startswith("nobody answers")
+        silent = place.refused("listed", [ASKED, say("assistant", "", tool_calls=empty)])
+        assert silent == Problem("conversation-unanswered", conversations=1)
     assert place.read("listed", CALLED)[0].startswith('[{"type": "function", "function": {"name": "rain"'), (
         "the control"
     )
@@ -279,10 +274,10 @@ def test_an_empty_list_of_calls_or_tools_is_none(place: Place) -> None:
 
 def test_messages_may_be_a_json_text(place: Place) -> None:
     assert place.read("ended", json.dumps(TURNS)) == place.read("ended", TURNS) == ["Yo.<|end|>", "Me.<|end|>"]
-    assert place.refused("ended", json.dumps([ASKED, say("model", "Yo.")])).startswith(
-        'message 2 of "messages": the role is "model"'
-    )
-    assert place.refused("ended", str(TURNS)).startswith('"messages" is a text and no JSON'), "as Python prints it"
+    wrong = place.refused("ended", json.dumps([ASKED, say("model", "Yo.")]))
+    assert (wrong.code, wrong.where) == ("role-unknown", 'message 2 of "messages"')
+    printed = place.refused("ended", str(TURNS))
+    assert (printed.code, printed.where) == ("field-no-json", '"messages"'), "as Python prints it"
     file = place.folder / "a.jsonl"
     for value in (TURNS, json.dumps(TURNS)):
         file.write_text(json.dumps({"chat": value}))
@@ -310,19 +305,15 @@ def test_thoughts(place: Place) -> None:
     called = '<call>rain {"city": "Paris", "days": 3}</call><|end|>'
     assert place.read("thinking", CALLED) == [called]
     assert place.read("thinking", [*CALLED, say("tool", "5 mm"), ANSWERED]) == [called, "Yo.<|end|>"]
-    assert place.refused("thinking", [*THOUGHT, *TURNS[2:]]).startswith(
-        "the chat template leaves out the thought of message 2."
-    )
+    assert place.refused("thinking", [*THOUGHT, *TURNS[2:]]) == left_out("message 2", "the thought")
     # under the name that the template has, and kept in earlier turns by its own switch
     assert place.read("kept", [*THOUGHT, *TURNS[2:]]) == ["<think>Hm.</think>Yo.<|end|>", "Me.<|end|>"]
 
 
 def test_marks_of_a_template_choose_answers(place: Place) -> None:
     assert place.read("marked", TURNS) == ["Me.<|end|>"], "the words and their end alone, though more is marked"
-    assert place.refused("half marked", [ASKED, say("assistant", "Yo there.")]) == (
-        "the chat template marks a part of message 2 by {% generation %}, expected all of its words or none. Mend the "
-        "template."
-    )
+    half = place.refused("half marked", [ASKED, say("assistant", "Yo there.")])
+    assert half == Problem("template-marks-part", "message 2")
 
 
 @pytest.mark.parametrize("key", ("weight", "train", "training", "loss"))
@@ -331,16 +322,16 @@ def test_a_message_may_be_masked(place: Place, key: str) -> None:
     assert place.read("ended", [ASKED, first, ASKED, second]) == ["Me.<|end|>"]
     assert place.read("ended", [ASKED, first | {key: False}, ASKED, second | {key: True}]) == ["Me.<|end|>"]
     for value in (0.5, "0", 2, [1]):
-        assert place.refused("ended", [ASKED, ANSWERED | {key: value}]) == (
-            f'message 2 of "messages": "{key}" is {value!r}, expected 0, which masks the message, or 1.'
-        )
+        wrong = place.refused("ended", [ASKED, ANSWERED | {key: value}])
+        assert (wrong.code, wrong.where) == ("value-unfit", f'message 2 of "messages": "{key}"')
+        assert wrong.values["value"] == repr(value)
 
 
 def test_words_that_end_a_turn_are_refused(place: Place) -> None:
     for words in ("Yo.<|end|>No.", "</s>"):
         end = re.findall("<.*>", words)[0]
-        assert place.refused("ended", [ASKED, say("assistant", words)]) == (
-            f"message 2 holds {end}, which ends a turn. Take it out."
+        assert place.refused("ended", [ASKED, say("assistant", words)]) == Problem(
+            "answer-holds-end", "message 2", token=end
         )
     assert place.read("ended", [say("user", "What is <|end|>?"), ANSWERED]) == ["Yo.<|end|>"], "not learned"
 
@@ -353,33 +344,32 @@ def test_text_parts(place: Place) -> None:
     assert place.read("ended", single) == place.read("parts", single) == ["Yo.<|end|>"]
     several = [ASKED, say("assistant", [part("Yo."), part(" So.")])]
     assert place.read("parts", several) == ["Yo. So.<|end|>"]
-    assert place.refused("ended", several).startswith("the chat template writes message 2 as Python prints a value.")
+    assert place.refused("ended", several) == Problem("template-prints-python", "message 2")
     image = [say("user", [{"type": "image_url", "image_url": {}}]), ANSWERED]
-    assert place.refused("parts", image) == (
-        'message 1 of "messages": "content" holds a part of the type "image_url", expected text alone.'
+    assert place.refused("parts", image) == Problem(
+        "part-no-text", 'message 1 of "messages": a part of "content"', type="image_url"
     )
 
 
 def test_what_no_conversation_may_hold_is_named(place: Place) -> None:
-    expected = "expected assistant, whose messages are learned, or developer, system, user, tool."
-    found: Mapping[str, dict[str, Any]] = {
-        f'the role is "model", {expected}': say("model", "Yo."),
-        f'the role is "Assistant", {expected}': say("Assistant", "Yo."),
-        'has "function_call", expected "tool_calls", a list.': say("assistant", "", function_call={"name": "rain"}),
-        '"arguments" is a text and no JSON (Expecting value: line 1 column 1 (char 0)), expected an object, perhaps as '
-        "a JSON text in the call of rain.": say("assistant", "", tool_calls=[call("Paris")]),
-        '"arguments" is a list, expected an object, perhaps as a JSON text in the call of rain.': say(
-            "assistant", "", tool_calls=[call("[1]")]
-        ),
-        '"tool_calls" holds no name of a function, expected {"function": {"name", "arguments"}}.': say(
-            "assistant", "", tool_calls=[{"function": {}}]
-        ),
-        "thinking and reasoning differ, expected one thought.": say("assistant", "Yo.", thinking="a", reasoning="b"),
-        '"thinking" is a list, expected a text.': say("assistant", "Yo.", thinking=["a"]),
-    }
-    for problem, message in found.items():
-        assert place.refused("ended", [ASKED, message]) == f'message 2 of "messages": {problem}'
-    assert place.refused("ended", TURNS, tools="[").startswith('"tools" is a text and no JSON')
+    def said(**more: Any) -> dict[str, Any]:
+        return say("assistant", "", **more)
+
+    json_object, arguments = "an object, perhaps as a JSON text", 'the call of rain: "arguments"'
+    no_json = {"error": "Expecting value: line 1 column 1 (char 0)", "kind": json_object}
+    found = [
+        (say("model", "Yo."), Problem("role-unknown", role="model", roles=READ)),
+        (say("Assistant", "Yo."), Problem("role-unknown", role="Assistant", roles=READ)),
+        (said(function_call={"name": "rain"}), Problem("function-call-old")),
+        (said(tool_calls=[call("Paris")]), Problem("field-no-json", arguments, **no_json)),
+        (said(tool_calls=[call("[1]")]), Problem("value-unfit", arguments, value="a list", kind=json_object)),
+        (said(tool_calls=[{"function": {}}]), Problem("call-without-name", '"tool_calls"')),
+        (said(thinking="a", reasoning="b"), Problem("thoughts-differ", keys=["thinking", "reasoning"])),
+        (said(thinking=["a"]), Problem("value-unfit", '"thinking"', value="a list", kind="a text")),
+    ]
+    for message, problem in found:
+        assert place.refused("ended", [ASKED, message]) == problem.within('message 2 of "messages"')
+    assert place.refused("ended", TURNS, tools="[").code == "field-no-json"
     assert place.read("ended", [say("ipython", "5"), *TURNS]) == place.read("ended", TURNS), (
         "a role that answers nothing"
     )
@@ -390,14 +380,12 @@ def test_conversations_that_nobody_answers_are_counted(place: Place) -> None:
     silent = [[ASKED], [ASKED, say("assistant", " ")], [ASKED, ANSWERED | {"weight": 0}], [ANSWERED]]
     rows = [TURNS, *silent]
     file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    with pytest.warns(TextWarning, match=r"b\.jsonl, line 2: nobody answers.*, and in 3 other conversations neither\."):
+    with pytest.warns(TextWarning, match=r"b\.jsonl, line 2: nobody answers \(4 conversations in all\)"):
         assert len(list(read_documents([file]))) == 1
     file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in silent))
-    problem = refusal(lambda: list(read_documents([file])), error=DataError)
-    assert problem == (
-        f"{file}, line 1: nobody answers, expected words of the assistant after another message, not masked, "
-        "and in 3 other conversations neither, and there is no other text. Give conversations with answers."
-    )
+    assert problems(lambda: list(read_documents([file])), error=DataError) == [
+        Problem("conversation-unanswered", f"{file}, line 1", conversations=4)
+    ]
 
 
 def test_a_command_prints_what_is_left_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +442,6 @@ def test_a_token_that_holds_more_than_the_answer_is_refused() -> None:
         if not outside:
             assert tokenize([document], tokenizer).labels[-2:].tolist() == [0, 1]
             continue
-        assert refusal(tokenize, [document], tokenizer, error=DataError) == (
-            "a.jsonl, line 1: a token of message 2 holds '>' too, which is no part of it. Make what the template "
-            "writes around answers special tokens of the tokenizer."
-        )
+        assert problems(tokenize, [document], tokenizer, error=DataError) == [
+            Problem("token-beyond-answer", "a.jsonl, line 1: message 2", outside=">")
+        ]

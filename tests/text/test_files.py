@@ -15,11 +15,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.text import documents
 from scale_surgery.text.documents import read_documents, read_questions
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.sources import parse_source
-from tests.text.test_tokenizing import lines, read, refused
+from scale_surgery.text.text_files import FORMS
+from tests.conftest import refused
+from tests.text.test_tokenizing import found_in, lines, read
 
 CARD = "---\nlicense: mit\n{}---\nAbout this dataset.\n"
 
@@ -100,61 +103,55 @@ def test_a_null_that_was_typed_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (datetime.datetime(2024, 1, 2), "datetime (2024-01-02 00:00:00)"),
-        (decimal.Decimal("1.50"), "Decimal (1.50)"),
-        (b"x", "bytes (b'x')"),
+        (datetime.datetime(2024, 1, 2), "datetime"),
+        (decimal.Decimal("1.50"), "Decimal"),
+        (b"x", "bytes"),
     ],
 )
 def test_what_json_cannot_hold_is_named_where_it_is_read(tmp_path: Path, value: Any, kind: str) -> None:
     rows = [{**ROWS[0], "other": {"date": value}}, {**call("at", time=value), "other": {"date": value}}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert refused(tmp_path / "a.parquet") == (
-        f'{tmp_path}/a.parquet, row 2: "messages" holds a {kind}, which JSON does not have; write it as a text.'
-    )
+    place = f'{tmp_path}/a.parquet, row 2: "messages"'
+    assert found_in(tmp_path / "a.parquet") == [Problem("value-unlike-json", place, kind=kind, value=str(value))]
 
 
 # tables
 
-FIELDS_MORE = 'a field with a comma or a line break in it needs quotes: "..."'
+
+def unlike_head(line: int, fields: int, columns: int) -> Problem:
+    return Problem("row-unlike-head", f"line {line}", fields=fields, columns=columns, separator="comma")
+
+
+def other_separator(head: str, found: str) -> Problem:
+    return Problem("head-of-other-separator", "line 1", head=head, found=found, separator=",")
 
 
 @pytest.mark.parametrize(
     ("content", "problems"),
     [
-        ("text,label\nThe cat sat.,animals,\n", [f"line 2: has 3 fields, the head has 2; {FIELDS_MORE}"]),
-        ("text\nHello, you\n", [f"line 2: has 2 fields, the head has 1; {FIELDS_MORE}"]),
-        ("id,text,label\n1,One\nmore,x\n", [f"line {n}: has 2 fields, the head has 3; {FIELDS_MORE}" for n in (2, 3)]),
-        ('text,label\n"a\n\nb",x\n\nc,d,e\n', [f"line 6: has 3 fields, the head has 2; {FIELDS_MORE}"]),
-        (
-            'text,label\na,b\n"c,d\ne,f\n',
-            ['line 3: is no row of a table (unexpected end of data): a " is missing, or stands alone'],
-        ),
-        (
-            'text,label\n"a"b,c\n',
-            ["line 2: is no row of a table (',' expected after '\"'): a \" is missing, or stands alone"],
-        ),
-        ("text;label\nHello, you;x\n", ["line 1: is 'text;label', which ';' separates and not ','; expected a head"]),
-        ("text\tlabel\na\tx\n", ["line 1: is 'text\\tlabel', which '\\t' separates and not ','; expected a head"]),
-        ("text\nHello; you\na,b\n", [f"line 3: has 2 fields, the head has 1; {FIELDS_MORE}"]),
-        ("text,\nHello, you\n", ["line 2: has ' you' in a column that has no name in the head"]),
-        (
-            "text,label,text\na,b,c\n",
-            ['line 1: "text" is the name of 2 columns; expected a head with the name of each'],
-        ),
-        ("The cat sat.\n", ["holds a head alone, expected a head and rows below it"]),
+        ("text,label\nThe cat sat.,animals,\n", [unlike_head(2, 3, 2)]),
+        ("text\nHello, you\n", [unlike_head(2, 2, 1)]),
+        ("id,text,label\n1,One\nmore,x\n", [unlike_head(2, 2, 3), unlike_head(3, 2, 3)]),
+        ('text,label\n"a\n\nb",x\n\nc,d,e\n', [unlike_head(6, 3, 2)]),
+        ('text,label\na,b\n"c,d\ne,f\n', [Problem("row-no-table", "line 3", error="unexpected end of data")]),
+        ('text,label\n"a"b,c\n', [Problem("row-no-table", "line 2", error="',' expected after '\"'")]),
+        ("text;label\nHello, you;x\n", [other_separator("text;label", ";")]),
+        ("text\tlabel\na\tx\n", [other_separator("text\tlabel", "\t")]),
+        ("text\nHello; you\na,b\n", [unlike_head(3, 2, 1)]),
+        ("text,\nHello, you\n", [Problem("column-without-name", "line 2", value=" you")]),
+        ("text,label,text\na,b,c\n", [Problem("column-name-twice", "line 1", name="text", columns=2)]),
+        ("The cat sat.\n", [Problem("table-without-rows")]),
     ],
 )
 @pytest.mark.parametrize("where", ("alone", "folder", "compressed"))
 def test_a_row_that_does_not_fit_the_head_is_refused(
-    tmp_path: Path, content: str, problems: list[str], where: str
+    tmp_path: Path, content: str, problems: list[Problem], where: str
 ) -> None:
     file = tmp_path / "texts" / ("a.csv.gz" if where == "compressed" else "a.csv")
     file.parent.mkdir()
     file.write_bytes(gzip.compress(content.encode()) if where == "compressed" else content.encode())
-    found = refused(file.parent if where == "folder" else file).splitlines()
-    assert len(found) == len(problems)
-    for line, problem in zip(found, problems, strict=True):
-        assert line.removeprefix(f"{file}").lstrip(":, ").startswith(problem)
+    placed = [Problem(each.code, ", ".join(filter(None, (f"{file}", each.where))), **each.values) for each in problems]
+    assert found_in(file.parent if where == "folder" else file) == placed
 
 
 @pytest.mark.parametrize(
@@ -181,7 +178,7 @@ def test_pandas_takes_no_column_for_names(tmp_path: Path, rows: str, is_read: bo
     if is_read:
         assert read(tmp_path) == [("", "The cat sat.")]
     else:
-        assert "rows of its table have more fields than the head" in refused(tmp_path)
+        assert found_in(tmp_path) == [Problem("rows-longer-than-head", tmp_path)]
 
 
 # JSON under other names
@@ -211,12 +208,14 @@ def test_json_may_stand_in_several_lines(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"text": "one\ntwo"}, indent=2))
     assert places(tmp_path / "a.json") == [(f"{tmp_path}/a.json, entry 1", "one\ntwo")]
     (tmp_path / "a.json").write_text(content[:-5])
-    assert "is not JSON (" in refused(tmp_path / "a.json"), "the control"
+    assert found_in(tmp_path / "a.json")[-1].code == "row-no-json", "the control"
 
 
 def test_the_line_at_which_an_array_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[\n  {\n    "text": "one"\n  },\n  {\n    "text": two\n  }\n]\n')
-    assert refused(tmp_path / "a.json") == f"{tmp_path}/a.json, line 6: is not JSON (Expecting value in column 13)."
+    assert found_in(tmp_path / "a.json") == [
+        Problem("row-no-json", f"{tmp_path}/a.json, line 6", error="Expecting value in column 13")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -240,10 +239,8 @@ def test_the_line_at_which_an_array_is_damaged_is_named(tmp_path: Path) -> None:
 def test_rows_of_json_are_no_plain_text(tmp_path: Path, content: str, suffix: str, name: str) -> None:
     file = tmp_path / name
     file.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
-    problem = f"{file}: holds JSON objects and has the name of plain text, which would be learned with its braces. "
-    for refusal in (refused(file), refused(tmp_path)):
-        assert refusal.startswith(f"{problem}Let its name end with {suffix};")
-    with pytest.raises(documents.DataError, match="holds JSON objects"):
+    assert found_in(file) == found_in(tmp_path) == [Problem("text-is-json", file, suffix=suffix)]
+    with refused("text-is-json", file, DataError):
         read_questions([file])
 
 
@@ -268,29 +265,32 @@ def test_braces_may_stand_in_a_text(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "is_what"),
+    ("content", "form"),
     [
-        ("text".encode("utf-16"), "is UTF-16 text, expected UTF-8 text. Convert it: iconv -f UTF-16 -t UTF-8."),
-        ("text".encode("utf-16-le"), "holds NUL characters, expected UTF-8 text. Is it UTF-16, or no text at all?"),
-        (b"%PDF-1.4 plain", "is a PDF file, expected UTF-8 text. Save its text."),
-        (b"PK\x03\x04plain", "is a zip archive (.docx, "),
-        (
-            gzip.compress(b"text", mtime=0),
-            "is compressed by gzip, expected UTF-8 text. Unpack it, or let its name end with .gz.",
-        ),
-        (bz2.compress(b"text"), "is compressed by bzip2, expected UTF-8 text. Unpack it."),
-        (b"\x28\xb5\x2f\xfdtext", "is compressed by zstd, "),
-        (b"\x89PNG\r\n\x1a\n", "is an image, expected UTF-8 text. Leave it out."),
-        (b"PAR1\x15", "is a Parquet file, expected UTF-8 text. Let its name end with .parquet."),
+        ("text".encode("utf-16"), "UTF-16 text"),
+        (b"%PDF-1.4 plain", "a PDF file"),
+        (b"PK\x03\x04plain", "a zip archive (.docx, .xlsx, .epub and .odt are some too)"),
+        (gzip.compress(b"text", mtime=0), "compressed by gzip"),
+        (bz2.compress(b"text"), "compressed by bzip2"),
+        (b"\x28\xb5\x2f\xfdtext", "compressed by zstd"),
+        (b"\x89PNG\r\n\x1a\n", "an image"),
+        (b"PAR1\x15", "a Parquet file"),
     ],
 )
 @pytest.mark.parametrize("name", ("a", "a.txt", "a.png"))
-def test_what_is_no_text_is_refused_by_its_name(tmp_path: Path, content: bytes, is_what: str, name: str) -> None:
+def test_what_is_no_text_is_refused_by_its_name(tmp_path: Path, content: bytes, form: str, name: str) -> None:
     (tmp_path / name).write_bytes(content)
     (tmp_path / "b.txt").write_text("BZh, PAR1 and GIF8 begin words too.")
     assert read(tmp_path / "b.txt") == [("", "BZh, PAR1 and GIF8 begin words too.")]
+    advice = {what: advice for _, what, advice in FORMS}[form]
     for text in (tmp_path / name, tmp_path):
-        assert refused(text).startswith(f"{tmp_path / name}: {is_what}")
+        assert found_in(text) == [Problem("text-of-other-form", tmp_path / name, form=form, advice=advice)]
+
+
+def test_utf_16_without_its_mark_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16-le"))
+    for text in (tmp_path / "a.txt", tmp_path):
+        assert found_in(text) == [Problem("text-with-nul", tmp_path / "a.txt")]
 
 
 def test_compressed_text_is_read_and_damaged_is_refused(tmp_path: Path) -> None:
@@ -299,10 +299,12 @@ def test_compressed_text_is_read_and_damaged_is_refused(tmp_path: Path) -> None:
     assert read(tmp_path / "a.md.gz") == [("", text.replace("\r\n", "\n"))]
     for damaged in (gzip.compress(text.encode())[:-9], text.encode()):
         (tmp_path / "a.md.gz").write_bytes(damaged)
-        assert refused(tmp_path / "a.md.gz").startswith(f"{tmp_path}/a.md.gz: cannot be read as text (")
+        with refused("text-unreadable", tmp_path / "a.md.gz", DataError):
+            read(tmp_path / "a.md.gz")
     for name in ("a.jsonl", "a.csv", "a.json"):
         (tmp_path / name).write_bytes(gzip.compress(TWO.encode()))
-        assert refused(tmp_path / name).startswith(f"{tmp_path / name}: is compressed by gzip, expected UTF-8 text.")
+        with refused("text-of-other-form", tmp_path / name, DataError):
+            read(tmp_path / name)
 
 
 # folders
@@ -332,10 +334,12 @@ def test_a_folder_is_its_files_as_if_each_was_named_alone(folder: Path) -> None:
     alone = list(read_documents([folder / name for name in names]))
     assert list(read_documents([folder])) == alone
     assert [document.text for document in alone] == ["if True:\n\n    pass\n", "saved", "one", " a", PAGE, "row"]
-    assert (
-        refused(f"{folder},column=text") == f"{folder}/code.py: is plain text, which has no column. Leave ,column= out."
-    )
-    assert refused(f"{folder},config=en").startswith(f"{folder}: is a folder of files, which has no config.")
+    assert found_in(f"{folder},column=text") == [
+        Problem("text-without-setting", folder / "code.py", kind="plain text", setting="column")
+    ]
+    assert found_in(f"{folder},config=en") == [
+        Problem("text-without-setting", folder, kind="a folder of files", setting="config")
+    ]
 
 
 def test_a_long_file_of_a_folder_comes_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,17 +352,18 @@ def test_a_long_file_of_a_folder_comes_in_pieces(folder: Path, monkeypatch: pyte
 
 def test_what_cannot_be_read_in_a_folder_is_named(folder: Path, tmp_path: Path) -> None:
     (folder / "sub" / "scan.pdf").write_bytes(b"%PDF-1.4")
-    assert refused(folder) == f"{folder}/sub/scan.pdf: is a PDF file, expected UTF-8 text. Save its text."
+    with refused("text-of-other-form", folder / "sub" / "scan.pdf", DataError):
+        read(folder)
     (folder / "sub" / "scan.pdf").unlink()
     (folder / "link").symlink_to(tmp_path)
-    assert refused(folder) == f"{folder}/link: is a link to a folder, which is not followed. Name that folder itself."
+    assert found_in(folder) == [Problem("link-to-folder", folder / "link")]
     (folder / "link").unlink()
     (folder / "link").symlink_to(tmp_path / "nothing.txt")
-    assert refused(folder).startswith(f"{folder}/link: there is no such file.")
+    assert found_in(folder) == [Problem("text-not-found", folder / "link")]
     (folder / "link").unlink()
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
-    assert refused(folder).startswith(f"{folder}/model: is a model (config.json says model_type 'llama')")
+    assert found_in(folder) == [Problem("text-is-model", folder / "model", model_type="llama")]
 
 
 @pytest.mark.parametrize(
@@ -378,11 +383,11 @@ def test_of_several_splits_one_has_to_be_said(tmp_path: Path, names: list[str], 
         if name.endswith(".txt"):
             (tmp_path / name).write_text(name)
     (tmp_path / "README.md").write_text("About these files.")
-    assert refused(tmp_path) == (
-        f"{tmp_path}: holds the splits {', '.join(splits)}. Say which is meant: {tmp_path},split={splits[0]}."
-    )
+    assert found_in(tmp_path) == [Problem("split-not-said", tmp_path, splits=splits, first=splits[0])]
     assert sorted(text for split in splits for _, text in read(f"{tmp_path},split={split}")) == sorted(names)
-    assert refused(f"{tmp_path},split=best").startswith(f"{tmp_path}: has no split best, it holds {', '.join(splits)}.")
+    assert found_in(f"{tmp_path},split=best") == [
+        Problem("split-unknown", tmp_path, split="best", splits=splits, first=splits[0])
+    ]
 
 
 def test_names_of_other_files_say_no_split(tmp_path: Path) -> None:
@@ -398,10 +403,7 @@ def test_rows_beside_a_test_are_not_taken_without_a_word(tmp_path: Path) -> None
     lines(tmp_path / "rows.jsonl", {"text": "x"})
     lines(tmp_path / "test.jsonl", {"text": "y"})
     for text in (f"{tmp_path}", f"{tmp_path},split=test"):
-        assert refused(text) == (
-            f"{tmp_path}: the names of other files say the split test, and none is said by rows.jsonl. Give the files "
-            "that are meant one by one."
-        )
+        assert found_in(text) == [Problem("files-without-split", tmp_path, files=["rows.jsonl"], split="test")]
 
 
 def test_a_card_is_no_text_and_says_what_is_read(tmp_path: Path) -> None:

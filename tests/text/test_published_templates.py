@@ -170,7 +170,7 @@ def take(template: Path, folder: Path) -> tuple[str, dict[str, str]]:
         try:
             learned = read(row, tokenizer, folder)
         except DataError as error:
-            assert f"{error}".startswith(f"{folder}/row.jsonl, line 1: ")
+            assert all(problem.where.startswith(f"{folder}/row.jsonl, line 1") for problem in error.problems)
             reasons[sort] = f"{error}".partition("line 1: ")[2]
             signs += "-"
         else:

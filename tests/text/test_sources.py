@@ -9,12 +9,12 @@ from typing import Any
 import datasets
 import pytest
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.text.documents import read_documents, read_questions
-from scale_surgery.text.saved_datasets import digest_of
+from scale_surgery.text.saved_datasets import FORMATS, LONGEST, digest_of
 from scale_surgery.text.sources import TextSource, parse_source
-from tests.conftest import refusal
-from tests.text.test_tokenizing import lines
+from tests.conftest import problems, refused
+from tests.text.test_tokenizing import found_in, lines
 
 ROWS = [
     {"body": "one", "text": "un", "n": 1},
@@ -27,10 +27,6 @@ def read(*texts: str | Path) -> list[tuple[str, str]]:
     return [(document.text, document.source) for document in read_documents(texts)]
 
 
-def refused(*texts: str | Path) -> list[str]:
-    return refusal(read, *texts, error=DataError).splitlines()
-
-
 # how a text is named
 
 
@@ -40,11 +36,10 @@ def test_settings_follow_after_commas() -> None:
         "org/name", column="body", split="train[:10]", config="en", revision="v1"
     )
     assert parse_source(Path("a,b.txt")) == TextSource("a,b.txt"), "a comma in a name"
-    text = refusal(parse_source, "org/name,splt=train,column=a,column=b", error=DataError)
-    assert text.splitlines() == [
-        "org/name,splt=train,column=a,column=b: splt is no setting of a text, expected column, split, config or "
-        "revision.",
-        "org/name,splt=train,column=a,column=b: column is given twice.",
+    wrong = "org/name,splt=train,column=a,column=b"
+    assert problems(parse_source, wrong, error=DataError) == [
+        Problem("text-setting-unknown", wrong, setting="splt"),
+        Problem("text-setting-twice", wrong, setting="column"),
     ]
 
 
@@ -67,10 +62,15 @@ def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_looks_like_a_file_is_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not parse_source(name).is_on_hub
-    assert refused(name)[0].startswith(f"{Path(name)}: there is no such file. Give")
+    with refused("text-not-found", Path(name), DataError):
+        read(name)
 
 
 # columns
+
+
+def number(row: str) -> Problem:
+    return Problem("value-unfit", f'{row}: "n"', value="a number", kind="a text")
 
 
 def test_a_column_of_lines_and_arrays(tmp_path: Path) -> None:
@@ -79,24 +79,24 @@ def test_a_column_of_lines_and_arrays(tmp_path: Path) -> None:
     for text, where in ((file, "line"), (tmp_path / "a.json", "entry")):
         assert read(f"{text},column=body") == [("one", f"{text}, {where} 1"), ("two", f"{text}, {where} 2")]
         assert [text for text, _ in read(text)] == ["un", "deux", "x"], "without it, the usual field"
-        assert refused(f"{text},column=n")[0] == f'{text}, {where} 1: "n" is a number, expected a text.'
+        assert found_in(f"{text},column=n")[0] == number(f"{text}, {where} 1")
     assert read_questions([Path(f"{file},column=body")]) == ["one", "two", " "]
 
 
 def test_plain_text_has_no_columns_and_a_file_no_splits(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     file = lines(tmp_path / "a.jsonl", *ROWS)
-    assert refused(f"{tmp_path}/a.txt,column=body") == [
-        f"{tmp_path}/a.txt: is plain text, which has no column. Leave ,column= out."
+    assert found_in(f"{tmp_path}/a.txt,column=body") == [
+        Problem("text-without-setting", tmp_path / "a.txt", kind="plain text", setting="column")
     ]
-    assert refused(f"{file},split=train") == [f"{file}: is a file, which has no split. Leave ,split= out."]
+    assert found_in(f"{file},split=train") == [Problem("text-without-setting", file, kind="a file", setting="split")]
 
 
 @pytest.mark.parametrize("content", ["[", "[1,", "[1]]", '[1] {"text": "b', '["a]', "[tru]", "[" * 5000])
 def test_what_is_no_array_is_read_line_by_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "a.json"
     file.write_text(content)
-    assert all(line.startswith(f"{file}, line 1: ") for line in refused(file))
+    assert all(problem.where == f"{file}, line 1" for problem in found_in(file))
 
 
 # datasets
@@ -119,16 +119,16 @@ def test_a_folder_of_parquet(folder: Path) -> None:
     assert read(folder / "train-00000.parquet")[1] == ("deux", f"{folder}/train-00000.parquet, row 2"), "the file alone"
     file = folder / "train-00000.parquet"
     assert read(f"{folder},column=body,split=train") == [("one", f"{file}, row 1"), ("two", f"{file}, row 2")]
-    assert refused(f"{folder},column=n")[0] == f'{file}, row 1: "n" is a number, expected a text.'
-    assert refused(f"{folder},split=dev") == [
-        f"{folder}: has no split dev, it holds train. Say which is meant: {folder},split=train."
+    assert found_in(f"{folder},column=n")[0] == number(f"{file}, row 1")
+    assert found_in(f"{folder},split=dev") == [
+        Problem("split-unknown", folder, split="dev", splits=["train"], first="train")
     ]
 
 
 def test_a_folder_of_lines_with_splits(folder: Path) -> None:
     (folder / "train-00000.parquet").unlink()
     lines(folder / "train.jsonl", *ROWS)
-    assert refused(folder) == [f"{folder}: holds the splits train, test. Say which is meant: {folder},split=train."]
+    assert found_in(folder) == [Problem("split-not-said", folder, splits=["train", "test"], first="train")]
     assert [text for text, _ in read(f"{folder},split=test", f"{folder},split=train")] == ["un", "un", "deux", "x"]
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(folder.parent / "many")
@@ -138,9 +138,7 @@ def test_a_folder_of_lines_with_splits(folder: Path) -> None:
 def test_other_kinds_of_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text('---\nconfigs:\n- config_name: a\n  data_files: "*.xml"\n---\n')
     (tmp_path / "page.xml").write_text("<a>text</a>")
-    assert refused(tmp_path) == [
-        f"{tmp_path}: holds data of the kind xml, expected rows of text in one of: json, parquet, csv, text, arrow."
-    ]
+    assert found_in(tmp_path) == [Problem("dataset-of-other-kind", tmp_path, kind="xml", formats=FORMATS)]
 
 
 def test_files_that_do_not_go_together(tmp_path: Path) -> None:
@@ -151,19 +149,14 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     )
     card = '---\nconfigs:\n- config_name: a\n  data_files: ["*.jsonl", "*.json"]\n---\n'
     (tmp_path / "README.md").write_text(card)
-    (line,) = refused(tmp_path)
-    assert len(line) < 600 and "Try again" not in line
-    assert line.endswith(
-        "Give a folder whose files are all rows of text with the same columns, or the files one by one."
-    )
+    (problem,) = found_in(tmp_path)
+    assert (problem.code, problem.where) == ("folder-rows-unreadable", str(tmp_path))
+    assert len(problem.values["error"]) <= LONGEST
 
 
 def test_an_id_that_is_not_there() -> None:
-    (line,) = refused("org/name")
-    assert line.startswith(
-        "org/name: there is no such file or folder, and no such dataset could be opened on the Hub ("
-    )
-    assert line.endswith("Check the name; where a dataset has several configurations, give org/name,config=NAME.")
+    with refused("dataset-not-found", "org/name", DataError):
+        read("org/name")
 
 
 def test_an_id_is_asked_of_the_hub_and_streamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

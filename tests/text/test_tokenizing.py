@@ -16,15 +16,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.errors import DataError, TextWarning
+from scale_surgery.errors import DataError, Problem, TextWarning
 from scale_surgery.progress import no_progress
 from scale_surgery.text import documents
-from scale_surgery.text.documents import Document, in_pieces, read_documents
+from scale_surgery.text.documents import EXPECTED, Document, in_pieces, read_documents
 from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.text.sources import parse_source
 from scale_surgery.text.tokenizing import collate, pack, stride, tokenize, tokenize_prompts, without_unscored
 from scale_surgery.training.training_texts import _digest
-from tests.conftest import refusal
+from tests.conftest import problems, refused
 
 PAD, START, END, UNKNOWN = range(4)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?\n"
@@ -47,7 +47,7 @@ def ids_of(text: str) -> list[int]:
     return [ALPHABET.index(letter) + 4 for letter in text]
 
 
-def read(*paths: Path) -> list[tuple[str, str]]:
+def read(*paths: Path | str) -> list[tuple[str, str]]:
     return [(document.prompt, document.text) for document in read_documents(paths)]
 
 
@@ -56,8 +56,9 @@ def lines(file: Path, *rows: Any) -> Path:
     return file
 
 
-def refused(*paths: Path | str) -> str:
-    return refusal(lambda: list(read_documents(paths)), error=DataError)
+def found_in(*paths: Path | str) -> list[Problem]:
+    """The problems for which texts are refused."""
+    return problems(read, *paths, error=DataError)
 
 
 def sequences_of(lengths: list[int]) -> Sequences:
@@ -135,11 +136,9 @@ def test_blank_lines_and_other_line_ends_are_no_lines(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
-    assert refused(tmp_path / "latin.txt") == (
-        f"{tmp_path}/latin.txt: cannot be read as text ('utf-8' codec can't decode byte 0xfc in position 1: invalid "
-        "start byte). Give UTF-8 text, JSONL or a saved dataset."
-    )
-    assert refused(tmp_path / "none.txt").startswith(f"{tmp_path}/none.txt: there is no such file. Give")
+    error = "'utf-8' codec can't decode byte 0xfc in position 1: invalid start byte"
+    assert found_in(tmp_path / "latin.txt") == [Problem("text-unreadable", tmp_path / "latin.txt", error=error)]
+    assert found_in(tmp_path / "none.txt") == [Problem("text-not-found", tmp_path / "none.txt")]
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:
@@ -150,15 +149,14 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert read(tmp_path / "one") == [("Where?", " Oslo"), ("When?", " 1970")]
     assert [document.source for document in read_documents([tmp_path / "one"])][1] == f"{tmp_path}/one, row 2"
-    assert refused(tmp_path / "many") == (
-        f"{tmp_path}/many: holds the splits train. Give the folder of one, {tmp_path}/many/train."
-    )
-    assert refused(tmp_path / "other").startswith(f"{tmp_path}/other, row 1: has the fields body; expected")
+    assert found_in(tmp_path / "many") == [Problem("saved-splits", tmp_path / "many", splits=["train"], first="train")]
+    assert found_in(tmp_path / "other") == [
+        Problem("fields-unfit", f"{tmp_path}/other, row 1", fields=["body"], kind=EXPECTED)
+    ]
     (tmp_path / "one" / "state.json").write_text("[]", encoding="utf-8")
-    assert refused(tmp_path / "one").startswith(f"{tmp_path}/one: is no saved dataset (")
-    assert refused(tmp_path / "folder") == (
-        f"{tmp_path}/folder: holds no file to read, expected texts. Is it the right folder?"
-    )
+    with refused("folder-no-dataset", tmp_path / "one"):
+        read(tmp_path / "one")
+    assert found_in(tmp_path / "folder") == [Problem("folder-without-texts", tmp_path / "folder")]
 
 
 def test_alpaca_and_conversations(tmp_path: Path) -> None:
@@ -178,8 +176,8 @@ def test_alpaca_and_conversations(tmp_path: Path) -> None:
     with pytest.warns(TextWarning) as warned:
         plain, more, spoken, called = read_documents([file])
     assert [f"{warning.message}" for warning in warned] == [
-        f"{file}, line 5: nobody answers, expected words of the assistant after another message, not masked. What "
-        "nobody answers is left out."
+        f"{file}, line 5: nobody answers (1 conversation in all), expected words of the assistant after another "
+        "message, not masked. Such conversations are left out."
     ]
     assert plain.prompt.endswith("completes the request.\n\n### Instruction:\nAdd {1}.\n\n### Response:\n")
     assert more.prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1\n\n### Response:\n")
@@ -191,46 +189,55 @@ def test_alpaca_and_conversations(tmp_path: Path) -> None:
     assert [document.text for document in read_documents([f"{body},column=body"])] == ["a"]
 
 
-def test_what_is_wrong_with_a_row_is_named(tmp_path: Path) -> None:
-    expected = (
-        'expected {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} or '
-        '{"instruction", "output"}.'
-    )
-    rows = {
-        '{"text": ': "is not JSON (Expecting value in column 10).",
-        '"a string"': f"is a text, {expected}",
-        "[1]": f"is a list, {expected}",
-        "{}": f"has the fields none; {expected}",
-        '{"question": "no answer?"}': f"has the fields question; {expected}",
-        '{"text": "\\ud800 x"}': '"text" holds half a character (a lone surrogate), expected Unicode text.',
-        '{"text": null, "more": 1}': '"text" is empty, expected a text.',
-        '{"text": 5, "more": 1}': '"text" is a number, expected a text.',
-        '{"text": ["a"]}': '"text" is a list, expected a text.',
-        '{"instruction": "i", "input": {}, "output": "o"}': '"input" is an object, expected a text.',
-        '{"messages": "hello"}': (
-            '"messages" is a text and no JSON (Expecting value: line 1 column 1 (char 0)), expected a list, perhaps as '
-            "a JSON text."
-        ),
-        '{"messages": {}}': '"messages" is an object, expected a list, perhaps as a JSON text.',
-        '{"messages": []}': '"messages" is empty, expected a list of {"role", "content"}.',
-        '{"messages": ["hello"]}': 'message 1 of "messages" is a text, expected {"role", "content"}.',
-        '{"messages": [{"from": "human", "value": "hello"}]}': (
-            'message 1 of "messages" has the fields from, value; expected {"role", "content"}.'
-        ),
-        '{"messages": [{"role": "user", "content": ["x"]}]}': (
-            'message 1 of "messages": "content" is a list that holds a text, expected {"type": "text", "text"} in it.'
-        ),
-    }
+def unfit(field: str, value: str, kind: str = "a text") -> Problem:
+    return Problem("value-unfit", field, value=value, kind=kind)
+
+
+# rows that are refused, each with its problem; its place lies behind the line
+ROWS = {
+    '{"text": ': Problem("row-no-json", error="Expecting value in column 10"),
+    '"a string"': unfit("", "a text", EXPECTED),
+    "[1]": unfit("", "a list", EXPECTED),
+    "{}": Problem("fields-unfit", fields="none", kind=EXPECTED),
+    '{"question": "no answer?"}': Problem("fields-unfit", fields=["question"], kind=EXPECTED),
+    '{"text": "\\ud800 x"}': Problem("half-a-character", '"text"'),
+    '{"text": null, "more": 1}': unfit('"text"', "empty"),
+    '{"text": 5, "more": 1}': unfit('"text"', "a number"),
+    '{"text": ["a"]}': unfit('"text"', "a list"),
+    '{"instruction": "i", "input": {}, "output": "o"}': unfit('"input"', "an object"),
+    '{"messages": "hello"}': Problem(
+        "field-no-json",
+        '"messages"',
+        error="Expecting value: line 1 column 1 (char 0)",
+        kind="a list, perhaps as a JSON text",
+    ),
+    '{"messages": {}}': unfit('"messages"', "an object", "a list, perhaps as a JSON text"),
+    '{"messages": []}': unfit('"messages"', "empty", 'a list of {"role", "content"}'),
+    '{"messages": ["hello"]}': unfit('message 1 of "messages"', "a text", '{"role", "content"}'),
+    '{"messages": [{"from": "human", "value": "hello"}]}': Problem(
+        "fields-unfit", 'message 1 of "messages"', fields=["from", "value"], kind='{"role", "content"}'
+    ),
+    '{"messages": [{"role": "user", "content": ["x"]}]}': unfit(
+        'message 1 of "messages": a part of "content"', "a text", '{"type": "text", "text"}'
+    ),
+    '{"messages": [{"role": "user", "content": [{"text": 1}]}]}': unfit(
+        'message 1 of "messages": a part of "content": "text"', "a number"
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_is_wrong_with_a_row_is_named(tmp_path: Path, row: str) -> None:
     file = tmp_path / "a.jsonl"
-    for row, problem in rows.items():
-        file.write_text(f'{{"text": "good"}}\n{row}\n')
-        assert refused(file) == f"{file}, line 2: {problem}"
-    file.write_text("\n".join(rows))
-    # twelve are named, the rest is counted
-    assert refused(file).splitlines() == [
-        *(f"{file}, line {number}: {problem}" for number, problem in enumerate([*rows.values()][:12], 1)),
-        f"... and {len(rows) - 12} more.",
-    ]
+    file.write_text(f'{{"text": "good"}}\n{row}\n')
+    assert found_in(file) == [ROWS[row].within(f"{file}, line 2")]
+
+
+def test_of_many_rows_that_are_refused_twelve_are_named_and_the_rest_is_counted(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(ROWS))
+    named = [problem.within(f"{file}, line {number}") for number, problem in enumerate(ROWS.values(), 1)]
+    assert found_in(file) == [*named[:12], Problem("rows-more", file, more=len(ROWS) - 12)]
 
 
 @pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".TSV", "\t")])
@@ -240,10 +247,10 @@ def test_a_table_is_not_learned_as_text(tmp_path: Path, suffix: str, separator: 
     assert read(file) == [(f"one{separator}?", " two")]
     assert read(f"{file},column=id") == [("", "3")]
     file.write_text(f"instruction{separator}out\nAdd.{separator}2\n")
-    assert refused(file).startswith(f"{file}, line 2: has the fields instruction, out; expected")
+    assert found_in(file) == [Problem("fields-unfit", f"{file}, line 2", fields=["instruction", "out"], kind=EXPECTED)]
     file.write_bytes(b"text\nZ\xfcrich\n")
-    (problem,) = refused(file).splitlines()
-    assert problem.startswith(f"{file}: cannot be read") and problem.endswith(".")
+    with refused("text-unreadable", file):
+        read(file)
 
 
 @pytest.mark.parametrize("answer", ("4", "007", "1.50", "None", "NA", "null", "nan", "True", "1970-01-01"))
@@ -261,9 +268,9 @@ def test_an_empty_field_of_a_table_is_none(tmp_path: Path) -> None:
     file.write_text("text,question,answer\n,Where?,Oslo\nplain,,\n,When?, \n")
     assert read(file) == [("Where?", " Oslo"), ("", "plain")]
     file.write_text("question,answer\nWhere?,Oslo\nWhen?,\n")
-    assert refused(file).startswith(f'{file}, line 3: "answer" is empty, expected a text.')
+    assert found_in(file) == [unfit(f'{file}, line 3: "answer"', "empty")]
     file.write_text("")
-    assert refused(file) == f"{file}: holds nothing, expected a head and rows below it."
+    assert found_in(file) == [Problem("table-empty", file)]
 
 
 # tokens
@@ -356,15 +363,13 @@ def test_short_answers_are_found_behind_their_prompt(answer: str) -> None:
 
 def test_conversations_that_no_template_can_write() -> None:
     tokenizer = letters()
-    refused = {
-        None: "is a conversation, and this model's tokenizer has no chat template. Put a chat_template.jinja beside "
-        'the tokenizer\'s files, or give {"prompt", "completion"}.',
-        "{{ raise_exception('no such role') }}": "the chat template does not take the conversation (no such role). "
-        "Change its messages.",
+    found = {
+        None: Problem("tokenizer-without-template"),
+        "{{ raise_exception('no such role') }}": Problem("template-refuses", error="no such role"),
     }
-    for template, problem in refused.items():
+    for template, problem in found.items():
         tokenizer.chat_template = template
-        assert refusal(tokenize, [chat_of(TALK)], tokenizer, error=DataError) == f"talk.jsonl, line 1: {problem}"
+        assert problems(tokenize, [chat_of(TALK)], tokenizer) == [problem.within("talk.jsonl, line 1")]
 
 
 def test_tokenizers_with_and_without_tokens_that_start_and_end() -> None:
@@ -430,10 +435,10 @@ def test_texts_without_a_token_are_refused() -> None:
         def __call__(self, texts: Any, **options: Any) -> Any:
             return {"input_ids": [[] for _ in texts]}
 
-    with pytest.raises(DataError, match=r"^The data hold no text: every file is empty\. Give at least one document\.$"):
+    with refused("data-without-text", "", DataError):
         tokenize([], letters())
     silent = Silent(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(DataError, match=r"^a\.txt: has no token in this model's tokenizer\. Leave it out\.$"):
+    with refused("document-without-token", "a.txt", DataError):
         tokenize([Document("", "x", "a.txt")], silent)
 
 
@@ -558,5 +563,5 @@ def test_sequences_without_anything_to_learn_are_left_out() -> None:
     labels = torch.where(torch.arange(10) < 6, torch.tensor(IGNORED), ids).int()
     kept = without_unscored(Sequences(ids, labels, (0, 3, 6, 8, 10)))
     assert kept.starts == (0, 2, 4) and kept.ids.tolist() == [6, 7, 8, 9] and kept.scored == 2
-    with pytest.raises(DataError, match="nothing to learn"):
+    with refused("data-without-scored-tokens", "", DataError):
         without_unscored(Sequences(ids[:6], labels[:6], (0, 3, 6)))
