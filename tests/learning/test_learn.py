@@ -563,7 +563,7 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: there is no such file"),
         (("--rehearse", "self", "--rehearse", "OLD"), "expected self alone, or texts."),
         (("--new-tokens", "nosuch.txt"), "nosuch.txt: there is no such file, expected a text with one token a line"),
-        (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: expected one"),
+        (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: both are given"),
     ],
 )
 def test_what_a_later_stage_would_refuse_is_said_first(words, message, settings, tmp_path):
