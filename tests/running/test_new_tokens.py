@@ -331,6 +331,20 @@ def test_no_merge_makes_a_token_of_the_base(tmp_path) -> None:
     assert ids(load(extend(base, damaged, tmp_path / "damaged")), "abc") == [6]
 
 
+@each_kind
+def test_the_loaded_base_cuts_new_tokens_as_its_file_says(pairs, bases, kind: str) -> None:
+    """New rows begin as means of these pieces, from whichever of the two is at hand."""
+    before, _, new = pairs[kind]
+    file = Tokenizer.from_file(str(bases[kind.split("-")[0]].path / "tokenizer.json"))
+    for read in (
+        lambda tokenizer, token: tokenizer.encode(token, add_special_tokens=False).ids,
+        lambda tokenizer, token: [piece.id for piece in tokenizer.model.tokenize(token)],
+    ):
+        assert [read(before.backend_tokenizer, token) for token in new.tokens] == [
+            read(file, token) for token in new.tokens
+        ]
+
+
 @each_bpe
 def test_what_they_save_is_what_the_tokenizer_gives(pairs, chosen, name: str) -> None:
     before, after, new = pairs[f"{name}-learned"]
