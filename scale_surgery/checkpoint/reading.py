@@ -6,11 +6,13 @@ written again: its depth is bounded, and it holds no half characters.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,12 +69,26 @@ def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:
         return stream.read(size)
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector while many objects are made that stay."""
+    # each of its rounds looks at all objects of torch and transformers: most of the time of a large tokenizer
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def parse_json(text: str) -> Any:
     """Parse JSON; of repeated keys the last counts, as for transformers."""
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark, which transformers does not read either")
     try:
-        content = json.loads(text, parse_int=_whole_number)
+        with collector_paused():
+            content = json.loads(text, parse_int=_whole_number)
     except RecursionError as error:
         raise ValueError("it is nested without end") from error
     _check_depth(content)

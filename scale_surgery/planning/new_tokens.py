@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.files import as_json
+from scale_surgery.checkpoint.reading import collector_paused
 from scale_surgery.fields import Range
 
 ADDED_TOKENS = "added_tokens"
@@ -93,13 +94,14 @@ def _is_text(value: str) -> bool:
 
 def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:
     """The text of tokenizer.json with new tokens, whose ids begin at the rows of the base's embedding."""
-    # bytes take a quarter of the memory of a text that has an emoji
-    return _extended(text.encode(), rows, new).decode()
+    return extend_json(text.encode(), rows, new).decode()
 
 
+# it is tried before it is written, and a large one takes seconds to make
 @lru_cache(maxsize=1)
-def _extended(text: bytes, rows: int, new: NewTokens) -> bytes:
-    """The same; it is tried before it is written, and a large one takes seconds to make."""
+@collector_paused()
+def extend_json(text: bytes, rows: int, new: NewTokens) -> bytes:
+    """Add new tokens to the UTF-8 of a tokenizer.json, which takes a quarter of the memory of a text with an emoji."""
     content = json.loads(text)
     model, added, known = content["model"], content.setdefault(ADDED_TOKENS, []), token_ids(content)
     placeholders = {placeholder(id_): id_ for id_ in unused_ids(content, rows)}
@@ -116,7 +118,8 @@ def _extended(text: bytes, rows: int, new: NewTokens) -> bytes:
         model["merges"] += [merge.split(" ") for merge in new.merges] if is_pairs else new.merges
     else:
         added += [_added(token, id_) for token, id_ in tokens.items()]
-    return as_json(content).encode()
+    # with indentation, Python's own encoder would write it, for seconds
+    return json.dumps(content, ensure_ascii=False, separators=(",\n", ": ")).encode()
 
 
 def extended_tokenizer_config(text: str, rows: int, new: NewTokens) -> str:

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.errors import DataError, PlanError
+from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.planning.new_tokens import ADDED_TOKENS, NewTokens, token_ids
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.base_tokenizer import check_as_before, extend, ids_of, open_base
@@ -27,7 +27,6 @@ from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.text.documents import in_pieces, read_documents
 from scale_surgery.text.sources import parse_source
 
-GIVE_A_FILE = "Name the tokens yourself: --new-tokens FILE, one a line."
 # distinct words of a text that are kept; the rarest are forgotten
 MOST_WORDS = 1_000_000
 MOST_SHOWN = 10
@@ -99,24 +98,18 @@ def choose_new_tokens(
 ) -> ChosenTokens:
     """Choose the tokens that save most on a text, by going on with the merges of the base's byte pair encoding."""
     if count < 1:
-        raise PlanError(f"--count is {count}, expected at least 1.")
+        raise PlanError(Problem("count-too-low", "--count", count=count))
     base = open_base(model, load_tokenizer(model, run), rows)
     backend = json.loads(base.loaded.backend_tokenizer.to_str())
     if (kind := backend["model"]["type"]) != "BPE":
-        raise DataError(
-            f"{model}: its tokenizer is of the kind {kind}, expected BPE, whose merges can be gone on with. "
-            + GIVE_A_FILE
-        )
+        raise DataError(Problem("tokenizer-not-bpe", model, kind=kind))
     alphabet = Alphabet(backend)
     # memory is bounded: of a text with more than a million different words the rarest are left out
     words, sizes = _count_words(backend, texts, alphabet, track)
     # every next token joins the two neighbours that stand side by side most often (Sennrich et al., 2016)
     merges = learn_merges(words, count, alphabet)
     if not merges:
-        raise DataError(
-            f"{', '.join(map(str, texts))}: no two tokens that could become a new one stand in it side by side twice. "
-            "Give more text."
-        )
+        raise DataError(Problem("texts-without-pairs", ", ".join(map(str, texts))))
     names = {merge.joined: merge.token for merge in merges}
     tokens = tuple(dict.fromkeys(names.values()))
     new = NewTokens(tokens, tuple(merge.written for merge in merges if merge.written))

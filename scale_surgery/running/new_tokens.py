@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.names import TOKENIZER_FILE
+from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import find_beside_weights
-from scale_surgery.errors import DataError, PlanError, counted, name_some, shorten
+from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.planning.new_tokens import ADDED_TOKENS, PLAIN, NewTokens, TokenSource, placeholder, token_ids
 from scale_surgery.progress import Track, no_progress, no_track
 from scale_surgery.running.base_tokenizer import (
-    LEARN_THEM,
-    SAVE_IT,
     BaseTokenizer,
     check_as_before,
     extend,
@@ -29,13 +28,16 @@ from scale_surgery.running.base_tokenizer import (
     load_extended,
     open_base,
     read_tokenizer,
-    text_of,
 )
 from scale_surgery.running.learned_tokens import ChosenTokens, choose_new_tokens
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import CHANGED_BY_CALLS, load_tokenizer
+from scale_surgery.running.tokenizer import CHANGED_BY_CALLS, identify_tokenizer, load_tokenizer
 from scale_surgery.text.text_files import open_text
+
+OPTION = "--new-tokens"
+# tokenizers by class and files, rows and tokens that were tried: `expand` is given what a command has found
+_tried = set[tuple[object, int, NewTokens]]()
 
 
 def find_new_tokens(
@@ -68,30 +70,31 @@ def find_new_tokens(
         return None
     folder = find_beside_weights(model, revision)
     rows = load_config(folder, str(model), run).get_text_config(decoder=True).vocab_size
+    found: NewTokens | ChosenTokens
     if wanted.token_file is not None:
-        return read_new_tokens(folder, Path(wanted.token_file), rows, run)
-    return choose_new_tokens(folder, wanted.token_texts, wanted.token_count, rows, run, track)
+        found = new = read_new_tokens(folder, Path(wanted.token_file), rows, run)
+    else:
+        found = choose_new_tokens(folder, wanted.token_texts, wanted.token_count, rows, run, track)
+        new = found.new_tokens
+    if (key := identify_tokenizer(folder, run)) is not None:
+        _tried.add((key, rows, new))
+    return found
 
 
 def check_source(wanted: TokenSource) -> None:
     """Check what can be said of a source before it is read."""
     if wanted.token_count != TokenSource().token_count and not wanted.token_texts:
-        raise PlanError(
-            f"--count {wanted.token_count}: says how many tokens to learn from a text. Give one with "
-            "--new-tokens-from, or leave it out."
-        )
+        raise PlanError(Problem("count-without-texts", "--count", count=wanted.token_count))
     if wanted.token_file is None:
         return
     if wanted.token_texts:
-        raise PlanError("--new-tokens and --new-tokens-from: expected one of them. Leave one out.")
+        raise PlanError(Problem("token-sources-both", f"{OPTION} and --new-tokens-from"))
     _check_there(Path(wanted.token_file))
 
 
 def _check_there(source: Path) -> None:
     if not source.is_file() and not source.is_dir():
-        raise DataError(
-            f"{source}: there is no such file, expected a text with one token a line, or a folder of a tokenizer."
-        )
+        raise DataError(Problem("tokens-missing", source))
 
 
 def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunOptions()) -> NewTokens:
@@ -102,7 +105,7 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
     new = _read_folder(source, base) if source.is_dir() else _read_file(source, base)
     extended = extend(base, new, run)
     if source.is_dir():
-        _check_same(source, extended, load_extended(base, new, text_of(source / TOKENIZER_FILE), run), base, new)
+        _check_same(source, extended, load_extended(base, new, read_bytes(source / TOKENIZER_FILE), run), base, new)
     _check_extended(base, extended, new)
     return new
 
@@ -111,32 +114,26 @@ def check_new_tokens(
     model: Path, tokenizer: Any | None, new: NewTokens, rows: int, run: RunOptions = RunOptions()
 ) -> None:
     """Check that a base's tokenizer, as `load_tokenizer` gives it, can take these tokens; see `read_new_tokens`."""
+    if (identify_tokenizer(model, run), rows, new) in _tried:
+        return
     # they may be those of a saved plan, of somebody's own code, or of an expansion of another model
     base = open_base(model, tokenizer, rows)
     ids = base.facts.ids
     had = {
         token: ids.get(token) if new.merges else ids.get(token, _only_id(base.loaded, token)) for token in new.tokens
     }
-    problems = [
-        f"--new-tokens: the base has {token!r} already, with the id {id_}. Leave it out."
-        for token, id_ in had.items()
-        if id_ is not None
-    ]
+    problems = [Problem("token-known", OPTION, token=token, id=id_) for token, id_ in had.items() if id_ is not None]
     if new.merges and base.facts.kind != "BPE":
-        problems.append(f"--new-tokens: come with merges, and {model} has no BPE, whose merges they could go on with.")
+        problems.append(Problem("tokenizer-not-bpe", model, kind=base.facts.kind))
     pairs = [merge.split(" ") for merge in new.merges]
     made = [left + right.removeprefix(base.facts.prefix) for left, right in pairs]
     # a character that the base writes in bytes is a token without a merge
     known = {*ids, *set(new.tokens).difference(made)}
     for token, pair in zip(made, pairs, strict=True):
-        problems += [
-            f"--new-tokens: {token!r} is made of {part!r}, which is no token before it."
-            for part in pair
-            if part not in known
-        ]
+        problems += [Problem("merge-of-no-token", OPTION, token=token, part=part) for part in pair if part not in known]
         known.add(token)
     if problems:
-        raise DataError.from_problems(shorten(problems))
+        raise DataError(*problems)
     _check_extended(base, extend(base, new, run), new)
 
 
@@ -144,7 +141,7 @@ def _check_extended(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
     """Check a tokenizer with new tokens, and read texts with it."""
     check_as_before(base, extended, new)
     if problems := [] if new.merges else _unreadable(base, extended, new):
-        raise DataError.from_problems(shorten(problems))
+        raise DataError(*problems)
 
 
 def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
@@ -153,22 +150,20 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
     with open_text(source, no_progress) as (text, _):
         lines = text.read().removesuffix("\n").split("\n")
     known = base.facts.ids
-    names = {id_: token for token, id_ in known.items()}
     first: dict[str, int] = {}
     problems = []
     for number, token in enumerate(lines, start=1):
         where = f"{source}, line {number}"
         if not token.strip():
-            problems.append(f"{where}: is {'blank' if token else 'empty'}, expected a token. Leave it out.")
+            problems.append(Problem("token-blank", where))
         elif token in first:
-            problems.append(f"{where}: {token!r} stands in line {first[token]} too. Leave one out.")
+            problems.append(Problem("token-repeated", where, token=token, line=first[token]))
         elif (id_ := known.get(token, _only_id(base.loaded, token))) is not None:
-            written = "" if names[id_] == token else f" as {names[id_]!r}"
-            problems.append(f"{where}: the base has {token!r} already{written}, with the id {id_}. Leave it out.")
+            problems.append(Problem("token-known", where, token=token, id=id_))
         else:
             first[token] = number
     if problems:
-        raise DataError.from_problems(shorten(problems))
+        raise DataError(*problems)
     return NewTokens(tuple(first))
 
 
@@ -182,37 +177,26 @@ def _read_folder(source: Path, base: BaseTokenizer) -> NewTokens:
     """The tokens that a tokenizer has beyond those of the base."""
     file = source / TOKENIZER_FILE
     if not file.is_file():
-        raise DataError(f"{source}: has no {TOKENIZER_FILE}, expected a folder of a tokenizer. {SAVE_IT}")
+        raise DataError(Problem("tokenizer-json-missing", source))
     content = read_tokenizer(file)
     theirs, ours = token_ids(content), base.facts.ids
-    moved = [
-        f"{token!r} has the id {theirs[token]}, the base's is {id_}" if token in theirs else f"{token!r} is missing"
-        for token, id_ in ours.items()
-        if theirs.get(token) != id_
-    ]
-    if moved:
-        raise DataError(
-            f"{source}: of the base's {counted(len(ours), 'token')}, {len(moved):,} have another id or none: "
-            f"{name_some(moved, 3)}. Expected the base's tokenizer with tokens at its end."
-        )
+    if moved := [repr(token) for token, id_ in ours.items() if theirs.get(token) != id_]:
+        raise DataError(Problem("tokens-moved", source, moved=len(moved), of=len(ours), tokens=moved))
     added = sorted((id_, token) for token, id_ in theirs.items() if token not in ours and token != placeholder(id_))
     if not added:
-        raise DataError(f"{source}: its tokenizer has no token that the base's has not. Nothing is to be added.")
+        raise DataError(Problem("tokens-none-new", source))
     tokens = tuple(token for _, token in added)
     if odd := list(_with_flags(content, set(tokens))):
-        raise DataError(
-            f"{source}: of its {counted(len(tokens), 'new token')}, {len(odd):,} {'is' if len(odd) == 1 else 'are'} no "
-            f"usual one: {name_some(odd)}. Expected tokens as add_tokens(...) adds texts; special ones stay the base's."
-        )
+        raise DataError(Problem("tokens-with-flags", source, *odd, odd=len(odd), of=len(tokens)))
     return NewTokens(tokens, tuple(map(" ".join, _merges(content)[base.facts.merges :])))
 
 
-def _with_flags(content: Mapping[str, Any], tokens: Collection[str]) -> Iterator[str]:
+def _with_flags(content: Mapping[str, Any], tokens: Collection[str]) -> Iterator[Problem]:
     """Those of the tokens that are special, take spaces away or stand alone."""
     for token in content.get(ADDED_TOKENS, ()):
         flags = [name for name, value in PLAIN.items() if token.get(name, value) != value]
         if token["content"] in tokens and flags:
-            yield f"{token['content']!r} ({', '.join(f'{name} is {token[name]}' for name in flags)})"
+            yield Problem("token-with-flags", repr(token["content"]), flags=flags)
 
 
 def _merges(content: Mapping[str, Any]) -> list[list[str]]:
@@ -225,10 +209,7 @@ def _check_same(source: Path, ours: Any, theirs: Any, base: BaseTokenizer, new: 
     named = {*base.facts.ids, *new.tokens}
     a, b = (_parts(json.loads(loaded.backend_tokenizer.to_str()), named) for loaded in (ours, theirs))
     if differing := [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]:
-        raise DataError(
-            f"{source}: beside its new tokens, its tokenizer differs from the base's in: {name_some(differing)}. "
-            "Expected the base's with tokens that add_tokens(...) added, or with merges behind the base's."
-        )
+        raise DataError(Problem("tokenizer-differs", source, parts=differing))
 
 
 def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
@@ -247,23 +228,21 @@ def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]
     return {**around, **model, "merges": _merges(content), "added tokens": added}
 
 
-def _unreadable(base: BaseTokenizer, extended: Any, new: NewTokens) -> list[str]:
+def _unreadable(base: BaseTokenizer, extended: Any, new: NewTokens) -> list[Problem]:
     """Tokens that no text gives, or that do not come back as the base gives their text back."""
     problems = []
     for place, token in enumerate(new.tokens):
         is_spaced = token[0].isspace()
         among = f"a{token} a" if is_spaced else f"a {token} a"
         texts = (among,) if is_spaced else (among, token)
-        alternative = f"without the space, {token[1:]!r}" if is_spaced else f"with a space before it, {f' {token}'!r}"
+        other = token[1:] if is_spaced else f" {token}"
         if not any(base.rows + place in ids_of(extended, text) for text in texts):
-            wrong = f"this tokenizer does not find it in {among!r}"
-        else:
-            kept = [text for text in texts if _read_back(base.loaded, text) == text]
-            lost = next((text for text in kept if _read_back(extended, text) != text), None)
-            if lost is None:
-                continue
-            wrong = f"this tokenizer would read {lost!r} back as {_read_back(extended, lost)!r}"
-        problems.append(f"{token!r}: {wrong}. Give it {alternative}. {LEARN_THEM}")
+            problems.append(Problem("token-not-found", repr(token), text=among, other=other))
+            continue
+        kept = [text for text in texts if _read_back(base.loaded, text) == text]
+        if lost := next((text for text in kept if _read_back(extended, text) != text), ""):
+            read = _read_back(extended, lost)
+            problems.append(Problem("token-read-otherwise", repr(token), text=lost, read=read, other=other))
     return problems
 
 

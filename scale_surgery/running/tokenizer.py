@@ -27,8 +27,8 @@ from scale_surgery.checkpoint.names import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
-from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import DataError
+from scale_surgery.checkpoint.reading import collector_paused, read_bytes
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.running.loading import quiet_transformers, trusts_code
 from scale_surgery.running.options import RunOptions
 
@@ -59,7 +59,7 @@ READ_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".spm", ".bpe", ".tiktoken
 # the class name of a tokenizer in tokenizer.json alone that transformers 4 and 5 both know
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 # the model in a tokenizer.json, which the tokenizers library writes last, and the smallest of two kinds
-MODEL_BEGIN = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
+MODEL_BEGIN = re.compile(rb'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 SMALLEST: dict[str, dict[str, Any]] = {
     "BPE": {"vocab": {}, "merges": []},
     "Unigram": {"vocab": [["<unk>", 0.0]], "unk_id": 0},
@@ -76,19 +76,23 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
     """
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         return None
-    modeling.register()
-    is_trusted = trusts_code(path, run)
-    chosen = None if is_trusted else _find_class(path)
-    key = None if chosen is None else (chosen, _hash_files(path))
+    key = identify_tokenizer(path, run)
     if key is None or key not in _kept:
-        loaded = _load(path, is_trusted=is_trusted)
+        loaded = _load(path, is_trusted=run.trust_remote_code)
         # also the last guard of a chosen class
-        if key is None or type(loaded) is not chosen:
+        if key is None or type(loaded) is not key[0]:
             return loaded
         for oldest in list(_kept)[: len(_kept) + 1 - MOST_KEPT]:
             del _kept[oldest]
         _kept[key] = loaded
     return _copy_for(path, _kept[key])
+
+
+def identify_tokenizer(path: Path, run: RunOptions = RunOptions()) -> tuple[type, str] | None:
+    """Identify a folder's tokenizer by its class and a hash of its files; None if only loading tells its class."""
+    modeling.register()
+    chosen = None if trusts_code(path, run) else _find_class(path)
+    return None if chosen is None else (chosen, _hash_files(path))
 
 
 def forget_tokenizers() -> None:
@@ -100,7 +104,7 @@ def _load(path: Path, *, is_trusted: bool) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        with quiet_transformers(), warnings.catch_warnings():
+        with quiet_transformers(), warnings.catch_warnings(), collector_paused():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
     except Exception:  # tokenizers raise it bare
@@ -119,11 +123,11 @@ def _copy_for(path: Path, tokenizer: Any) -> Any:
 
 def _find_class(path: Path) -> type | None:
     """Find the class that AutoTokenizer chooses, on a copy without vocabulary; None where only loading tells."""
-    text = read_bytes(path / TOKENIZER_FILE).decode(errors="replace") if (path / TOKENIZER_FILE).is_file() else ""
-    if (begin := MODEL_BEGIN.search(text)) is None or (kind := begin[1]) not in SMALLEST:
+    text = read_bytes(path / TOKENIZER_FILE) if (path / TOKENIZER_FILE).is_file() else b""
+    if (begin := MODEL_BEGIN.search(text)) is None or (kind := begin[1].decode()) not in SMALLEST:
         return None
     try:
-        content = json.loads(f'{text[: begin.start()]}"model": {{}}}}')
+        content = json.loads(text[: begin.start()] + b'"model": {}}')
     except ValueError:
         return None
     with scratch_folder() as folder:
@@ -148,20 +152,14 @@ def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any
     """Load a folder's tokenizer where there are texts to read."""
     tokenizer = load_tokenizer(path, run)
     if tokenizer is None:
-        raise DataError(
-            f"{name}: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
-            "--trust-remote-code lets one run its own code."
-        )
+        raise DataError(Problem("tokenizer-needed", name))
     return tokenizer
 
 
-def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "") -> None:
+def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "a text") -> None:
     """Check that a model's embedding has every id that its tokenizer gives."""
     if highest >= vocabulary:
-        raise DataError(
-            f"{name}: its tokenizer gives the id {highest}{text and f' for {text}'}, expected ids below {vocabulary}, "
-            "the size of its embedding. Use the tokenizer that the model was trained with."
-        )
+        raise DataError(Problem("token-id-too-high", name, id=highest, text=text, rows=vocabulary))
 
 
 def digest_tokenizer(tokenizer: Any, path: Path) -> str:

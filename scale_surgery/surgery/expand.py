@@ -123,7 +123,7 @@ def expand(
         "tool": tool_on(run),
     }
     with staged(target, state, given.stamps, overwrite=overwrite) as partial:
-        _write_new_tensors(made, base, partial, run.device, track)
+        _write_new_tensors(made, base, partial, run.device, tokenizer, track)
         written = write_folder(given, before, expansions, partial, base_weights, run, track, routing)
     return Expansion(
         path=target,
@@ -148,11 +148,13 @@ def _plan_for(
     return replace(plan_or_request, base_name=name, base_revision=revision)
 
 
-def _write_new_tensors(plan: Plan, base: Checkpoint, partial: Path, device: str, track: Track) -> None:
+def _write_new_tensors(
+    plan: Plan, base: Checkpoint, partial: Path, device: str, tokenizer: Any | None, track: Track
+) -> None:
     """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
     from scale_surgery.surgery.initialise import Initialiser
 
-    initialiser = Initialiser(plan, base, device)
+    initialiser = Initialiser(plan, base, device, tokenizer)
     with track("new tensors", plan.costs.parameters_added) as advance:
         for shard in plan.shards:
             planned = [tensor for tensor in plan.tensors if tensor.shard == shard]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +31,13 @@ class Initialiser:
         plan: The plan.
         checkpoint: The base model.
         device: Where to compute, such as "cpu" or "cuda".
+        tokenizer: The base's, if it is loaded already.
     """
 
     plan: Plan
     checkpoint: Checkpoint
     device: str = "cpu"
+    tokenizer: Any | None = None
 
     def make(self, tensor: TensorPlan) -> Tensor:
         """Make one new tensor on the CPU, in its planned shape and dtype; NaN and infinity cannot be decomposed."""
@@ -112,18 +115,21 @@ class Initialiser:
 
     @cached_property
     def _pieces(self) -> list[list[int]]:
-        """What the base's tokenizer, a second to read where it is large, makes of each new token."""
-        from tokenizers import Tokenizer
-
+        """Ids that the base's tokenizer gives for each new token."""
         new = self.plan.request.new_tokens
         assert new is not None
-        # an expanded folder remembers the text of its base's tokenizer
-        replaced = {} if self.checkpoint.manifest is None else self.checkpoint.manifest["replaced"]
-        tokenizer = Tokenizer.from_str(replaced.get(TOKENIZER_FILE) or read_text(self.checkpoint, TOKENIZER_FILE))
+        tokenizer = self._read_tokenizer() if self.tokenizer is None else self.tokenizer.backend_tokenizer
         # what was learned is spelled as the model spells it, and what stands for itself as in a text
         if new.merges:
             return [[piece.id for piece in tokenizer.model.tokenize(token)] for token in new.tokens]
         return [tokenizer.encode(token, add_special_tokens=False).ids for token in new.tokens]
+
+    def _read_tokenizer(self) -> Any:
+        """Read the base's tokenizer from its file, or from the text that an expanded folder remembers."""
+        from tokenizers import Tokenizer
+
+        replaced = {} if self.checkpoint.manifest is None else self.checkpoint.manifest["replaced"]
+        return Tokenizer.from_str(replaced.get(TOKENIZER_FILE) or read_text(self.checkpoint, TOKENIZER_FILE))
 
 
 def altered_copies(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -36,7 +37,14 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
-from scale_surgery.checkpoint.reading import MAX_DEPTH, MAX_TEXT_BYTES, differing_keys, parse_json, read_bytes
+from scale_surgery.checkpoint.reading import (
+    MAX_DEPTH,
+    MAX_TEXT_BYTES,
+    collector_paused,
+    differing_keys,
+    parse_json,
+    read_bytes,
+)
 from scale_surgery.errors import CheckpointError, DataError, Problem
 from scale_surgery.running.prompts import read_prompts
 from scale_surgery.text.documents import read_documents
@@ -313,6 +321,20 @@ def test_a_model_whose_shard_is_empty(llama_base: Path, tmp_path: Path) -> None:
     (llama_base / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for call in OF_A_BASE.values():
         assert refusals(call, llama_base, tmp_path) == [Problem("weights-empty", "model.safetensors")]
+
+
+def test_the_garbage_collector_is_paused_and_runs_again() -> None:
+    with pytest.raises(ValueError), collector_paused():
+        assert not gc.isenabled()
+        parse_json("{")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_damaged_tokenizer_is_none(llama_base: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.new_tokens import (
     NewTokens,
     TokenSource,
@@ -28,7 +28,7 @@ from scale_surgery.running import learned_tokens
 from scale_surgery.running.learned_tokens import ChosenTokens, choose_new_tokens
 from scale_surgery.running.new_tokens import find_new_tokens, read_new_tokens
 from tests.command import run
-from tests.conftest import refusal
+from tests.conftest import problems, refused
 
 ENGLISH = ["hello world the year is and lines and spaces and two worlds of the dogs"] * 5
 GERMAN = (
@@ -331,6 +331,20 @@ def test_no_merge_makes_a_token_of_the_base(tmp_path) -> None:
     assert ids(load(extend(base, damaged, tmp_path / "damaged")), "abc") == [6]
 
 
+@each_kind
+def test_the_loaded_base_cuts_new_tokens_as_its_file_says(pairs, bases, kind: str) -> None:
+    """New rows begin as means of these pieces, from whichever of the two is at hand."""
+    before, _, new = pairs[kind]
+    file = Tokenizer.from_file(str(bases[kind.split("-")[0]].path / "tokenizer.json"))
+    for read in (
+        lambda tokenizer, token: tokenizer.encode(token, add_special_tokens=False).ids,
+        lambda tokenizer, token: [piece.id for piece in tokenizer.model.tokenize(token)],
+    ):
+        assert [read(before.backend_tokenizer, token) for token in new.tokens] == [
+            read(file, token) for token in new.tokens
+        ]
+
+
 @each_bpe
 def test_what_they_save_is_what_the_tokenizer_gives(pairs, chosen, name: str) -> None:
     before, after, new = pairs[f"{name}-learned"]
@@ -473,22 +487,17 @@ def add_nothing(content: dict[str, Any]) -> None:
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < 320]
 
 
-ODD = (
-    "of its 3 new tokens, 1 is no usual one: '日本' ({}). Expected tokens as add_tokens(...) adds texts; special ones "
-    "stay the base's."
-)
-OTHER = (
-    "beside its new tokens, its tokenizer differs from the base's in: {}. Expected the base's with tokens that "
-    "add_tokens(...) added, or with merges behind the base's."
-)
-FOLDERS: dict[Callable[[dict[str, Any]], None], str] = {
-    change_special: ODD.format("special is True"),
-    change_flags: ODD.format("lstrip is True"),
-    change_ids: "of the base's 294 tokens, 2 have another id or none: '!' has the id 1, the base's is 0, '\"' has the "
-    "id 0, the base's is 1. Expected the base's tokenizer with tokens at its end.",
-    change_normalizer: OTHER.format("normalizer"),
-    change_merges: OTHER.format("merges"),
-    add_nothing: "its tokenizer has no token that the base's has not. Nothing is to be added.",
+def with_flag(flag: str) -> tuple[str, list[Problem], dict[str, Any]]:
+    return "tokens-with-flags", [Problem("token-with-flags", "'日本'", flags=[flag])], {"odd": 1, "of": 3}
+
+
+FOLDERS: dict[Callable[[dict[str, Any]], None], tuple[str, list[Problem], dict[str, Any]]] = {
+    change_special: with_flag("special"),
+    change_flags: with_flag("lstrip"),
+    change_ids: ("tokens-moved", [], {"moved": 2, "of": 294, "tokens": ["'!'", "'\"'"]}),
+    change_normalizer: ("tokenizer-differs", [], {"parts": ["normalizer"]}),
+    change_merges: ("tokenizer-differs", [], {"parts": ["merges"]}),
+    add_nothing: ("tokens-none-new", [], {}),
 }
 
 
@@ -501,42 +510,38 @@ def test_a_folder_of_another_tokenizer_is_refused(bases, pairs, tmp_path, change
     change(content)
     (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
 
-    assert refusal(read_new_tokens, base.path, folder, base.rows) == f"{folder}: {FOLDERS[change]}"
+    code, details, values = FOLDERS[change]
+    assert problems(read_new_tokens, base.path, folder, base.rows) == [Problem(code, folder, *details, **values)]
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(bases, tmp_path) -> None:
     base = bases["qwen"]
 
-    assert refusal(read_new_tokens, base.path, tmp_path, base.rows) == (
-        f"{tmp_path}: has no tokenizer.json, expected a folder of a tokenizer. Write it with the tokenizers library: "
-        "AutoTokenizer.from_pretrained(...).save_pretrained(...), and put its files beside the weights."
-    )
+    with refused("tokenizer-json-missing", tmp_path):
+        read_new_tokens(base.path, tmp_path, base.rows)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    assert refusal(read_new_tokens, base.path, tmp_path, base.rows).startswith(
-        f"{tmp_path / 'tokenizer.json'}: the tokenizers library does not read it ("
-    )
+    with refused("tokenizer-json-unreadable", tmp_path / "tokenizer.json"):
+        read_new_tokens(base.path, tmp_path, base.rows)
 
 
 def test_all_that_is_wrong_with_a_file_is_said_at_once(bases, tmp_path) -> None:
     base, file = bases["qwen"], tmp_path / "tokens.txt"
     file.write_text(" neu\n\n \t\nfoo\nfoo\n<|im_end|>\né\n world\n", "utf-8")
 
-    assert refusal(read_new_tokens, base.path, file, base.rows).split("\n") == [
-        f"{file}, line 2: is empty, expected a token. Leave it out.",
-        f"{file}, line 3: is blank, expected a token. Leave it out.",
-        f"{file}, line 5: 'foo' stands in line 4 too. Leave one out.",
-        f"{file}, line 6: the base has '<|im_end|>' already, with the id 292. Leave it out.",
-        f"{file}, line 7: the base has 'é' already, with the id 165. Leave it out.",
-        f"{file}, line 8: the base has ' world' already as 'Ġworld', with the id 267. Leave it out.",
+    assert problems(read_new_tokens, base.path, file, base.rows) == [
+        Problem("token-blank", f"{file}, line 2"),
+        Problem("token-blank", f"{file}, line 3"),
+        Problem("token-repeated", f"{file}, line 5", token="foo", line=4),
+        Problem("token-known", f"{file}, line 6", token="<|im_end|>", id=292),
+        Problem("token-known", f"{file}, line 7", token="é", id=165),
+        # 'Ġworld' in tokenizer.json
+        Problem("token-known", f"{file}, line 8", token=" world", id=267),
     ]
     (tmp_path / "empty.txt").write_text("")
-    assert refusal(read_new_tokens, base.path, tmp_path / "empty.txt", base.rows) == (
-        f"{tmp_path / 'empty.txt'}, line 1: is empty, expected a token. Leave it out."
-    )
-    absent = tmp_path / "absent"
-    assert refusal(read_new_tokens, base.path, absent, base.rows) == (
-        f"{absent}: there is no such file, expected a text with one token a line, or a folder of a tokenizer."
-    )
+    with refused("token-blank", f"{tmp_path / 'empty.txt'}, line 1"):
+        read_new_tokens(base.path, tmp_path / "empty.txt", base.rows)
+    with refused("tokens-missing", tmp_path / "absent"):
+        read_new_tokens(base.path, tmp_path / "absent", base.rows)
 
 
 def test_the_file_of_another_system_is_read(bases, tmp_path) -> None:
@@ -550,83 +555,65 @@ def test_a_token_that_would_not_come_back_is_refused_with_one_that_does(bases, t
     """A byte-level decoder takes ß for a byte, unless something stands in the token that can be none."""
     file = tmp_path / "tokens.txt"
     file.write_text("Straße\nquux\nfür\n", "utf-8")
-    advice = "Or learn tokens from a text: --new-tokens-from TEXT --count N."
+    read = {"Straße": "Stra\ufffde", "für": "f\ufffdr"}
 
-    assert refusal(read_new_tokens, bases["qwen"].path, file, 320).split("\n") == [
-        "'Straße': this tokenizer would read 'a Straße a' back as 'a Stra\ufffde a'. Give it with a space before it, "
-        f"' Straße'. {advice}",
-        f"'für': this tokenizer would read 'a für a' back as 'a f\ufffdr a'. Give it with a space before it, ' für'. "
-        f"{advice}",
+    assert problems(read_new_tokens, bases["qwen"].path, file, 320) == [
+        Problem("token-read-otherwise", repr(token), text=f"a {token} a", read=f"a {back} a", other=f" {token}")
+        for token, back in read.items()
     ]
     file.write_text(" Straße\nquux\n für\n", "utf-8")
     read_new_tokens(bases["qwen"].path, file, 320)
     # where words begin with a mark, the space is no part of what is searched
-    assert refusal(read_new_tokens, bases["prepended"].path, file, 400).split("\n") == [
-        f"{token!r}: this tokenizer does not find it in 'a{token} a'. Give it without the space, {token[1:]!r}. "
-        + advice
-        for token in (" Straße", " für")
+    assert problems(read_new_tokens, bases["prepended"].path, file, 400) == [
+        Problem("token-not-found", repr(f" {token}"), text=f"a {token} a", other=token) for token in read
     ]
 
 
 def test_a_base_that_cannot_take_tokens_is_refused(bases, german, tmp_path) -> None:
     rows, file = 320, tmp_path / "tokens.txt"
     file.write_text("foo\n")
-    save_it = (
-        "Write it with the tokenizers library: AutoTokenizer.from_pretrained(...).save_pretrained(...), and put its "
-        "files beside the weights."
-    )
 
-    def refused(folder: Path, rows: int = rows) -> str:
-        wrong = refusal(read_new_tokens, folder, file, rows)
-        assert refusal(choose_new_tokens, folder, [german], 3, rows) == wrong
+    def wrong_with(folder: Path, rows: int = rows) -> list[Problem]:
+        wrong = problems(read_new_tokens, folder, file, rows)
+        assert problems(choose_new_tokens, folder, [german], 3, rows) == wrong
         return wrong
 
     bare = shutil.copytree(bases["qwen"].path, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    assert refused(bare) == (
-        f"{bare}: has no tokenizer.json, which new tokens are written into. {save_it} A tokenizer that is written in "
-        "Python has none and can take no tokens."
-    )
+    assert wrong_with(bare) == [Problem("tokenizer-json-missing", bare)]
     python = shutil.copytree(bases["qwen"].path, tmp_path / "python")
     (python / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
     (python / "config.json").write_text('{"model_type": "t5"}')
-    assert refused(python) == (
-        f"{python}: its tokenizer is written in Python (ByT5Tokenizer), expected one of the tokenizers library, of "
-        "which tokenizer.json says all."
-    )
+    assert wrong_with(python) == [Problem("tokenizer-in-python", python, kind="ByT5Tokenizer")]
     elsewhere = shutil.copytree(bases["qwen"].path, tmp_path / "elsewhere")
     config = json.loads((elsewhere / "tokenizer_config.json").read_text())
     (elsewhere / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<pad>"}))
-    assert refused(elsewhere) == (
-        f"{elsewhere / 'tokenizer.json'}: 1 token of the tokenizer has another id there, or none: '<pad>'. {save_it}"
-    )
+    assert wrong_with(elsewhere) == [
+        Problem("tokenizer-json-differs", elsewhere / "tokenizer.json", count=1, tokens=["'<pad>'"])
+    ]
     small = bases["qwen"].path
-    assert refused(small, 290) == (
-        f"{small}: its tokenizer gives the id 293 for '<tool>', expected ids below 290, the rows of its embedding. Use "
-        "the tokenizer that the model was trained with."
-    )
+    assert wrong_with(small, 290) == [Problem("token-id-too-high", small, id=293, text="'<tool>'", rows=290)]
 
 
 def test_only_merges_can_be_gone_on_with(bases, german, tmp_path) -> None:
     for name, kind in (("unigram", "Unigram"), ("wordpiece", "WordPiece")):
         path = bases[name].path
-        assert refusal(choose_new_tokens, path, [german], 3, bases[name].rows) == (
-            f"{path}: its tokenizer is of the kind {kind}, expected BPE, whose merges can be gone on with. Name the "
-            "tokens yourself: --new-tokens FILE, one a line."
-        )
+        assert problems(choose_new_tokens, path, [german], 3, bases[name].rows) == [
+            Problem("tokenizer-not-bpe", path, kind=kind)
+        ]
     once = tmp_path / "once.txt"
     once.write_text("x")
-    assert refusal(choose_new_tokens, bases["qwen"].path, [once], 3, 320) == (
-        f"{once}: no two tokens that could become a new one stand in it side by side twice. Give more text."
-    )
-    assert refusal(choose_new_tokens, bases["qwen"].path, [once], 0, 320) == "--count is 0, expected at least 1."
+    with refused("texts-without-pairs", once):
+        choose_new_tokens(bases["qwen"].path, [once], 3, 320)
+    with refused("count-too-low", "--count"):
+        choose_new_tokens(bases["qwen"].path, [once], 0, 320)
 
 
 def test_a_count_of_tokens_that_are_not_learned_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokens.txt").write_text("Xylophone\n")
-    expected = "--count 5: says how many tokens to learn from a text. Give one with --new-tokens-from, or leave it out."
+    expected = Problem("count-without-texts", "--count", count=5)
     for source in (TokenSource(token_count=5), TokenSource(str(tmp_path / "tokens.txt"), token_count=5)):
-        assert refusal(find_new_tokens, SHIPPED_MODEL, source, error=PlanError) == expected
+        assert problems(find_new_tokens, SHIPPED_MODEL, source, error=PlanError) == [expected]
     for command in ("plan", "expand"):
-        shown = run(command, SHIPPED_MODEL, "--layers", "last:1", "--count", "5", code=1).output
-        assert expected in " ".join(shown.split())
+        shown = run(command, SHIPPED_MODEL, "--layers", "last:1", "--count", "5", "--json", code=1).stdout
+        assert json.loads(shown)["problems"] == [expected.to_json()]

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_surgery.evidence.verify import verify
-from scale_surgery.planning.new_tokens import TokenSource
+from scale_surgery.planning.new_tokens import NewTokens, TokenSource
 from scale_surgery.planning.request import Request
 from scale_surgery.running import tokenizer as tokenizers_kept
-from scale_surgery.running.new_tokens import find_new_tokens
+from scale_surgery.running.new_tokens import check_new_tokens, find_new_tokens
 from scale_surgery.running.options import Probes
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.expand import expand
@@ -236,3 +236,22 @@ def test_new_tokens_load_the_tokenizer_without_them_and_with_them(tmp_path, load
     # the negative control: what is kept is not taken for the one with new tokens
     assert load_tokenizer(expansion.path).convert_tokens_to_ids("zorbified") == 300
     assert load_tokenizer(base).convert_tokens_to_ids("zorbified") != 300
+
+
+def test_new_tokens_that_a_command_found_are_tried_once(tmp_path, loaded):
+    base, words = save_tiny(tmp_path / "base", "llama", vocab_size=300), tmp_path / "words.txt"
+    write_tokenizer(base, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    words.write_text("zorbified")
+    tokens = find_new_tokens(base, TokenSource(token_file=str(words)))
+    assert isinstance(tokens, NewTokens)
+    given = load_tokenizer(base)
+    tokenizers_kept.forget_tokenizers()
+    loaded.clear()
+    check_new_tokens(base, given, tokens, 300)
+    assert loaded == []
+    # the negative controls: other tokens, other rows, another tokenizer
+    check_new_tokens(base, given, NewTokens(("unzorbified",)), 300)
+    check_new_tokens(base, given, tokens, 301)
+    (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<s>"}')
+    check_new_tokens(base, given, tokens, 300)
+    assert len(loaded) == 3

@@ -265,7 +265,7 @@ def test_two_embeddings_are_refused(tmp_path):
         (("Xylophone",), r"is \('Xylophone',\), expected NewTokens"),
         (NewTokens(("a",)), "the base has 'a' already, with the id"),
         (NewTokens(("Zürich",)), "'Zürich': this tokenizer would read"),
-        (NewTokens(("qqq",), ("qq q",)), "'qqq' is made of 'qq', which is no token before it"),
+        (NewTokens(("qqq",), ("qq q",)), "'qqq' is made of 'qq', expected tokens of the base"),
         (NewTokens(("qq", "qqq"), ("qq q",)), "1 merges do not make its 2 tokens"),
     ],
 )
