@@ -11,7 +11,7 @@ from typing import Any
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, open_subjects
 from scale_surgery.fields import problems_of
 from scale_surgery.modeling.expanded_routers import Router
@@ -211,8 +211,9 @@ def open_subject(
 ) -> Subject:
     """Find a model and its tokenizer, and check that it can answer as it will be asked; no weight is read."""
     (subject,) = open_subjects([model], run, revision=revision)
-    if problems := [*problems_of(settings), *_problems(subject, settings, compare=compare)]:
-        raise PlanError.from_problems(problems)
+    problems: list[Problem | str] = [*problems_of(settings), *_problems(subject, settings, compare=compare)]
+    if problems:
+        raise PlanError(*problems)
     return subject
 
 
@@ -235,16 +236,16 @@ def _specs(subject: Subject) -> Any:
     return open_checkpoint(subject.path).config.get(CONFIG_KEY, {})
 
 
-def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[str]:
-    """What of a model is asked for that it does not have."""
+def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[Problem | str]:
+    """Yield a problem for each thing that is asked for and the model does not have."""
     yield from expansion_problems(settings.expansion, path_names(_specs(subject)), subject.name)
     if settings.system is not None and not has_template(subject, settings):
-        reason = "--raw uses none" if settings.raw else f"the tokenizer of {subject.name} has none"
-        yield f"--system needs a chat template, and {reason}. Put what it says into the prompt."
-    if compare and subject.is_fused:
         yield (
-            f"--compare: {subject.name} is fused, base weights and blocks are one matrix, so its base cannot answer. "
-            "Write its blocks again: scale-surgery merge FUSED --to blocks."
+            Problem("system-with-raw", "--system")
+            if settings.raw
+            else Problem("system-without-template", "--system", model=subject.name)
         )
+    if compare and subject.is_fused:
+        yield Problem("base-fused", "--compare", model=subject.name)
     elif compare and not subject.is_expanded:
-        yield f"--compare: {subject.name} is not expanded, so it has no base beside it. Give an expanded model."
+        yield Problem("compare-without-base", "--compare", model=subject.name)
