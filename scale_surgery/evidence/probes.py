@@ -253,7 +253,7 @@ def probe(
         mixture=mixture,
         kept_state=kept_state,
         shut=None if expanded.shut is None or names else _compare_shut(stock.logits, expanded, real),
-        load_problems=tuple(problems),
+        load_problems=tuple(map(str, problems)),
         token_problems=tokens,
     )
 
@@ -357,7 +357,7 @@ def run_alone(
             with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := _unlike_base(model, problems, known):
                     details = [Problem("", text=line) for line in unfit]
-                    raise CheckpointError(Problem("expansion-misfits-class", name, *details))
+                    raise CheckpointError(Problem("model-unlike-files", name, *details))
                 path_run = run_path(model, batch, manifest.first_plan.sizes, new_tokens, run.device)
                 # free it before the next one is loaded
                 del model

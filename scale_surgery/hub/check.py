@@ -41,7 +41,7 @@ def _check_stock(contents: Contents, track: Track) -> None:
 
 def _stock_problems(contents: Contents, written: dict[str, str], track: Track) -> Iterator[Problem]:
     present = [name for name in written if name in contents.files]
-    yield from (Problem("stock-file-missing", name) for name in written if name not in present)
+    yield from (Problem("file-missing", name) for name in written if name not in present)
     with track("hashes", sum((contents.path / name).stat().st_size for name in present)) as advance:
         hashes = hash_files(contents.path, present, advance)
     for name, digest in hashes.items():

@@ -244,10 +244,11 @@ def changed(
     except ValueError as error:
         raise PlanError(Problem("value-unfit", f"/set {name}", value=text, kind=KIND_NAMES[field.kind])) from error
     new = replace(settings, **{field.name: value})
-    if problems := [
+    problems: list[Problem | str] = [
         *problems_of(new, "/set: {option} is {value}"),
         *expansion_problems(new.expansion, paths, "this model"),
-    ]:
+    ]
+    if problems:
         raise PlanError(*problems)
     return new
 

@@ -22,6 +22,7 @@ from scale_surgery import (
     expand,
     route_export,
 )
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.running import loss as measure
 from scale_surgery.running import pieces
@@ -31,7 +32,7 @@ from scale_surgery.text.documents import Document
 from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.text.tokenizing import stride, tokenize
 from tests.command import run
-from tests.conftest import Bars, edited, flip, load, refusal, shake
+from tests.conftest import Bars, edited, flip, load, problems, refusal, refused, shake
 from tests.text.test_tokenizing import letters, lines
 from tests.tiny import save_tiny
 
@@ -375,13 +376,10 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
     bare = Path(shutil.copytree(place / "base", tmp_path / "bare"))
     with_tokenizer(bare, starts=False, ends=False)
     wide, old = place / "wide", [place / "old.txt"]
-    assert refusal(evaluate, wide, error=DataError) == (
-        "There is no text to measure on. Give files with --old, with --new or with both. Where there is none, the base "
-        "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
-    )
-    assert refusal(evaluate, wide, [], [tmp_path / "empty.txt"], error=DataError) == (
-        f"The new text is empty: {tmp_path}/empty.txt. Give at least one document."
-    )
+    assert problems(evaluate, wide, error=DataError) == [Problem("texts-missing")]
+    empty = tmp_path / "empty.txt"
+    nothing = Problem("side-empty", "--new", files=[str(empty)])
+    assert problems(evaluate, wide, [], [empty], error=DataError) == [nothing]
     assert refusal(evaluate, wide, [*old, tmp_path / "bad.jsonl"], error=DataError).startswith(
         f"{tmp_path}/bad.jsonl, line 1: has the fields"
     )
@@ -392,15 +390,13 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
         "small: its tokenizer gives the id 30 for the old text, expected ids below 20, the size of its embedding. "
         "Use the tokenizer that the model was trained with."
     )
-    assert refusal(evaluate, bare, [tmp_path / "one.txt"], error=DataError) == (
-        "The old text is one token long for bare: nothing predicts it. Give more."
-    )
+    short = Problem("side-unpredicted", "--old", model="bare")
+    assert problems(evaluate, bare, [tmp_path / "one.txt"], error=DataError) == [short]
     assert refusal(evaluate, [wide, place / "base"], old, sequence_length=65, error=DataError).splitlines() == [
         f"--sequence-length is 65, expected at most 64, the context of {name}." for name in ("base", "wide")
     ]
-    assert refusal(evaluate, wide, old, sequence_length=8, step=8, error=DataError) == (
-        "step is 8, expected 1 to 7, less than --sequence-length."
-    )
+    step = Problem("step-out-of-range", "step", step=8, most=7)
+    assert problems(evaluate, wide, old, sequence_length=8, step=8, error=DataError) == [step]
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -414,12 +410,10 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     with edited(unknown / "config.json") as nobody, edited(odd / "config.json") as config:
         nobody["model_type"], config["hidden_act"] = "nobody", True
     (wide / "surgery.json").write_text("{}")
-    assert refusal(evaluate, [], old, error=CheckpointError) == (
-        "There is no model to measure. Give a folder or a Hub id such as org/name."
-    )
-    assert refusal(evaluate, tmp_path / "none", old, error=CheckpointError) == (
-        f"{tmp_path}/none: not found. Give a model folder or a Hub id such as org/name."
-    )
+    with refused("models-missing", "", CheckpointError):
+        evaluate([], old)
+    with refused("model-not-found", tmp_path / "none", CheckpointError):
+        evaluate(tmp_path / "none", old)
     assert refusal(evaluate, [place / "wide", mute], old, error=DataError) == (
         "mute: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
         "--trust-remote-code lets one run its own code."
@@ -430,7 +424,8 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     # transformers has errors of its own for that
     message = refusal(evaluate, odd, old, error=CheckpointError)
     assert message.startswith("odd: transformers does not read its config.json (StrictDataclassFieldValidationError: ")
-    assert "format None, expected 3" in refusal(evaluate, wide, old, error=CheckpointError)
+    with refused("record-format", wide / "surgery.json", CheckpointError):
+        evaluate(wide, old)
 
 
 def test_a_model_that_does_not_load_as_it_is(place: Path, tmp_path: Path) -> None:
