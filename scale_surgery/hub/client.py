@@ -61,7 +61,7 @@ def check_repo_id(repo: str) -> None:
 def look_at(api: HfApi, repo: str, how: Push) -> ModelInfo | None:
     """What lies where a push goes, None where no repository is; refused is one that this token may not write to."""
     if api.token is None:
-        raise HubError(Problem("token-missing", repo))
+        raise HubError(Problem("hub-token-missing", repo))
     with hub_errors("push-refused", repo):
         info = _find(api, repo, how.revision)
         if info is None:
@@ -92,6 +92,6 @@ def _check_owner(api: HfApi, repo: str, how: Push) -> None:
     if how.create_pr:
         raise HubError(Problem("repository-missing", repo, own=f"{user}/{repo.split('/')[1]}"))
     if (account.get("auth", {}).get("accessToken") or {}).get("role") == "read":
-        raise HubError(Problem("token-read-only", repo))
+        raise HubError(Problem("hub-token-read-only", repo))
     if owner not in (user, *(organisation["name"] for organisation in account.get("orgs") or ())):
-        raise HubError(Problem("token-of-other-owner", repo, user=user, owner=owner))
+        raise HubError(Problem("hub-token-of-other", repo, user=user, owner=owner))

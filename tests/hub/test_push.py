@@ -393,9 +393,9 @@ def test_a_repository_that_is_a_path() -> None:
 
 def test_no_token_and_no_write_access(hub: Hub, expanded: Path) -> None:
     for token, repo, code, values in (
-        (None, REPO, "token-missing", {}),
-        ("hf_reader", REPO, "token-read-only", {}),
-        ("hf_writer", "they/wide", "token-of-other-owner", {"user": "me", "owner": "they"}),
+        (None, REPO, "hub-token-missing", {}),
+        ("hf_reader", REPO, "hub-token-read-only", {}),
+        ("hf_writer", "they/wide", "hub-token-of-other", {"user": "me", "owner": "they"}),
     ):
         expected = Problem(code, repo, **values)
         assert problem(hub, expanded, token=token, repo=repo) == expected
