@@ -21,7 +21,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.deriving.planned import plan
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verify import verify
@@ -291,7 +291,7 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
 
 def _prepare(folder: Path) -> None:
     if folder.exists() and not (folder / MARKER).exists():
-        raise CheckpointError(f"{folder}: exists and was not made by a demo. Choose another folder with -o.")
+        raise CheckpointError(Problem("folder-of-no-demo", folder))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / MARKER).touch()
@@ -310,8 +310,7 @@ def _reload(base: Path, expanded: Path) -> Reloaded:
         [sys.executable, "-P", "-c", RELOAD, *arguments], capture_output=True, text=True, cwd=base.resolve()
     )
     if run.returncode:
-        lines = run.stderr.strip().splitlines()
-        raise CheckpointError.from_problems([f"{expanded}: does not load in a fresh process:", *lines])
+        raise CheckpointError(Problem("demo-not-loaded", expanded, error=run.stderr.strip()))
     reply = json.loads(run.stdout.splitlines()[-1])
     return Reloaded(
         model_class=reply["class"],

@@ -11,7 +11,7 @@ import click
 
 from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, given, options_from, output_options
-from scale_surgery.errors import HubError
+from scale_surgery.errors import HubError, Problem
 from scale_surgery.hub.push import Push
 
 if TYPE_CHECKING:
@@ -61,10 +61,7 @@ def push_command(
     try:
         done = push(folder, repo, how, dry_run=dry_run, token=token, track=out.track)
     except KeyboardInterrupt as error:
-        raise HubError(
-            f"{repo}: interrupted. The commit comes last: before it the repository is what it was. The same command "
-            "again continues, and what has arrived is not sent a second time."
-        ) from error
+        raise HubError(Problem("push-interrupted", repo)) from error
     out.say(render_files(done))
     if show_card and done.card is not None:
         out.say(done.card, as_it_is=True)

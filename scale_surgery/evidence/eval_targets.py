@@ -14,7 +14,7 @@ from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.errors import CheckpointError, DataError
+from scale_surgery.errors import CheckpointError, DataError, Problem
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
@@ -33,12 +33,12 @@ def read_sides(files: Mapping[str, Sequence[str | Path]]) -> dict[str, list[Docu
 
     documents = {side: list(read_documents(texts)) for side, texts in files.items()}
     empty = [
-        f"The {side} text is empty: {', '.join(map(str, texts))}. Give at least one document."
+        Problem("side-empty", f"--{side}", files=list(map(str, texts)))
         for side, texts in files.items()
         if texts and not documents[side]
     ]
     if empty:
-        raise DataError.from_problems(empty)
+        raise DataError(*empty)
     return documents
 
 
@@ -103,7 +103,7 @@ def open_subjects(
     places = {str(Path(model).resolve() if Path(model).exists() else model): str(model) for model in reversed(models)}
     given = list(reversed(places.values()))
     if not given:
-        raise CheckpointError("There is no model to measure. Give a folder or a Hub id such as org/name.")
+        raise CheckpointError(Problem("models-missing"))
     subjects = [_open(model, revision, run) for model in given]
     uses = Counter(subject.name for subject in subjects)
     named = [
@@ -181,7 +181,7 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
     length = choose_length(length, {subject.name: subject.context for subject in subjects})
     step = max(1, length // 2) if step is None else step
     if not 1 <= step < length:
-        raise DataError(f"step is {step}, expected 1 to {length - 1}, less than --sequence-length.")
+        raise DataError(Problem("step-out-of-range", "step", step=step, most=length - 1))
     return length, step
 
 
@@ -198,6 +198,6 @@ def sequences_of(
         windows = stride(tokenize(some, tokenizer), length, step)
         check_token_ids(subject.name, windows.highest, subject.vocabulary, f"the {side} text")
         if not windows.scored:
-            raise DataError(f"The {side} text is one token long for {subject.name}: nothing predicts it. Give more.")
+            raise DataError(Problem("side-unpredicted", f"--{side}", model=subject.name))
         texts[side] = windows
     return texts

@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
 from scale_surgery.evidence.evaluate_models import MeasuredRow, Meter, Score
 from scale_surgery.evidence.rehearsed import rehearsed_texts
@@ -24,7 +24,6 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.processes import join_processes
-from scale_surgery.text.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -101,9 +100,7 @@ def evaluate(
     old_files, new_files = listed(old), listed(new)
     documents = read_sides({"old": old_files, "new": new_files})
     if not any(documents.values()):
-        raise DataError(
-            f"There is no text to measure on. Give files with --old, with --new or with both. {NO_OLD_TEXT}"
-        )
+        raise DataError(Problem("texts-missing"))
     processes, run = join_processes(run)
     # bases come first, as in a run with an expanded model alone
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)

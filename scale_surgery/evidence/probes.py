@@ -27,7 +27,7 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError, Problem, counted, shorten
+from scale_surgery.errors import CheckpointError, Problem, counted
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.evidence.kept_state import KeptState, measure_kept_state
 from scale_surgery.planning.architecture import Sizes
@@ -356,8 +356,8 @@ def run_alone(
             options = run if has_own_code else replace(run, trust_remote_code=False)
             with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := _unlike_base(model, problems, known):
-                    advice = f"{name}: its tensors do not fit its class, so another model would be compared."
-                    raise CheckpointError.from_problems([*shorten(unfit), advice])
+                    details = [Problem("", text=line) for line in unfit]
+                    raise CheckpointError(Problem("model-unlike-files", name, *details))
                 path_run = run_path(model, batch, manifest.first_plan.sizes, new_tokens, run.device)
                 # free it before the next one is loaded
                 del model

@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
-from scale_surgery.errors import CheckpointError, PlanError, name_some
+from scale_surgery.errors import CheckpointError, PlanError, Problem, name_some
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
@@ -65,11 +65,9 @@ def report(
     """
     path, files = Path(expanded), listed(texts)
     if files and files_only:
-        raise PlanError("--text with --files-only: no model runs, so no text is read. Leave out one of the two.")
+        raise PlanError(Problem("text-unread", "--text"))
     if sequence_length is not None and not files:
-        raise PlanError(
-            f"--sequence-length {sequence_length}: the prompts of verify are read whole. Give texts, or leave it out."
-        )
+        raise PlanError(Problem("length-without-text", "--sequence-length", length=sequence_length))
     checkpoint, manifest = open_expansion(path, name)
     refuse_fused(path, manifest)
     _check_tensors(checkpoint, manifest)
@@ -102,14 +100,14 @@ def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Refuse a checkpoint in which a tensor is missing or has another shape than planned; all are named."""
     shapes = {tensor.name: tensor.shape for tensor in manifest.plan.tensors}
     missing = [name for name in (*manifest.base_tensors, *shapes) if name not in checkpoint.tensors]
-    problems = [f"{name}: is missing from {checkpoint.path}. Restore its shard." for name in missing]
+    problems = [Problem("tensor-missing", name) for name in missing]
     problems += [
-        f"{name}: shape {checkpoint.tensors[name].shape}, expected {shape} from the plan. Restore its shard."
+        Problem("tensor-shape", name, shape=checkpoint.tensors[name].shape, planned=shape)
         for name, shape in shapes.items()
         if name not in missing and checkpoint.tensors[name].shape != shape
     ]
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(Problem("shards-damaged", checkpoint.path, *problems))
 
 
 def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -36,7 +36,7 @@ from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
@@ -115,10 +115,7 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
         return None
     source = find_source(base, revision)
     if source.path.resolve() == path.resolve():
-        raise CheckpointError(
-            f"--base: is {base}, the folder that is verified, expected its base model. Leave it out: the base "
-            "inside is compared with the hashes that were recorded."
-        )
+        raise CheckpointError(Problem("base-is-verified", "--base", base=base))
     given = open_checkpoint(source.path)
     if given.manifest is not None:
         refuse_form(base, "expanded", "base")
@@ -127,17 +124,12 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
 
 def _check_request(base: str | Path | None, required: tuple[str, ...], revision: str | None) -> None:
     """Refuse unknown promises, and a revision of nothing."""
-    problems = [
-        f"--promise {name} is unknown, expected one of: {', '.join(PROMISES)}."
-        for name in required
-        if name not in PROMISES
-    ]
+    unknown = [name for name in required if name not in PROMISES]
+    problems = [Problem("promise-unknown", "--promise", name=name, promises=list(PROMISES)) for name in unknown]
     if revision is not None and base is None:
-        problems.append(
-            f"--revision {revision}: is of the base's repository, and no base is given. Give --base, or leave it out."
-        )
+        problems.append(Problem("revision-without-base", "--revision", revision=revision))
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
 
 
 def _why_not(integrity: Integrity, run: RunOptions) -> str | None:

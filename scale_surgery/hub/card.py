@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.licence import read_licence
-from scale_surgery.errors import CheckpointError, counted
+from scale_surgery.errors import CheckpointError, Problem, counted, problems_of
 from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.hub.markdown import code, plain
 from scale_surgery.hub.repository import marked
@@ -90,9 +90,8 @@ def make_card(
         values: dict[str, Any] = {"plain": plain, "code": code, "format_layers": format_layers, **vars(facts)}
         text = str(ModelCard.from_template(data, template_path=str(TEMPLATE), **values))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(
-            f"{contents.path / contents.record_file}: is incomplete ({error}). Restore it from where you got it."
-        ) from error
+        place = contents.path / contents.record_file
+        raise CheckpointError(Problem("record-incomplete", place, *problems_of(error))) from error
     notes = []
     if facts.base_id is None:
         notes.append("base_model is left out of the card: the base is a local folder, no Hub id is known.")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.names import STOCK_FILE
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
@@ -25,39 +25,34 @@ def check_contents(contents: Contents, track: Track) -> Verification | None:
     result = verify(contents.path, probes=None, record=False, track=track)
     if not result.passed:
         broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
-        problems = list(dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)]))
-        advice = f"{contents.path}: not pushed, it does not verify. scale-surgery verify {contents.path} shows all."
-        _refuse(contents, problems, advice)
+        lines = dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)])
+        _refuse("push-unverified", contents, [Problem("verify-finding", text=line.removesuffix(".")) for line in lines])
     return result
 
 
 def _check_stock(contents: Contents, track: Track) -> None:
     written = contents.record.get("files")
     if written is None:
-        raise CheckpointError(
-            f"{contents.path / STOCK_FILE}: lists no files, expected the sha256 of each. Make it again with "
-            "scale-surgery merge --to stock, or give --no-verify."
-        )
+        raise CheckpointError(Problem("stock-without-hashes", contents.path / STOCK_FILE))
     problems = list(_stock_problems(contents, {name: entry["sha256"] for name, entry in written.items()}, track))
     if problems:
-        _refuse(contents, problems, f"{contents.path}: not pushed, it is not what merge wrote. Restore what is named.")
+        _refuse("push-not-merged", contents, problems)
 
 
-def _stock_problems(contents: Contents, written: dict[str, str], track: Track) -> Iterator[str]:
+def _stock_problems(contents: Contents, written: dict[str, str], track: Track) -> Iterator[Problem]:
     present = [name for name in written if name in contents.files]
-    yield from (f"{name}: not found in {contents.path}." for name in written if name not in present)
+    yield from (Problem("file-missing", name) for name in written if name not in present)
     with track("hashes", sum((contents.path / name).stat().st_size for name in present)) as advance:
         hashes = hash_files(contents.path, present, advance)
     for name, digest in hashes.items():
         if digest != written[name]:
-            yield f"{name}: sha256 {digest[:16]}..., expected {written[name][:16]}... from {STOCK_FILE}."
+            yield Problem("stock-file-changed", name, found=digest, recorded=written[name])
     for name in contents.files:
         if name not in written and names_code(contents.path, name):
-            yield f"{name}: is code, or names some, and merge did not write it. Read it before you let it run."
+            yield Problem("stock-code-added", name)
 
 
-def _refuse(contents: Contents, problems: list[str], advice: str) -> None:
-    card = []
-    if any(problem.startswith(f"{CARD_FILE}: ") for problem in problems):
-        card = [f"{CARD_FILE}: has to stay the base's, so that strip gives it back. Give a card of your own by --card."]
-    raise CheckpointError.from_problems([*shorten(problems), *card, advice])
+def _refuse(code: str, contents: Contents, problems: list[Problem]) -> None:
+    if any(problem.phrase.startswith(f"{CARD_FILE}: ") for problem in problems):
+        problems.append(Problem("card-of-base-changed", CARD_FILE))
+    raise CheckpointError(Problem(code, contents.path, *problems))

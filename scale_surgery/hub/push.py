@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.forms import Form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
 from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import HubError, name_some
+from scale_surgery.errors import HubError, Problem
 from scale_surgery.hub.card import Card, CardOrigin, current_certificate, make_card
 from scale_surgery.hub.check import check_contents
 from scale_surgery.hub.client import check_repo_id, hub_errors, look_at
@@ -159,7 +159,7 @@ def push(
         except HubError as error:
             if not dry_run:
                 raise
-            obstacles.append(str(error))
+            obstacles.append(" ".join(error.lines))
 
     with asking():
         info = look_at(api, repo, how)
@@ -191,12 +191,12 @@ def _choose_card(
         return Card(_read_own(how.card), "own")
     if not how.write_card:
         if contents.has_own_card:
-            _refuse_licence(how, contents.path / CARD_FILE)
+            _refuse_licence(how, contents.path)
             return Card(_read_own(contents.path / CARD_FILE), "own")
         if CARD_FILE in _names(info):
             there = _read_remote(api, repo, info, CARD_FILE)
             if not is_written_card(there) and there != base_text:
-                _refuse_licence(how, f"{CARD_FILE} in {repo}")
+                _refuse_licence(how, repo)
                 note = (
                     f"{CARD_FILE} in {repo} was written by somebody and stays, though it may describe an earlier push; "
                     "--write-card replaces it."
@@ -207,19 +207,16 @@ def _choose_card(
     return make_card(contents, repo, base_text, base_file, certificate, how.license)
 
 
-def _refuse_licence(how: Push, card: object) -> None:
+def _refuse_licence(how: Push, place: object) -> None:
     if how.license is not None:
-        raise HubError(
-            f"--license {how.license}: {card} was written by somebody and stays as it is. Name the licence there, or "
-            "give --write-card, which writes a new card from facts."
-        )
+        raise HubError(Problem("license-beside-card", "--license", license=how.license, place=place))
 
 
 def _read_own(file: Path) -> str:
     try:
         return read_bytes(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise HubError(f"{file}: cannot be read as a model card ({error}). Give a text file in UTF-8.") from error
+        raise HubError(Problem("card-unreadable", file, error=error)) from error
 
 
 def _names(info: ModelInfo | None) -> list[str]:
@@ -228,7 +225,7 @@ def _names(info: ModelInfo | None) -> list[str]:
 
 
 def _read_remote(api: HfApi, repo: str, info: ModelInfo | None, file: str) -> str:
-    with hub_errors(repo, f"{file} cannot be read"):
+    with hub_errors("repository-file-unreadable", f"{repo}: {file}"):
         return read_card(Path(api.hf_hub_download(repo, file, revision=None if info is None else info.sha)))
 
 
@@ -254,22 +251,14 @@ def _refuse_mixture(api: HfApi, plan: Pushed, how: Push, info: ModelInfo | None,
     """Refuse a repository that holds another model, or files of one, and so would not become this one."""
     if how.replace:
         return
-    advice = (
-        "Push to another repository or --revision, or give --replace, which makes this model of it; its history keeps "
-        "the other."
-    )
     there = _names(info)
     records = [name for name in (MANIFEST_FILE, STOCK_FILE) if name in there]
     if CONFIG_FILE in there and not records:
-        raise HubError(f"{plan.repo}: holds a model that scale-surgery did not make. {advice}")
+        raise HubError(Problem("repository-not-ours", plan.repo))
     if records and not is_same_base(contents.record, _read_remote(api, plan.repo, info, records[0])):
-        raise HubError(f"{plan.repo}: holds a model on another base, by its {records[0]}. {advice}")
+        raise HubError(Problem("repository-other-base", plan.repo, file=records[0]))
     if plan.removed:
-        raise HubError(
-            f"{plan.repo}: holds model files that the folder does not have ({name_some(plan.removed)}); beside them it "
-            "would be another model. Push to another repository or --revision, or give --replace: they leave in the "
-            "same commit, and its history keeps them."
-        )
+        raise HubError(Problem("repository-more-files", plan.repo, files=plan.removed))
 
 
 def _check_card(card: Card) -> None:
@@ -282,18 +271,15 @@ def _check_card(card: Card) -> None:
         parsed = ModelCard(card.text)
     except Exception as error:
         # the parser's own classes of errors differ by release
-        raise HubError(
-            f"{CARD_FILE}: its metadata cannot be read ({' '.join(str(error).split())}). Mend the card, or give "
-            "--write-card."
-        ) from error
-    with hub_errors(CARD_FILE, "its metadata were not accepted"):
+        raise HubError(Problem("card-metadata-unreadable", CARD_FILE, error=" ".join(str(error).split()))) from error
+    with hub_errors("card-metadata-refused", CARD_FILE):
         parsed.validate()
 
 
 def _send(api: HfApi, target: Path, plan: Pushed, how: Push, info: ModelInfo | None) -> Pushed:
     """Send a folder; the client sends nothing that the Hub has, and the commit comes last."""
-    repo, hint = plan.repo, "The same command again continues: what has arrived is not sent a second time."
-    with hub_errors(repo, "not pushed", hint):
+    repo = plan.repo
+    with hub_errors("push-broken-off", repo):
         if info is None:
             api.create_repo(repo, private=plan.is_private, exist_ok=True)
         if how.revision is not None and not api.revision_exists(repo, how.revision):
@@ -306,11 +292,11 @@ def _send(api: HfApi, target: Path, plan: Pushed, how: Push, info: ModelInfo | N
             create_pr=how.create_pr,
             delete_patterns=[escape(name) for name in plan.removed] or None,
         )
-    with hub_errors(repo, "pushed, but not compared with the folder"):
+    with hub_errors("push-not-compared", repo):
         compared = api.verify_repo_checksums(repo, revision=commit.oid, local_dir=target)
-    problems = [f"{repo}: {name} did not arrive" for name in compared.extra_paths]
-    problems += [f"{repo}: {each['path']} has another content there" for each in compared.mismatches]
+    problems = [Problem("pushed-file-missing", f"{repo}: {name}") for name in compared.extra_paths]
+    problems += [Problem("pushed-file-differs", f"{repo}: {each['path']}") for each in compared.mismatches]
     if problems:
-        raise HubError.from_problems(f"{problem}. Is it in a .gitignore? Push again." for problem in problems)
+        raise HubError(*problems)
     is_unchanged = info is not None and commit.oid == info.sha
     return replace(plan, is_unchanged=is_unchanged, commit=commit.oid, url=commit.pr_url or commit.commit_url)

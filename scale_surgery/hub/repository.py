@@ -33,7 +33,7 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.records import read_record, reading
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.surgery.extract_folder import read_extract
 from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
 from scale_surgery.surgery.record_schema import StockRecord
@@ -145,7 +145,7 @@ def read_card(file: Path) -> str:
     try:
         return read_bytes(file).decode("utf-8", errors="replace")
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}). Check the file.") from error
+        raise CheckpointError(Problem("file-unreadable", file, error=error.strerror or error)) from error
 
 
 def assemble(contents: Contents, folder: Path, card: Card) -> tuple[RepositoryFile, ...]:
@@ -196,11 +196,7 @@ def _find_form(path: Path) -> Form:
         return form
     if form == "saved":
         refuse_form(path, form, "expanded")
-    raise CheckpointError(
-        f"{path}: has neither {MANIFEST_FILE}, {EXTRACT_FILE} nor {STOCK_FILE}, expected a folder "
-        "that scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
-        "upload."
-    )
+    raise CheckpointError(Problem("folder-not-ours", path, records=(MANIFEST_FILE, EXTRACT_FILE, STOCK_FILE)))
 
 
 def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:

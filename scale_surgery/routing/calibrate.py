@@ -38,14 +38,13 @@ from scale_surgery.show.commands import changed_options
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
 from scale_surgery.surgery.routers import is_even, routing_of, weights_of
-from scale_surgery.text.sources import NO_OLD_TEXT
 
 if TYPE_CHECKING:
     from scale_surgery.text.documents import Document
     from scale_surgery.text.sequences import Sequences
 
-# measurement by text
-SIDES = {"old": "forgetting", "new": "learning"}
+# problem where there is none, by side
+SIDES = {"old": "old-text-missing", "new": "new-text-missing"}
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def route_calibrate(
     choice = choose(swept.outcomes, limits, swept.adapt)
     best = choice.proposed
     if settings.write and best.forgetting > limits.forgetting:
-        raise PlanError(_say_too_much(folder, choice, limits))
+        raise PlanError(_forgets_too_much(folder, choice, limits))
     result = Calibration(
         path=folder,
         name=subject.name,
@@ -211,40 +210,28 @@ def route_calibrate(
     return result
 
 
-def _say_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> str:
+def _forgets_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> Problem:
     least, looser = choice.proposed, choice.loosest
-    options = "Raise --most-forgetting, or leave --write out to see every setting."
-    if looser.forgetting <= limits.forgetting:
-        options = f"One that may lose more on a text does: {ask_for(looser, limits, -math.inf)}. Or r{options[1:]}"
-    return (
-        f"{folder}: no setting forgets at most {limits.forgetting:g} nats per token, so none is set; the least is "
-        f"{least.forgetting:.4f}, with {least.numbers}. {options}"
-    )
+    found = {"most": limits.forgetting, "least": least.forgetting, "numbers": least.numbers}
+    if looser.forgetting > limits.forgetting:
+        return Problem("settings-forget", folder, **found)
+    return Problem("allowed-settings-forget", folder, **found, options=ask_for(looser, limits, -math.inf))
 
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
     """Check before any work that the outputs can be written."""
-    problems: list[Problem | str] = [*output_file_problems([plot], [folder, *texts])]
+    problems = output_file_problems([plot], [folder, *texts])
     if write:
         read_manifest(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
-            problems.append(
-                f"{folder}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder "
-                "to where you may write."
-            )
+            problems.append(Problem("model-read-only", folder))
     if problems:
-        raise CheckpointError.from_problems(problems)
+        raise CheckpointError(*problems)
 
 
 def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
-    missing = [
-        f"There is no {side} text, on which {measured} is measured. Give files with --{side}."
-        + (f" {NO_OLD_TEXT}" if side == "old" else "")
-        for side, measured in SIDES.items()
-        if not files[side]
-    ]
-    if missing:
-        raise DataError.from_problems(missing)
+    if missing := [Problem(code, f"--{side}") for side, code in SIDES.items() if not files[side]]:
+        raise DataError(*missing)
     return read_sides(files)
 
 
@@ -287,7 +274,5 @@ def _write(result: Calibration) -> None:
                 assert result.proposed.routing is not None
                 set_routing(result.path, result.proposed.routing)
     except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or result.path}: cannot be written ({error.strerror or error}). Check the folder and its "
-            "permissions."
-        ) from error
+        place = error.filename or result.path
+        raise CheckpointError(Problem("file-unwritable", place, error=error.strerror or error)) from error

@@ -6,12 +6,12 @@ every setting --bound, short prompts--> allowed --forgetting--> learns most --ga
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.fields import NO_OPTION, Range, problems_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.routing.outcome import Outcome
@@ -108,17 +108,15 @@ class RouterChoice:
 
 def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
     """Limits of the user, and those of the present setting for the rest."""
-    problems = problems_of(settings)
+    problems: list[Problem | str] = [*problems_of(settings)]
     asked = {"--bound": settings.bound, "bound_per_token": settings.bound_per_token}
     given = {name: value for name, value in asked.items() if value is not None}
-    if given and present.bound is None:
-        named = " and ".join(f"{name} {value:g}" for name, value in given.items())
-        problems.append(
-            f"{named}: the {present.router} router bounds nothing, expected a posterior router. Leave that out; "
-            "most_short_forgetting limits what short prompts may lose."
-        )
+    if present.bound is None:
+        problems += [
+            Problem("router-without-bound", name, limit=value, router=present.router) for name, value in given.items()
+        ]
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     pairs = ((settings.bound, present.bound), (settings.bound_per_token, present.bound_per_token))
     bound, per_token = (limit if limit is not None else now for limit, now in pairs)
     is_looser = any(limit is not None and now is not None and limit > now + ROUNDING for limit, now in pairs)
@@ -130,7 +128,7 @@ def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Route
     """Choose the best allowed setting, and keep the present one where the gain is too small."""
     present, allowed = outcomes[0], [outcome for outcome in outcomes if limits.allows(outcome)]
     if not allowed:
-        raise PlanError.from_problems(list(_say_lowest(outcomes, limits)))
+        raise PlanError(*_unmet_limits(outcomes, limits))
     best, loosest = (propose(some, limits.forgetting) for some in (allowed, outcomes))
     reachable = max(0.0, adapt.learning, *(outcome.learning for outcome in outcomes))
     needed = max(best.gain.noise, limits.gain * reachable) if limits.gain else 0.0
@@ -146,39 +144,31 @@ def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
     return min(outcomes, key=lambda outcome: (outcome.forgetting, -outcome.learning))
 
 
-def _say_lowest(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
-    """Errors where no setting is allowed, with the lowest values that settings reach."""
+def _unmet_limits(outcomes: Sequence[Outcome], limits: Limits) -> list[Problem]:
+    """List the limits that no setting keeps, with the lowest values that settings reach."""
     within = [outcome for outcome in outcomes if limits.keeps_bound(outcome)]
-    if within:
-        lowest = min(within, key=lambda outcome: outcome.short.forgetting)
-        least = f"the least is {lowest.short.forgetting:.4g} nats per token, with {lowest.numbers}."
-        yield (
-            f"most_short_forgetting {limits.short:g}: no setting loses so little on the first tokens of old texts; "
-            f"{least} Raise it."
-            if limits.short is not None
-            else "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; "
-            f"{least} Give more old texts, or --set most_short_forgetting={_round_up(lowest.short.forgetting):g}."
-        )
-    else:
-        yield from _say_lowest_bound(outcomes, limits)
+    if not within:
+        return _unmet_bounds(outcomes, limits)
+    lowest = min(within, key=lambda outcome: outcome.short.forgetting)
+    least, numbers = lowest.short.forgetting, lowest.numbers
+    if limits.short is None:
+        return [Problem("short-prompts-lose-more", least=least, numbers=numbers, limit=_round_up(least))]
+    return [Problem("short-limit-unmet", "most_short_forgetting", limit=limits.short, least=least, numbers=numbers)]
 
 
-def _say_lowest_bound(outcomes: Sequence[Outcome], limits: Limits) -> Iterator[str]:
-    """Errors where no setting keeps the bounds, with the lowest bounds."""
+def _unmet_bounds(outcomes: Sequence[Outcome], limits: Limits) -> list[Problem]:
+    """List the bounds that no setting keeps, with the lowest ones."""
     by_text = min(outcomes, key=lambda outcome: outcome.bound or 0.0)
     by_token = min(outcomes, key=lambda outcome: outcome.bound_per_token or 0.0)
     unmet = [
-        f"{name} {asked:g}: no setting bounds {what} so tightly; the lowest is {least:.4g} nats, with "
-        f"{lowest.numbers}. Raise it."
-        for name, what, asked, least, lowest in (
-            ("--bound", "a text", limits.bound, by_text.bound, by_text),
-            ("bound_per_token", "a further token", limits.bound_per_token, by_token.bound_per_token, by_token),
+        Problem("bound-unmet", name, limit=asked, least=least, numbers=lowest.numbers)
+        for name, asked, least, lowest in (
+            ("--bound", limits.bound, by_text.bound, by_text),
+            ("bound_per_token", limits.bound_per_token, by_token.bound_per_token, by_token),
         )
         if asked is not None and least is not None and least > asked + ROUNDING
     ]
-    yield from unmet or [
-        f"--bound {limits.bound:g} and bound_per_token {limits.bound_per_token:g}: no setting keeps both. Raise one."
-    ]
+    return unmet or [Problem("bounds-unmet", "--bound", bound=limits.bound, per_token=limits.bound_per_token)]
 
 
 def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:

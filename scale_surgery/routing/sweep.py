@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.progress import Progress, Track, no_progress
@@ -76,19 +76,18 @@ def sweep_model(
     settings = settings_of(present, read.old, read.new)
     with track("settings", len(settings)) as advance:
         swept = sweep(best_alone if has_several else adapt_alone, read, settings, advance)
-    _check_finite(subject, swept, "the best path" if has_several else "the adapt path")
+    _check_finite(subject, swept, "best path" if has_several else "adapt path")
     return swept
 
 
 def _check_finite(subject: Subject, swept: Sweep, best_name: str) -> None:
-    named = [("the base model", swept.base), (best_name, swept.adapt)]
+    named = [("base model", swept.base), (best_name, swept.adapt)]
     named += [(describe_router(outcome.routing), outcome) for outcome in swept.outcomes if outcome.routing is not None]
     for name, outcome in named:
         for side, measured in (("old", outcome.old), ("new", outcome.new)):
             if not math.isfinite(measured.nats):
                 raise CheckpointError(
-                    f"{subject.name}: the loss of {name} on {side} text is {measured.nats}, expected a finite number. "
-                    "Its weights are damaged, or --dtype is too narrow for them: see scale-surgery verify."
+                    Problem("path-loss-not-finite", subject.name, path=name, side=side, loss=measured.nats)
                 )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.show.figures import save_figure, tidy
 from scale_surgery.show.palette import BLUE, GREY, INK, VERMILION
 
@@ -76,7 +76,7 @@ def plane_figure(evaluation: Evaluation) -> Figure:
 
     points = _points(evaluation)
     if not points:
-        raise DataError("The plane has an axis for old and one for new text. Give text for both, --old and --new.")
+        raise DataError(Problem("plane-without-side"))
     columns = 2 if max(len(point.score.name) for point in points) <= SHORT_NAME else 1
     figure = Figure(figsize=(WIDTH, HEIGHT + ROW * math.ceil(len(points) / columns)), layout="constrained")
     axes = figure.subplots()

@@ -195,7 +195,7 @@ class Session:
 
     def _obey(self, name: str, rest: str) -> None:
         if name not in COMMANDS:
-            raise PlanError(f"{name} is no command, expected one of {', '.join(COMMANDS)}. A blank before it says it.")
+            raise PlanError(Problem("command-unknown", name, commands=list(COMMANDS)))
         getattr(self, f"_{name.removeprefix('/')}")(rest.strip())
 
     def _help(self, _: str) -> None:
@@ -208,14 +208,14 @@ class Session:
 
     def _again(self, _: str) -> None:
         if self.last is None:
-            raise PlanError("/again: nothing was said yet. Type a message.")
+            raise PlanError(Problem("nothing-said", "/again"))
         for voice in self.voices:
             voice.conversation.take_back()
         self._answer(self.last)
 
     def _paths(self, _: str) -> None:
         if self.speaker.routing is None:
-            raise PlanError(f"/paths: {self.speaker.subject.name} has one path only, expected a routed model.")
+            raise PlanError(Problem("paths-of-unrouted", "/paths", model=self.speaker.subject.name))
         self.look = replace(self.look, paths=self.marking == "nothing")
         self._note("paths are hidden" if self.marking == "nothing" else f"paths are shown by {self.marking}")
 
@@ -238,18 +238,18 @@ def changed(
     if not paths:
         del known["expansion"]
     if (field := known.get(name)) is None:
-        raise PlanError(f"/set {name}: cannot be set here, expected one of {', '.join(known)}.")
+        raise PlanError(Problem("chat-setting-unknown", f"/set {name}", names=list(known)))
     try:
         value = field.kind(text) if text else field.default
     except ValueError as error:
-        raise PlanError(f"/set {name} {text}: expected {KIND_NAMES[field.kind]}.") from error
+        raise PlanError(Problem("value-unfit", f"/set {name}", value=text, kind=KIND_NAMES[field.kind])) from error
     new = replace(settings, **{field.name: value})
     problems: list[Problem | str] = [
         *problems_of(new, "/set: {option} is {value}"),
         *expansion_problems(new.expansion, paths, "this model"),
     ]
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     return new
 
 

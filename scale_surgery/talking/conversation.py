@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scale_surgery.errors import DataError
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.running.context import check_room
 from scale_surgery.running.loading import translated
@@ -96,6 +96,6 @@ def _left(context: int, settings: GenerationSettings) -> int:
 def check_ids(subject: Subject, ids: Sequence[int]) -> None:
     """Check that a model can read token ids and say at least one more."""
     if not ids:
-        raise DataError(f"The prompt has no token in the tokenizer of {subject.name}, expected at least one.")
+        raise DataError(Problem("prompt-without-token", model=subject.name))
     check_token_ids(subject.name, max(ids), subject.vocabulary)
     check_room(len(ids), subject.context, subject.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed
-from scale_surgery.errors import DataError, shorten
+from scale_surgery.errors import DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.conversation import Conversation, EncodedPrompt
@@ -50,7 +50,7 @@ def generate(
     """
     asked = [str(prompt) for prompt in listed(prompts)]
     if not asked:
-        raise DataError("There is no prompt. Give at least one.")
+        raise DataError(Problem("prompts-missing"))
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
     encoded = encode_all(subject, asked, settings)
     with loaded_speaker(subject, run) as speaker, speaker.isolated_random_state(settings.seed):
@@ -68,15 +68,16 @@ def generate(
 
 def encode_all(subject: Subject, prompts: Sequence[str], settings: GenerationSettings) -> list[EncodedPrompt]:
     """What a model reads for prompts that have nothing to do with each other; those that it cannot are all named."""
-    encoded, problems = [], []
+    encoded, problems = [], list[Problem]()
     for number, prompt in enumerate(prompts, start=1):
         try:
             conversation = Conversation(subject, has_template=has_template(subject, settings))
             encoded.append(conversation.encode(prompt, settings))
         except DataError as error:
-            problems.append(f"Prompt {number}: {error}" if len(prompts) > 1 else str(error))
+            place = f"prompt {number}"
+            problems += [each.within(place) for each in error.problems] if len(prompts) > 1 else error.problems
     if problems:
-        raise DataError.from_problems(shorten(problems))
+        raise DataError(*problems)
     return encoded
 
 

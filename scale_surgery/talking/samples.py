@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.staging import check_output_files
-from scale_surgery.errors import DataError, PlanError
+from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import problems_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.freeze import expansion_disabled
@@ -57,23 +57,20 @@ def write_samples_of(
     check_output_files([Path(output)], [model])
     usual = GenerationSettings()
     useless = [
-        f"--{field.name.replace('_', '-')} has no meaning with --samples, which the base writes from its whole "
-        "distribution. Leave it out."
+        Problem("option-without-effect", f"--{field.name.replace('_', '-')}")
         for field in fields(settings)
         if field.name not in SAMPLED_BY and getattr(settings, field.name) != getattr(usual, field.name)
     ]
     if settings.temperature == 0:
-        useless.append("--temperature is 0, and all samples would be the same text. Give more than 0, such as 1.")
+        useless.append(Problem("samples-alike", "--temperature"))
     if count < 1:
-        useless.append(f"--samples is {count}, expected at least 1.")
-    if problems := [*problems_of(settings), *useless]:
-        raise PlanError.from_problems(problems)
+        useless.append(Problem("samples-too-few", "--samples", count=count))
+    problems: list[Problem | str] = [*problems_of(settings), *useless]
+    if problems:
+        raise PlanError(*problems)
     subject = open_subject(model, usual, run=run, revision=revision)
     if subject.is_fused:
-        raise PlanError(
-            f"--samples: {subject.name} is fused, base weights and blocks are one matrix, so its base cannot write. "
-            "Give the base itself."
-        )
+        raise PlanError(Problem("base-fused", "--samples", model=subject.name))
     tokenizer, most = subject.tokenizer, settings.max_new_tokens + 1
     begins = begin_tokens(tokenizer, [], subject.name)
     length = most if subject.context is None else min(most, subject.context)
@@ -94,9 +91,7 @@ def write_samples_of(
     texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in written]
     texts = [text for text in texts if text.strip()]
     if not texts:
-        raise DataError(
-            f"{subject.name}: its base ends every text before the first word. Give text with what it knows."
-        )
+        raise DataError(Problem("samples-empty", subject.name))
     write_text(Path(output), "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
     return Samples(Path(output), len(texts), len(samples.ids) - count, own.found)
 

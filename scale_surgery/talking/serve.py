@@ -112,45 +112,35 @@ def serve(
 
 def _need_packages() -> None:
     if missing := [package for package in NEEDED if find_spec(package) is None]:
-        raise ServingError(
-            f"transformers' server needs packages that are not installed: {', '.join(missing)}. "
-            "Install them by pip install 'scale-surgery[serve]'."
-        )
+        raise ServingError(Problem("server-without-packages", packages=missing))
 
 
 def _name_for_server(model: str | Path, revision: str | None) -> str:
     """The name by which the server finds a model, and by which requests name it."""
     if "@" in str(model):
-        raise CheckpointError(
-            f"{model}: transformers' server reads what follows @ as a revision. Give a path without @, such as one "
-            "relative to a folder further in; a Hub repository's revision is given by --revision."
-        )
+        raise CheckpointError(Problem("name-with-at-sign", model))
     return str(model) if revision is None else f"{model}@{revision}"
 
 
 def _need_free(address: Address) -> None:
     """Check that the address is free before a model is loaded."""
     if problems := problems_of(address, "{option}: {value}"):
-        raise ServingError.from_problems(problems)
+        raise ServingError(*problems)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         socket.create_server((address.host, address.port), family=family).close()
     except OSError as error:
-        raise ServingError(
-            f"{address.host}, port {address.port}: cannot listen there ({error}). Give an address of this machine by "
-            "--host, and a port that no other program has by --port."
-        ) from error
+        place = f"{address.host}, port {address.port}"
+        raise ServingError(Problem("address-unavailable", place, error=error.strerror or error)) from error
 
 
 def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:
     """Refuse an unknown expansion, and a model with the name of one of its paths."""
     problems: list[Problem | str] = [*expansion_problems(expansion, paths, folder)]
     if model in paths:
-        problems.append(
-            f"{model}: names the folder and a path in it, expected a name for each. Give the folder as ./{model}."
-        )
+        problems.append(Problem("name-of-two", model))
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
 
 
 def _make_known(checkpoint: Checkpoint, run: RunOptions) -> None:

@@ -211,8 +211,9 @@ def open_subject(
 ) -> Subject:
     """Find a model and its tokenizer, and check that it can answer as it will be asked; no weight is read."""
     (subject,) = open_subjects([model], run, revision=revision)
-    if problems := [*problems_of(settings), *_problems(subject, settings, compare=compare)]:
-        raise PlanError.from_problems(problems)
+    problems: list[Problem | str] = [*problems_of(settings), *_problems(subject, settings, compare=compare)]
+    if problems:
+        raise PlanError(*problems)
     return subject
 
 
@@ -236,15 +237,15 @@ def _specs(subject: Subject) -> Any:
 
 
 def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[Problem | str]:
-    """What of a model is asked for that it does not have."""
+    """Yield a problem for each thing that is asked for and the model does not have."""
     yield from expansion_problems(settings.expansion, path_names(_specs(subject)), subject.name)
     if settings.system is not None and not has_template(subject, settings):
-        reason = "--raw uses none" if settings.raw else f"the tokenizer of {subject.name} has none"
-        yield f"--system needs a chat template, and {reason}. Put what it says into the prompt."
-    if compare and subject.is_fused:
         yield (
-            f"--compare: {subject.name} is fused, base weights and blocks are one matrix, so its base cannot answer. "
-            "Write its blocks again: scale-surgery merge FUSED --to blocks."
+            Problem("system-with-raw", "--system")
+            if settings.raw
+            else Problem("system-without-template", "--system", model=subject.name)
         )
+    if compare and subject.is_fused:
+        yield Problem("base-fused", "--compare", model=subject.name)
     elif compare and not subject.is_expanded:
-        yield f"--compare: {subject.name} is not expanded, so it has no base beside it. Give an expanded model."
+        yield Problem("compare-without-base", "--compare", model=subject.name)

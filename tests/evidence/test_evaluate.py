@@ -376,13 +376,10 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
     bare = Path(shutil.copytree(place / "base", tmp_path / "bare"))
     with_tokenizer(bare, starts=False, ends=False)
     wide, old = place / "wide", [place / "old.txt"]
-    assert refusal(evaluate, wide, error=DataError) == (
-        "There is no text to measure on. Give files with --old, with --new or with both. Where there is none, the base "
-        "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
-    )
-    assert refusal(evaluate, wide, [], [tmp_path / "empty.txt"], error=DataError) == (
-        f"The new text is empty: {tmp_path}/empty.txt. Give at least one document."
-    )
+    assert problems(evaluate, wide, error=DataError) == [Problem("texts-missing")]
+    empty = tmp_path / "empty.txt"
+    nothing = Problem("side-empty", "--new", files=[str(empty)])
+    assert problems(evaluate, wide, [], [empty], error=DataError) == [nothing]
     assert refusal(evaluate, wide, [*old, tmp_path / "bad.jsonl"], error=DataError).startswith(
         f"{tmp_path}/bad.jsonl, line 1: has the fields"
     )
@@ -393,15 +390,13 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
         "small: its tokenizer gives the id 30 for the old text, expected ids below 20, the size of its embedding. "
         "Use the tokenizer that the model was trained with."
     )
-    assert refusal(evaluate, bare, [tmp_path / "one.txt"], error=DataError) == (
-        "The old text is one token long for bare: nothing predicts it. Give more."
-    )
+    short = Problem("side-unpredicted", "--old", model="bare")
+    assert problems(evaluate, bare, [tmp_path / "one.txt"], error=DataError) == [short]
     assert refusal(evaluate, [wide, place / "base"], old, sequence_length=65, error=DataError).splitlines() == [
         f"--sequence-length is 65, expected at most 64, the context of {name}." for name in ("base", "wide")
     ]
-    assert refusal(evaluate, wide, old, sequence_length=8, step=8, error=DataError) == (
-        "step is 8, expected 1 to 7, less than --sequence-length."
-    )
+    step = Problem("step-out-of-range", "step", step=8, most=7)
+    assert problems(evaluate, wide, old, sequence_length=8, step=8, error=DataError) == [step]
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -415,12 +410,10 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     with edited(unknown / "config.json") as nobody, edited(odd / "config.json") as config:
         nobody["model_type"], config["hidden_act"] = "nobody", True
     (wide / "surgery.json").write_text("{}")
-    assert refusal(evaluate, [], old, error=CheckpointError) == (
-        "There is no model to measure. Give a folder or a Hub id such as org/name."
-    )
-    assert refusal(evaluate, tmp_path / "none", old, error=CheckpointError) == (
-        f"{tmp_path}/none: not found. Give a model folder or a Hub id such as org/name."
-    )
+    with refused("models-missing", "", CheckpointError):
+        evaluate([], old)
+    with refused("model-not-found", tmp_path / "none", CheckpointError):
+        evaluate(tmp_path / "none", old)
     assert refusal(evaluate, [place / "wide", mute], old, error=DataError) == (
         "mute: has no tokenizer that loads, and texts need one. Put the tokenizer's files beside the weights; "
         "--trust-remote-code lets one run its own code."
@@ -432,7 +425,8 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
     (problem,) = problems(evaluate, odd, old, error=CheckpointError)
     assert (problem.code, problem.where) == ("config-not-read", "odd: config.json")
     assert problem.values["error"].startswith("StrictDataclassFieldValidationError: ")
-    assert "format None, expected 3" in refusal(evaluate, wide, old, error=CheckpointError)
+    with refused("record-format", wide / "surgery.json", CheckpointError):
+        evaluate(wide, old)
 
 
 def test_a_model_that_does_not_load_as_it_is(place: Path, tmp_path: Path) -> None:

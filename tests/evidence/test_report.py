@@ -26,12 +26,13 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
 from scale_surgery.show.pages.report import render_page
 from scale_surgery.show.tables_report import format_norm, format_share, render_report
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import REQUESTS, edited, refusal, shake, shown
+from tests.conftest import REQUESTS, edited, problems, refused, shake, shown
 from tests.each import FEW, mostly
 from tests.evidence.test_verify import SHARD
 from tests.tiny import FAMILIES, save_tiny
@@ -371,30 +372,27 @@ def test_missing_and_damaged_tensors_are_all_named(spoiled: Path) -> None:
     with edited(spoiled / SHARD) as tensors, edited(spoiled / "model.safetensors.index.json") as index:
         del tensors[W21], index["weight_map"][W21]
         tensors[W12] = torch.zeros(3, 2)
-    assert refusal(report, spoiled, error=CheckpointError).splitlines() == [
-        f"{W21}: is missing from {spoiled}. Restore its shard.",
-        f"{W12}: shape (3, 2), expected (80, 8) from the plan. Restore its shard.",
-    ]
+    details = Problem("tensor-missing", W21), Problem("tensor-shape", W12, shape=(3, 2), planned=(80, 8))
+    expected = Problem("shards-damaged", spoiled, *details)
+    assert problems(report, spoiled, error=CheckpointError) == [expected]
 
 
 def test_spoiled_records_are_refused(spoiled: Path) -> None:
-    for change, reason in (
-        ({"training": [{"steps": "many"}]}, "expansions.default.training[0].steps is 'many', expected a number"),
-        (
-            {"training": [{"steps": 1, "measured": {"learning": "x"}}]},
-            "expansions.default.training[0].measured.learning is 'x', expected a number",
-        ),
+    for change, key, value in (
+        ({"training": [{"steps": "many"}]}, "steps", "'many'"),
+        ({"training": [{"steps": 1, "measured": {"learning": "x"}}]}, "measured.learning", "'x'"),
     ):
         with edited(spoiled / "surgery.json") as record:
             record["expansions"]["default"].update(change)
-        message = f"{spoiled}/surgery.json: is incomplete ({reason}). Restore it from where you got it."
-        assert refusal(report, spoiled, error=CheckpointError) == message
+        unfit = Problem("value-unfit", f"expansions.default.training[0].{key}", value=value, kind="a number")
+        expected = Problem("record-incomplete", spoiled / "surgery.json", unfit)
+        assert problems(report, spoiled, error=CheckpointError) == [expected]
 
 
 def test_texts_that_nobody_reads_and_texts_that_are_not_there(adapt: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--text with --files-only: no model runs, so no text is read"):
+    with refused("text-unread", "--text", PlanError):
         report(adapt, tmp_path / "text.txt", files_only=True)
-    with pytest.raises(PlanError, match="--sequence-length 64: the prompts of verify are read whole"):
+    with refused("length-without-text", "--sequence-length", PlanError):
         report(adapt, sequence_length=64)
     with pytest.raises(DataError, match=r"missing\.txt: there is no such file\. Give UTF-8 text"):
         report(adapt, tmp_path / "missing.txt")

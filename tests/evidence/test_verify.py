@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
 from tests.command import run
-from tests.conftest import Bars, edited, flip, refusal, shake
+from tests.conftest import Bars, edited, flip, problems, refused, shake
 from tests.tiny import save_tiny
 
 W21 = "model.layers.1.self_attn.q_proj.expansions.default.w21"
@@ -200,11 +200,9 @@ def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
 
 
 def test_a_base_that_is_none_is_refused(made: Path) -> None:
-    assert refusal(verify, made / "preserve", made / "preserve", error=CheckpointError) == (
-        f"--base: is {made / 'preserve'}, the folder that is verified, expected its base model. Leave it out: the base "
-        "inside is compared with the hashes that were recorded."
-    )
-    with pytest.raises(CheckpointError, match=r"adapt: is an expanded model, expected a base model\."):
+    with refused("base-is-verified", "--base", CheckpointError):
+        verify(made / "preserve", made / "preserve")
+    with refused("form-expanded-not-base", made / "adapt", CheckpointError):
         verify(made / "preserve", made / "adapt")
 
 
@@ -302,7 +300,7 @@ def test_a_model_that_computes_nan_keeps_no_promise_and_gives_valid_json(tmp_pat
 
 
 def test_an_unknown_promise_is_refused(made: Path) -> None:
-    with pytest.raises(PlanError, match="--promise base_stream_alwys is unknown, expected one of: recoverable"):
+    with refused("promise-unknown", "--promise", PlanError):
         verify(made / "preserve", required=("base_stream_alwys",))
 
 
@@ -340,9 +338,11 @@ def test_what_was_written_meanwhile_stays(copy) -> None:
 
 def test_options_that_nothing_would_read_are_refused(made: Path, tmp_path: Path) -> None:
     path = made / "preserve"
-    expected = "--revision v1: is of the base's repository, and no base is given. Give --base, or leave it out."
-    assert refusal(verify, path, revision="v1", error=PlanError) == expected
-    assert expected in " ".join(run("verify", path, "--revision", "v1", code=1).output.split())
+    expected = Problem("revision-without-base", "--revision", revision="v1")
+    assert problems(verify, path, revision="v1", error=PlanError) == [expected]
+    assert json.loads(run("verify", path, "--revision", "v1", "--json", code=1).stdout)["problems"] == [
+        expected.to_json()
+    ]
     for option, value in (("--prompts", tmp_path / "prompts.txt"), ("--max-new-tokens", 8)):
         shown = " ".join(run("verify", path, "--files-only", option, value, code=2).output.split())
         assert f"{option} with --files-only: no model runs, so none is asked. Leave out one of the two." in shown

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from scale_surgery import PosteriorRouter
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.licence import read_licence
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import is_written_card, read_contents
@@ -28,7 +28,7 @@ from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.command import run
-from tests.conftest import REQUESTS, digests, edited, refusal
+from tests.conftest import REQUESTS, digests, edited, problems
 
 REPO = "lab/wide-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -330,9 +330,9 @@ def test_a_card_that_somebody_edited_is_known(expanded: Path) -> None:
 
 def test_a_record_with_holes_is_one_line(copied: Path) -> None:
     record_own(copied, training=[{"steps": 3}])
-    assert refusal(card, copied, error=CheckpointError) == (
-        f"{copied / 'surgery.json'}: is incomplete ('trained_parameters'). Restore it from where you got it."
-    )
+    cause = Problem("other-program", error="'trained_parameters'")
+    expected = Problem("record-incomplete", copied / "surgery.json", cause)
+    assert problems(card, copied, error=CheckpointError) == [expected]
 
 
 def test_new_tokens_stand_in_the_plan(tmp_path: Path) -> None:

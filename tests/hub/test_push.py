@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from scale_surgery import Probes
 from scale_surgery.checkpoint.expansions import renamed
-from scale_surgery.errors import CheckpointError, HubError
+from scale_surgery.errors import CheckpointError, HubError, Problem
 from scale_surgery.evidence.verify import verify
 from scale_surgery.hub import client
 from scale_surgery.hub.client import check_repo_id
@@ -40,13 +40,11 @@ from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from tests.command import run
-from tests.conftest import DEEPENED, REQUESTS, digests, edited, flip, load, refusal, refused, shake
+from tests.conftest import DEEPENED, REQUESTS, digests, edited, flip, load, problems, refused, shake
 from tests.each import mostly
 from tests.hub_server import Fault, Hub, Repository, asked, running
 
 REPO = "me/wide"
-AGAIN = "The same command again continues: what has arrived is not sent a second time."
-NO_ACCESS = "The token may not do that: take one with write access there, see https://huggingface.co/settings/tokens."
 BASE_CARD = b"---\nlicense: mit\n---\r\n# caf\xc3\xa9, no final newline"
 
 
@@ -105,8 +103,10 @@ def changing(hub: Hub) -> list[str]:
     return [line for line in hub.requests if not line.startswith(("GET", "HEAD")) and "validate-yaml" not in line]
 
 
-def message(hub: Hub, folder: Path, **options: Any) -> str:
-    return refusal(send, hub, folder, **options, error=HubError)
+def problem(hub: Hub, folder: Path, **options: Any) -> Problem:
+    """The one problem for which a push is refused."""
+    (only,) = problems(send, hub, folder, **options, error=HubError)
+    return only
 
 
 # -- what arrives
@@ -139,7 +139,7 @@ def test_a_composed_folder_arrives_and_comes_apart(hub: Hub, base: Path, expande
     assert "| `recoverable` | holds |" in card and "`surgery.json` holds the hashes" in card
     assert 'model.set_expansion("law")' in card and "extract expanded --name law -o law" in card
     assert "license: mit" in card and "- composed" in card
-    assert "holds model files that the folder does not have" in message(hub, expanded), "on the same base"
+    assert problem(hub, expanded).code == "repository-more-files", "on the same base"
 
 
 @pytest.mark.parametrize(
@@ -273,21 +273,18 @@ def test_a_stock_export_that_is_not_what_merge_wrote(hub: Hub, stock: Path, tmp_
     (folder / "evil.py").write_text("import os\n")
     (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "a/b--c.D"}}')
     (folder / "notes.txt").write_text("welcome")
-    actual, expected = (digest[:16] for digest in (digests(folder)[name], written[name]["sha256"]))
-    code = "is code, or names some, and merge did not write it. Read it before you let it run."
-    assert refusal(send, hub, folder, check=True, error=CheckpointError).splitlines() == [
-        f"LICENSE: not found in {folder}.",
-        f"{name}: sha256 {actual}..., expected {expected}... from merge.json.",
-        f"evil.py: {code}",
-        f"processor_config.json: {code}",
-        f"{folder}: not pushed, it is not what merge wrote. Restore what is named.",
-    ]
+    details = (
+        Problem("file-missing", "LICENSE"),
+        Problem("stock-file-changed", name, found=digests(folder)[name], recorded=written[name]["sha256"]),
+        Problem("stock-code-added", "evil.py"),
+        Problem("stock-code-added", "processor_config.json"),
+    )
+    expected = Problem("push-not-merged", folder, *details)
+    assert problems(send, hub, folder, check=True, error=CheckpointError) == [expected]
     with edited(folder / "merge.json") as record:
         record["files"] = None
-    assert refusal(send, hub, folder, check=True, error=CheckpointError) == (
-        f"{folder / 'merge.json'}: lists no files, expected the sha256 of each. Make it again with scale-surgery merge "
-        "--to stock, or give --no-verify."
-    )
+    with refused("stock-without-hashes", folder / "merge.json", CheckpointError):
+        send(hub, folder, check=True)
     assert changing(hub) == []
 
 
@@ -306,9 +303,8 @@ def test_an_extract_comes_back_whole_has_the_licence_and_is_checked(
     assert "license" not in send(hub, folder, dry_run=True).card
     flip(folder / "expansion-default-00001-of-00001.safetensors")
     hub.requests.clear()
-    assert refusal(send, hub, folder, check=True, error=CheckpointError).startswith(
-        "expansion-default-00001-of-00001.safetensors: sha256 "
-    )
+    with pytest.raises(CheckpointError, match=r"^expansion-default-00001-of-00001\.safetensors: sha256 "):
+        send(hub, folder, check=True)
     assert changing(hub) == []
 
 
@@ -319,8 +315,8 @@ def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> N
     wanted = {f"/lfs/{digests(expanded)[file.name]}" for file in expanded.glob("*.safetensors")}
     lost = f"/lfs/{digests(expanded)['expansion-default-00001-of-00001.safetensors']}"
     hub.faults = [Fault(f"PUT {lost}", 403, message="Request has expired")]
-    refusal = message(hub, expanded)
-    assert refusal == f"{REPO}: not pushed (403 Request has expired). {NO_ACCESS} {AGAIN}"
+    answer = Problem("hub-forbidden", "the Hub", error="403 Request has expired")
+    assert problem(hub, expanded) == Problem("push-broken-off", REPO, answer)
     assert REPO in hub.repositories and hub.files(REPO) == {".gitattributes": b"\n"}, "nothing, not a part"
     arrived = {f"/lfs/{oid}" for oid in hub.objects}
     assert arrived and lost not in arrived
@@ -330,18 +326,19 @@ def test_a_second_push_sends_only_what_is_missing(hub: Hub, expanded: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("status", "advice"),
+    ("status", "code"),
     (
-        (401, "The Hub does not know this token: log in with hf auth login, or check HF_TOKEN and --token."),
-        (403, NO_ACCESS),
-        (409, "The Hub does not accept this: see its reason."),
-        (429, "Too many requests: try again in some minutes."),
-        (500, "The Hub has trouble: try again later; https://status.huggingface.co tells more."),
+        (401, "hub-unauthorised"),
+        (403, "hub-forbidden"),
+        (409, "hub-refuses"),
+        (429, "hub-too-many-requests"),
+        (500, "hub-in-trouble"),
     ),
 )
-def test_a_refusal_says_what_to_do(hub: Hub, expanded: Path, status: int, advice: str) -> None:
+def test_a_refusal_says_what_to_do(hub: Hub, expanded: Path, status: int, code: str) -> None:
     hub.faults = [Fault(f"GET /api/models/{REPO}", status)]
-    assert message(hub, expanded) == f"{REPO}: not pushed ({status} as the test asked). {advice}"
+    answer = Problem(code, "the Hub", error=f"{status} as the test asked")
+    assert problem(hub, expanded) == Problem("push-refused", REPO, answer)
 
 
 def test_a_file_that_does_not_arrive_as_it_is_is_named(hub: Hub, copied: Path) -> None:
@@ -351,9 +348,9 @@ def test_a_file_that_does_not_arrive_as_it_is_is_named(hub: Hub, copied: Path) -
     shake(copied)
     (copied / "more.txt").write_text("new")
     hub.gitignore = (".safetensors", ".txt")
-    assert message(hub, copied).splitlines() == [
-        f"{REPO}: more.txt did not arrive. Is it in a .gitignore? Push again.",
-        f"{REPO}: {name} has another content there. Is it in a .gitignore? Push again.",
+    assert problems(send, hub, copied, error=HubError) == [
+        Problem("pushed-file-missing", f"{REPO}: more.txt"),
+        Problem("pushed-file-differs", f"{REPO}: {name}"),
     ]
     hub.gitignore = None
     assert send(hub, copied).commit
@@ -362,16 +359,14 @@ def test_a_file_that_does_not_arrive_as_it_is_is_named(hub: Hub, copied: Path) -
 def test_a_hub_that_is_not_there_or_does_not_answer(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.3)
     hub.faults = [Fault(f"GET /api/models/{REPO}", act=lambda: time.sleep(1))]
-    failure = message(hub, expanded)
-    assert failure.startswith(f"{REPO}: ") and "timed out" in failure
-    assert failure.endswith("Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.")
+    (answer,) = problem(hub, expanded).details
+    assert answer.code == "hub-unreachable" and "timed out" in answer.found
     # the Hub's own address comes back before the Hub is stopped
     with monkeypatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        failure = message(hub, expanded)
-    assert failure == (
-        f"{REPO}: not pushed ([Errno 111] Connection refused). Check the network, HF_ENDPOINT and HF_HUB_OFFLINE."
-    )
+        failure = problem(hub, expanded)
+    answer = Problem("hub-unreachable", "the Hub", error="[Errno 111] Connection refused")
+    assert failure == Problem("push-refused", REPO, answer)
 
 
 # -- what is refused before anything is sent
@@ -390,54 +385,46 @@ def test_a_repository_that_is_a_path() -> None:
         "me/x.git",
         "https://hf.co/me/x",
     ):
-        assert refusal(check_repo_id, repo, error=HubError) == (
-            f"{repo}: is no Hub id, expected user/name or organisation/name, such as me/qwen3-wide. The folder comes "
-            "first: scale-surgery push FOLDER user/name."
-        )
+        with refused("hub-id-invalid", repo, HubError):
+            check_repo_id(repo)
     for repo in ("me/wide", "Qwen/Qwen3-0.6B", "a_b/c.d_e-f", "0/1"):
         check_repo_id(repo)
 
 
 def test_no_token_and_no_write_access(hub: Hub, expanded: Path) -> None:
-    for token, repo, problem in (
-        (None, REPO, "no token is known. Log in with hf auth login, set HF_TOKEN, or give --token."),
-        (
-            "hf_reader",
-            REPO,
-            "the token can only read, expected one with write access: make one at "
-            "https://huggingface.co/settings/tokens.",
-        ),
-        ("hf_writer", "they/wide", "the token belongs to me, who is no member of they. Push to me/..."),
+    for token, repo, code, values in (
+        (None, REPO, "hub-token-missing", {}),
+        ("hf_reader", REPO, "hub-token-read-only", {}),
+        ("hf_writer", "they/wide", "hub-token-of-other", {"user": "me", "owner": "they"}),
     ):
-        assert message(hub, expanded, token=token, repo=repo) == f"{repo}: {problem}"
+        expected = Problem(code, repo, **values)
+        assert problem(hub, expanded, token=token, repo=repo) == expected
         looked = send(hub, expanded, token=token, repo=repo, dry_run=True)
-        assert looked.obstacle == f"{repo}: {problem}" and looked.files
+        assert looked.obstacle == str(expected) and looked.files
     assert send(hub, expanded, repo="lab/wide", dry_run=True).obstacle is None, "a member of lab"
     # of a repository that is there the Hub says it
     hub.repositories |= {repo: Repository(private=False) for repo in ("they/wide", REPO)}
     for token, repo in (("hf_writer", "they/wide"), ("hf_reader", REPO)):
-        refusal = message(hub, expanded, token=token, repo=repo)
-        assert refusal.startswith(f"{repo}: not pushed (403 ") and refusal.endswith(NO_ACCESS)
+        refusal = problem(hub, expanded, token=token, repo=repo)
+        assert (refusal.code, refusal.where) == ("push-refused", repo)
+        assert [answer.code for answer in refusal.details] == ["hub-forbidden"]
     assert changing(hub) == []
 
 
 def test_a_folder_that_does_not_verify_is_not_pushed(hub: Hub, copied: Path) -> None:
     shard = next(copied.glob("model-*.safetensors"))
     flip(shard)
-    text = refusal(send, hub, copied, check=True, error=CheckpointError)
-    assert f"{shard.name}: bytes differ from the base's" in text
-    assert text.endswith(f"{copied}: not pushed, it does not verify. scale-surgery verify {copied} shows all.")
+    (expected,) = problems(send, hub, copied, check=True, error=CheckpointError)
+    assert (expected.code, expected.where) == ("push-unverified", str(copied))
+    assert any(finding.found.startswith(f"{shard.name}: bytes differ") for finding in expected.details)
     assert changing(hub) == []
     assert not send(hub, copied).is_checked
     assert hub.files(REPO)[shard.name] == shard.read_bytes()
 
 
 def test_a_folder_that_is_no_work_of_ours(hub: Hub, base: Path) -> None:
-    assert refusal(send, hub, base, error=CheckpointError) == (
-        f"{base}: has neither surgery.json, extract.json nor merge.json, expected a folder that "
-        "scale-surgery expand, train, route-export, merge, extract or compose made. Another model is pushed by hf "
-        "upload."
-    )
+    with refused("folder-not-ours", base, CheckpointError):
+        send(hub, base)
 
 
 def test_a_repository_is_private_unless_public_is_asked_for_and_one_that_exists_stays(hub: Hub, expanded: Path) -> None:
@@ -448,10 +435,9 @@ def test_a_repository_is_private_unless_public_is_asked_for_and_one_that_exists_
     ):
         assert send(hub, expanded, repo=repo, **options).is_private == is_private
         assert send(hub, expanded, repo=repo).is_private == hub.repositories[repo].private == is_private
-    expected = f"{REPO}: is public, expected a private repository. Leave out --private, or take another id."
-    assert message(hub, expanded, private=True) == expected
-    expected = "me/hidden: is private, expected a public repository. Leave out --public, or take another id."
-    assert message(hub, expanded, repo="me/hidden", private=False) == expected
+    for repo, found, expected in ((REPO, "public", "private"), ("me/hidden", "private", "public")):
+        otherwise = Problem("repository-visible-otherwise", repo, found=found, expected=expected)
+        assert problem(hub, expanded, repo=repo, private=expected == "private") == otherwise
     assert [len(hub.repositories[repo].messages) for repo in (REPO, "me/hidden")] == [1, 1]
 
 
@@ -459,13 +445,11 @@ def test_a_licence_is_for_a_card_that_is_written(hub: Hub, copied: Path) -> None
     assert "license: apache-2.0\n" in send(hub, copied, license="apache-2.0").card
     hub.repositories["me/carded"] = Repository(private=True)
     hub.repositories["me/carded"].branches["main"] = {"README.md": b"# Mine\n"}
-    refusal = message(hub, copied, repo="me/carded", license="mit")
-    assert refusal == (
-        "--license mit: README.md in me/carded was written by somebody and stays as it is. Name the licence there, or "
-        "give --write-card, which writes a new card from facts."
-    )
+    there = Problem("license-beside-card", "--license", license="mit", place="me/carded")
+    assert problem(hub, copied, repo="me/carded", license="mit") == there
     (copied / "README.md").write_text("# Mine\n")
-    assert message(hub, copied, repo="me/other", license="mit").startswith(f"--license mit: {copied / 'README.md'} was")
+    here = Problem("license-beside-card", "--license", license="mit", place=copied)
+    assert problem(hub, copied, repo="me/other", license="mit") == here
     assert "license: mit\n" in send(hub, copied, repo="me/other", license="mit", write_card=True).card
 
 
@@ -473,15 +457,11 @@ def test_another_model_s_files_are_not_mixed_with_it(hub: Hub, expanded: Path) -
     hub.repositories[REPO] = Repository(private=False)
     there = hub.repositories[REPO].branches["main"]
     there |= {"model.safetensors": b"another model", "odd [1].py": b"", "notes.txt": b"stays"}
-    refusal = message(hub, expanded)
-    assert refusal == (
-        f"{REPO}: holds model files that the folder does not have (model.safetensors, odd [1].py); beside them it "
-        "would be another model. Push to another repository or --revision, or give --replace: they leave in the same "
-        "commit, and its history keeps them."
-    )
+    files = ("model.safetensors", "odd [1].py")
+    assert problem(hub, expanded) == Problem("repository-more-files", REPO, files=files)
     assert hub.repositories[REPO].messages == []
     done = send(hub, expanded, replace=True)
-    assert done.removed == ("model.safetensors", "odd [1].py")
+    assert done.removed == files
     assert not set(done.removed) & set(hub.files(REPO)) and hub.files(REPO)["notes.txt"] == b"stays"
 
 
@@ -490,12 +470,9 @@ def test_a_model_of_somebody_else_is_not_overwritten(hub: Hub, base: Path, expan
     hub.repositories["me/base"] = Repository(private=False)
     there = {file.name: file.read_bytes() for file in base.iterdir() if file.is_file()}
     hub.repositories["me/base"].branches["main"] = dict(there)
-    expected = (
-        "me/base: holds a model that scale-surgery did not make. Push to another repository or --revision, or give "
-        "--replace, which makes this model of it; its history keeps the other."
-    )
-    assert message(hub, expanded, repo="me/base") == expected
-    assert send(hub, expanded, repo="me/base", dry_run=True).obstacle == expected
+    expected = Problem("repository-not-ours", "me/base")
+    assert problem(hub, expanded, repo="me/base") == expected
+    assert send(hub, expanded, repo="me/base", dry_run=True).obstacle == str(expected)
     assert hub.files("me/base") == there
     assert send(hub, expanded, repo="me/base", replace=True).commit
 
@@ -506,17 +483,15 @@ def test_a_model_on_another_base_is_not_overwritten(
     send(hub, copied)
     other_folder = expand(base_of("llama", tied=True, dtype="bfloat16"), REQUESTS["adapt"], tmp_path / "other").path
     before = hub.files(REPO)
-    expected = (
-        f"{REPO}: holds a model on another base, by its surgery.json. Push to another repository or --revision, or "
-        "give --replace, which makes this model of it; its history keeps the other."
-    )
-    assert message(hub, other_folder) == expected
-    assert send(hub, other_folder, dry_run=True).obstacle == expected
+    expected = Problem("repository-other-base", REPO, file="surgery.json")
+    assert problem(hub, other_folder) == expected
+    assert send(hub, other_folder, dry_run=True).obstacle == str(expected)
     assert hub.files(REPO) == before
     assert send(hub, shake(copied)).commit, "the same base, other blocks"
     assert send(hub, other_folder, replace=True).commit
     send(hub, stock, repo="me/stock")
-    assert "on another base, by its merge.json" in message(hub, other_folder, repo="me/stock")
+    expected = Problem("repository-other-base", "me/stock", file="merge.json")
+    assert problem(hub, other_folder, repo="me/stock") == expected
 
 
 def test_bases_are_compared_by_their_shards() -> None:
@@ -543,12 +518,9 @@ def test_a_dry_run_changes_nothing(hub: Hub, expanded: Path) -> None:
 
 
 def test_a_pull_request_needs_a_repository_and_leaves_the_branch_as_it_is(hub: Hub, expanded: Path) -> None:
-    expected = (
-        "they/none: is not there, or this token may not see it, and a pull request needs a repository. Check the name, "
-        "or push to me/none without --create-pr."
-    )
-    assert message(hub, expanded, repo="they/none", create_pr=True) == expected
-    assert send(hub, expanded, repo="they/none", create_pr=True, dry_run=True).obstacle == expected
+    expected = Problem("repository-missing", "they/none", own="me/none")
+    assert problem(hub, expanded, repo="they/none", create_pr=True) == expected
+    assert send(hub, expanded, repo="they/none", create_pr=True, dry_run=True).obstacle == str(expected)
     hub.repositories["they/wide"] = Repository(private=False)
     before = hub.files("they/wide")
     done = send(hub, expanded, repo="they/wide", create_pr=True, commit_message="Widened")
@@ -588,11 +560,12 @@ def test_a_card_of_one_s_own_in_place_of_the_base_s(hub: Hub, copied: Path, tmp_
     mine.write_text("---\nlicense: mit\n---\nMine.\n")
     shutil.copyfile(mine, copied / "README.md")
     for options in ({}, {"write_card": True}):
-        assert refusal(send, hub, copied, check=True, **options, error=CheckpointError).splitlines() == [
-            "README.md: bytes differ from the base's README.md.",
-            "README.md: has to stay the base's, so that strip gives it back. Give a card of your own by --card.",
-            f"{copied}: not pushed, it does not verify. scale-surgery verify {copied} shows all.",
-        ]
+        details = (
+            Problem("verify-finding", text="README.md: bytes differ from the base's README.md"),
+            Problem("card-of-base-changed", "README.md"),
+        )
+        expected = Problem("push-unverified", copied, *details)
+        assert problems(send, hub, copied, check=True, **options, error=CheckpointError) == [expected]
     assert changing(hub) == []
     assert send(hub, copied).card_origin == "own"
     assert hub.files(REPO)["README.md"] == mine.read_bytes() and "README.base.md" not in hub.files(REPO)
@@ -632,12 +605,14 @@ def test_the_hub_s_word_on_a_card(hub: Hub, expanded: Path, tmp_path: Path) -> N
     card = tmp_path / "card.md"
     card.write_text("---\nbase_model: /srv/models/base\n---\n")
     reason = '"base_model" with value "/srv/models/base" is not valid. Use a model id from https://hf.co/models.'
-    expected = f"README.md: its metadata were not accepted (400 {reason.rstrip('.')}). "
-    assert message(hub, expanded, card=card) == expected + "The Hub does not accept this: see its reason."
+    answer = Problem("hub-refuses", "the Hub", error=f"400 {reason.rstrip('.')}")
+    assert problem(hub, expanded, card=card) == Problem("card-metadata-refused", "README.md", answer)
     card.write_text("---\nlicense: [\n---\n")
-    assert message(hub, expanded, card=card).startswith("README.md: its metadata cannot be read (")
+    with refused("card-metadata-unreadable", "README.md", HubError):
+        send(hub, expanded, card=card)
     card.write_bytes(b"\xff")
-    assert message(hub, expanded, card=card).startswith(f"{card}: cannot be read as a model card (")
+    with refused("card-unreadable", card, HubError):
+        send(hub, expanded, card=card)
     assert changing(hub) == []
 
 
@@ -679,10 +654,7 @@ def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> No
         stopped = run("push", expanded, REPO, "--token", "hf_writer", "--no-verify", "-q", code=1)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert stopped.output == (
-        f"error: {REPO}: interrupted. The commit comes last: before it the repository is what it was. The same command "
-        "again continues, and what has arrived is not sent a second time.\n"
-    )
+    assert stopped.output == f"error: {Problem('push-interrupted', REPO)}\n"
     assert hub.files(REPO) == {".gitattributes": b"\n"}
     run("push", expanded, REPO, "--token", "hf_writer", "--no-verify", "-q")
 

@@ -558,7 +558,7 @@ def test_what_a_later_stage_would_refuse_is_said_first(words, place, settings, t
     ("values", "message"),
     [
         ({"routing.router": "cosine", "expansion.variant": "preserve"}, "router: cosine compares the base logits"),
-        ({"routing.router": "cosine", "calibration.bound": 1.0}, "--bound 1: the cosine router bounds nothing"),
+        ({"routing.router": "cosine", "calibration.bound": 1.0}, "--bound is 1, and the cosine router has no bound"),
     ],
 )
 def test_a_router_that_does_not_go_with_the_expansion_is_refused_first(values, message, settings, tmp_path):

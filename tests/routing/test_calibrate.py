@@ -459,16 +459,13 @@ def test_short_prompts_lose_no_more_than_now_unless_it_is_asked_for() -> None:
     adapt = outcome(1, 1, 2.0, **ADAPT)
     for short, expected in ((None, noisy), (0.2, worse), (0.19, noisy), (0.1, present), (math.inf, worse)):
         assert choose([present, worse, noisy], Limits(0.02, None, None, short, 0.01), adapt).proposed is expected
-    assert refusal(choose, [worse, worse], Limits(0.02, None, None, None, 0.01), adapt, error=PlanError) == (
-        "No setting that keeps the bounds surely loses no more than now on the first tokens of old texts; the least is "
-        "0.2 nats per token, with threshold 0.4. Give more old texts, or --set most_short_forgetting=0.2."
-    )
+    lowest = Problem("short-prompts-lose-more", least=0.2, numbers="threshold 0.4", limit=0.2)
+    limits = Limits(0.02, None, None, None, 0.01)
+    assert problems(choose, [worse, worse], limits, adapt, error=PlanError) == [lowest]
     alone = replace(noisy, short=replace(noisy.short, change=MeanWithError(0.0015, math.inf)))
-    assert choose([present, alone], Limits(0.02, None, None, None, 0.01), adapt).proposed is present
-    assert refusal(choose, [present, worse, noisy], Limits(0.02, None, None, 0.05, 0.01), adapt, error=PlanError) == (
-        "most_short_forgetting 0.05: no setting loses so little on the first tokens of old texts; the least is 0.1 "
-        "nats per token, with threshold 0.5. Raise it."
-    )
+    assert choose([present, alone], limits, adapt).proposed is present
+    unmet = Problem("short-limit-unmet", "most_short_forgetting", limit=0.05, least=0.1, numbers="threshold 0.5")
+    assert problems(choose, [present, worse, noisy], replace(limits, short=0.05), adapt, error=PlanError) == [unmet]
 
 
 @pytest.mark.parametrize(
@@ -499,20 +496,20 @@ def bounded(prior: float, rate: float) -> Outcome:
 def test_the_bound_that_was_asked_for_is_named() -> None:
     """Where no setting keeps the bounds."""
     some = [bounded(0.5, 0.01), bounded(0.9, 0.1)]
-    lowest = "the lowest is 0.01005 nats, with all paths alike, switch rate 0.01. Raise it."
-    per_token = f"bound_per_token 0.001: no setting bounds a further token so tightly; {lowest}"
-    per_text = (
-        "--bound 0.01: no setting bounds a text so tightly; the lowest is 0.1054 nats, with prior 0.9, switch rate "
-        "0.1. Raise it."
+    by_token, by_text = (
+        {"least": least, "numbers": one.numbers}
+        for least, one in ((some[0].bound_per_token, some[0]), (some[1].bound, some[1]))
     )
+    per_token = Problem("bound-unmet", "bound_per_token", limit=0.001, **by_token)
+    per_text = Problem("bound-unmet", "--bound", limit=0.01, **by_text)
     for bound, each, expected in (
-        (1.0, 0.001, per_token),
-        (0.01, 0.2, per_text),
-        (0.01, 0.001, f"{per_text}\n{per_token}"),
-        (0.2, 0.05, "--bound 0.2 and bound_per_token 0.05: no setting keeps both. Raise one."),
+        (1.0, 0.001, [per_token]),
+        (0.01, 0.2, [per_text]),
+        (0.01, 0.001, [per_text, per_token]),
+        (0.2, 0.05, [Problem("bounds-unmet", "--bound", bound=0.2, per_token=0.05)]),
     ):
         limits, base = Limits(0.02, bound, each, None, 0.01), outcome(1, 1, 2.0, routing=None)
-        assert refusal(choose, some, limits, base, error=PlanError) == expected
+        assert problems(choose, some, limits, base, error=PlanError) == expected
 
 
 @pytest.mark.slow
@@ -601,30 +598,24 @@ def test_models_that_are_refused(place: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unloaded")
 def test_texts_and_settings_that_are_refused(place: Path, tmp_path: Path) -> None:
     model, texts = place / "posterior", (old(place), new(place))
-    no_old = (
-        "There is no old text, on which forgetting is measured. Give files with --old. Where there is none, the base "
-        "writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
-    )
-    no_new = "There is no new text, on which learning is measured. Give files with --new."
-    assert refusal(route_calibrate, model, [], [], error=DataError) == f"{no_old}\n{no_new}"
+    missing = [Problem("old-text-missing", "--old"), Problem("new-text-missing", "--new")]
+    assert problems(route_calibrate, model, [], [], error=DataError) == missing
     (tmp_path / "empty.txt").write_text(" \n")
     empty = tmp_path / "empty.txt"
-    assert refusal(route_calibrate, model, empty, [empty], error=DataError).splitlines() == [
-        f"The {side} text is empty: {empty}. Give at least one document." for side in ("old", "new")
-    ]
+    nothing = [Problem("side-empty", option, files=[str(empty)]) for option in ("--old", "--new")]
+    assert problems(route_calibrate, model, empty, [empty], error=DataError) == nothing
     for number in (-0.1, math.nan):
         assert refusal(route_calibrate, model, *texts, CalibrationSettings(number), error=PlanError) == (
             f"--most-forgetting is {number}, expected nats per token, at least 0."
         )
     bounds = CalibrationSettings(bound=1.0, bound_per_token=0.1)
-    assert refusal(route_calibrate, place / "cosine", *texts, bounds, error=PlanError) == (
-        "--bound 1 and bound_per_token 0.1: the cosine router bounds nothing, expected a posterior router. Leave "
-        "that out; most_short_forgetting limits what short prompts may lose."
-    )
+    assert problems(route_calibrate, place / "cosine", *texts, bounds, error=PlanError) == [
+        Problem("router-without-bound", option, limit=limit, router="cosine")
+        for option, limit in (("--bound", 1.0), ("bound_per_token", 0.1))
+    ]
     inside = model / "config.json"
-    assert refusal(route_calibrate, model, *texts, CalibrationSettings(plot=inside), error=CheckpointError) == (
-        f"{inside}: would be written into {model}, which is read. Choose another file."
-    )
+    with refused("output-file-is-input", inside, CheckpointError):
+        route_calibrate(model, *texts, CalibrationSettings(plot=inside))
 
 
 @pytest.mark.slow
@@ -645,10 +636,9 @@ def test_a_read_only_folder_is_refused_before_any_work(
     # root may write everywhere, so the operating system's answer stands in for a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (model, tmp_path) and allowed(path, mode))
     settings = CalibrationSettings(write=True, plot=tmp_path / "sweep.png")
-    assert refusal(route_calibrate, model, old(place), new(place), settings, error=CheckpointError).splitlines() == [
-        f"{tmp_path}/sweep.png: {tmp_path} is not a folder you may write to. Choose another place.",
-        f"{model}: is read-only, and --write changes its config.json. Leave --write out, or copy the folder to where "
-        "you may write.",
+    assert problems(route_calibrate, model, old(place), new(place), settings, error=CheckpointError) == [
+        Problem("output-file-closed", tmp_path / "sweep.png", parent=tmp_path),
+        Problem("model-read-only", model),
     ]
     with pytest.raises(AssertionError, match="a model was loaded"):
         route_calibrate(model, old(place), new(place))
@@ -662,10 +652,9 @@ def test_a_loss_that_is_no_number_is_refused(place: Path, tmp_path: Path) -> Non
     before = digests(model)
     plot = tmp_path / "sweep.png"
     settings = free("cosine", write=True, plot=plot)
-    assert refusal(route_calibrate, model, old(place), new(place), settings, error=CheckpointError) == (
-        "broken: the loss of the adapt path on old text is nan, expected a finite number. Its weights are damaged, or "
-        "--dtype is too narrow for them: see scale-surgery verify."
-    )
+    (found,) = problems(route_calibrate, model, old(place), new(place), settings, error=CheckpointError)
+    assert (found.code, found.where) == ("path-loss-not-finite", "broken")
+    assert (found.values["path"], found.values["side"]) == ("adapt path", "old") and math.isnan(found.values["loss"])
     assert digests(model) == before and not plot.exists()
 
 
@@ -887,6 +876,7 @@ def test_what_forgets_too_much_is_not_written(place: Path, tmp_path: Path) -> No
     shown = route_calibrate(model, old(place), new(place), CalibrationSettings(0.0))
     assert not shown.is_within and shown.proposed.forgetting > 0
     writing = CalibrationSettings(0.0, write=True)
-    message = refusal(route_calibrate, model, old(place), new(place), writing, error=PlanError)
-    assert message.startswith(f"{model}: no setting forgets at most 0 nats per token, so none is set; the least is ")
+    (found,) = problems(route_calibrate, model, old(place), new(place), writing, error=PlanError)
+    assert (found.where, found.values["most"]) == (str(model), 0.0)
+    assert found.code in ("settings-forget", "allowed-settings-forget") and found.values["least"] > 0
     assert digests(model) == before

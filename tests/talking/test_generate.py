@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
-from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, SurgeryError, generate
+from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.errors import Problem
 from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
 from scale_surgery.talking.settings import USUAL
 from tests.command import run
-from tests.conftest import load
+from tests.conftest import load, problems, refused
 from tests.each import mostly
 from tests.routing.test_report import fallback_tokenizer
 from tests.tiny import save_tiny
@@ -209,46 +210,33 @@ def test_the_oldest_turns_are_left_out(templated: Path) -> None:
 # refusals
 
 
-def refusal(*args: Any, error: type[SurgeryError] = PlanError, **options: Any) -> list[str]:
-    with pytest.raises(error) as caught:
-        generate(*args, **options)
-    return list(caught.value.lines)
-
-
 def test_all_that_is_wrong_with_settings_is_said(place: Path, templated: Path) -> None:
     wrong = GenerationSettings(
         system="S", max_new_tokens=0, temperature=-1.0, top_p=1.5, top_k=-1, repetition_penalty=0.0, seed=-1
     )
-    assert refusal(place / "base", "x", wrong, compare=True) == [
-        "--max-new-tokens is 0, expected at least 1.",
-        "--temperature is -1.0, expected at least 0.",
-        "--top-p is 1.5, expected more than 0 and at most 1.",
-        "--top-k is -1, expected at least 0.",
-        "repetition_penalty is 0.0, expected more than 0.",
-        "--seed is -1, expected from 0 to 4294967295.",
-        "--system needs a chat template, and the tokenizer of base has none. Put what it says into the prompt.",
-        "--compare: base is not expanded, so it has no base beside it. Give an expanded model.",
+    found = problems(generate, place / "base", "x", wrong, compare=True, error=PlanError)
+    options = ("--max-new-tokens", "--temperature", "--top-p", "--top-k", "repetition_penalty", "--seed")
+    lines = [str(problem) for problem in found[: len(options)]]
+    assert [line.startswith(f"{option} is ") for line, option in zip(lines, options, strict=True)] == [True] * 6
+    assert found[len(options) :] == [
+        Problem("system-without-template", "--system", model="base"),
+        Problem("compare-without-base", "--compare", model="base"),
     ]
-    assert refusal(templated, "x", GenerationSettings(system="S", raw=True)) == [
-        "--system needs a chat template, and --raw uses none. Put what it says into the prompt."
-    ]
-    assert refusal(place / "fused", "x", compare=True) == [
-        "--compare: fused is fused, base weights and blocks are one matrix, so its base cannot answer. Write its "
-        "blocks again: scale-surgery merge FUSED --to blocks."
-    ]
+    with refused("system-with-raw", "--system", PlanError):
+        generate(templated, "x", GenerationSettings(system="S", raw=True))
+    with refused("base-fused", "--compare", PlanError):
+        generate(place / "fused", "x", compare=True)
 
 
 def test_prompts_that_cannot_be_read_are_all_named(place: Path, templated: Path) -> None:
-    assert refusal(place / "base", [], error=DataError) == ["There is no prompt. Give at least one."]
-    long = "x" * 300
-    message = "expected fewer than 256, the context of templated, in which the answer stands too. Give a shorter one."
-    assert refusal(templated, ["", long], GenerationSettings(raw=True), error=DataError) == [
-        "Prompt 1: The prompt has no token in the tokenizer of templated, expected at least one.",
-        f"Prompt 2: The prompt has 300 tokens, {message}",
-    ]
-    assert refusal(templated, long, GenerationSettings(raw=True), error=DataError) == [
-        f"The prompt has 300 tokens, {message}"
-    ]
+    with refused("prompts-missing", "", DataError):
+        generate(place / "base", [])
+    raw = GenerationSettings(raw=True)
+    first, second = problems(generate, templated, ["", "x" * 300], raw, error=DataError)
+    assert first == Problem("prompt-without-token", "prompt 1", model="templated")
+    assert second.where.startswith("prompt 2")
+    (alone,) = problems(generate, templated, "x" * 300, raw, error=DataError)
+    assert (alone.code, alone.values) == (second.code, second.values) and "prompt 1" not in alone.where
 
 
 def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
@@ -259,8 +247,10 @@ def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
     for file in templated.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tokenizer.save_pretrained(folder)
-    (line,) = refusal(folder, "x", error=CheckpointError)
-    assert line.startswith("picky: its chat template does not take the conversation (TemplateError: no system message)")
+    with pytest.raises(
+        CheckpointError, match=r"^picky: its chat template does not take the conversation \(TemplateErr"
+    ):
+        generate(folder, "x")
 
 
 # the command

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.progress import no_track
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
@@ -17,7 +17,7 @@ from scale_surgery.text.documents import read_documents
 from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
 from tests.command import run
 from tests.composed import make_speaking
-from tests.conftest import Bars, load, refusal
+from tests.conftest import Bars, load, problems, refused
 from tests.each import mostly
 
 SETTINGS = GenerationSettings(max_new_tokens=15, seed=3)
@@ -50,17 +50,20 @@ def test_of_many_expansions_the_base_writes(tmp_path: Path) -> None:
     made, composed = make_speaking(tmp_path)
     write_samples_of(composed, tmp_path / "old.jsonl", 4, SETTINGS)
     assert texts_of(tmp_path / "old.jsonl") == as_rehearsed(load(made.base), made.base, 4)
-    with pytest.raises(PlanError, match=r"^--expansion has no meaning with --samples"):
+    with refused("option-without-effect", "--expansion", PlanError):
         write_samples_of(composed, tmp_path / "old.jsonl", 4, GenerationSettings(expansion="law"))
 
 
 def test_what_cannot_be_sampled_is_refused(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "old.jsonl"
-    with pytest.raises(PlanError, match="fused, base weights and blocks are one matrix, so its base cannot write"):
+    with refused("base-fused", "--samples", PlanError):
         write_samples_of(place / "fused", file, 2)
     greedy = GenerationSettings(temperature=0, top_k=3)
-    text = refusal(write_samples_of, place / "base", file, 2, greedy, error=PlanError)
-    assert [line.partition(" ")[0] for line in text.splitlines()] == ["--top-k", "--temperature"]
+    assert problems(write_samples_of, place / "base", file, 0, greedy, error=PlanError) == [
+        Problem("option-without-effect", "--top-k"),
+        Problem("samples-alike", "--temperature"),
+        Problem("samples-too-few", "--samples", count=0),
+    ]
     assert not file.exists()
 
 

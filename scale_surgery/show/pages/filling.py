@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scale_surgery.checkpoint.files import write_text
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.show.visible import visible_line
 
 
@@ -42,6 +42,4 @@ def write(page: str, file: Path) -> None:
     try:
         write_text(file, page)
     except OSError as error:
-        raise CheckpointError(
-            f"{file}: cannot be written ({error.strerror or error}). Choose another place."
-        ) from error
+        raise CheckpointError(Problem("file-unwritable", file, error=error.strerror or error)) from error
