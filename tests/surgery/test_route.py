@@ -301,7 +301,6 @@ def out_of_range(key: str) -> list[tuple[str, str]]:
         (Router(), [("value-unfit", "router")]),
         ({"prior": 0.5}, [("value-unfit", "router")]),
     ),
-    ids=str,
 )
 def test_a_router_that_makes_no_sense_is_refused_and_nothing_is_written(
     trio_of: Callable[..., Trio], tmp_path: Path, router: Any, wanted: list[tuple[str, str]]
