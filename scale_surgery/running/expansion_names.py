@@ -25,4 +25,4 @@ def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> It
     if name is not None and not paths:
         yield Problem("expansions-unnamed", f"expansion {name}", model=model)
     elif name is not None and name not in paths:
-        yield Problem("expansion-unknown", f"expansion {name}", model=model, paths=paths)
+        yield Problem("path-unknown", f"expansion {name}", model=model, paths=paths)
