@@ -38,7 +38,7 @@ from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, Unsup
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
-from tests.conftest import digests, edited, refusal
+from tests.conftest import digests, edited, refusal, refused
 from tests.each import mostly
 from tests.interrupted_steps import run_apart
 from tests.own_code import save_pine
@@ -83,7 +83,7 @@ def use_untrusted(wide: Path, out: Path) -> None:
     assert verification.passed and verification.not_run == "the base has code of its own; --trust-remote-code runs it"
     extract(wide, out / "extract"), strip(wide, out / "strip"), route_export(wide, out / "routed")
     apply(out / "extract", out / "applied", wide.parent / "base")
-    with pytest.raises(CheckpointError, match="--trust-remote-code lets it run its own code"):
+    with refused("config-not-read", "wide: config.json", CheckpointError):
         evaluate([wide], [out / "text.txt"], run=run)
 
 
