@@ -248,7 +248,8 @@ def _fields_of(row: Any, known: Sequence[tuple[str, ...]]) -> tuple[str, ...] | 
     """Return the first of the known sets of fields that a row has, one with something to learn before others."""
     if not isinstance(row, Mapping):
         return None
-    fits = [names for names in known if all(_field_problem(row, name) is None for name in _with_optional(names))]
+    present = [names for names in known if all(name in row for name in names)]
+    fits = [names for names in present if all(_field_problem(row, name) is None for name in _with_optional(names))]
     filled = (names for names in fits if isinstance(row[names[-1]], list) or row[names[-1]].strip())
     return next(filled, fits[0] if fits else None)
 

@@ -312,8 +312,8 @@ def test_wrong_prompts_of_the_command(place: Path, tmp_path: Path) -> None:
     wrong.write_text('{"text": "x"}\n7\n{\n')
     lines = " ".join(run("generate", place / "base", "--prompts", wrong, code=1).stderr.split())
     for part in (
-        f'error: {wrong}, line 1: has the fields text; expected {{"prompt"}} or {{"question"}}, a text.',
-        f'{wrong}, line 2: is a number, expected {{"prompt"}} or {{"question"}}, a text.',
+        f'error: {wrong}, line 1: has the fields (text), expected {{"prompt"}} or {{"question"}}, a text.',
+        f'{wrong}, line 2 is a number, expected {{"prompt"}} or {{"question"}}, a text.',
         f"{wrong}, line 3: is not JSON",
     ):
         assert part in lines
