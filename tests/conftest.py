@@ -241,15 +241,15 @@ def nobody_reads_what_is_not_logged() -> Iterator[None]:
 @pytest.fixture
 def refuse_to_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Let the system refuse that a file gets its name, as a disk that fails does, also for a user who may all."""
-    rename = Path.rename
+    replace = Path.replace
 
     def refuse(wanted: Path) -> None:
         def checked(file: Path, target: Path) -> Path:
             if target == wanted:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(file), None, str(target))
-            return rename(file, target)
+            return replace(file, target)
 
-        monkeypatch.setattr(Path, "rename", checked)
+        monkeypatch.setattr(Path, "replace", checked)
 
     return refuse
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one 
 
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
+    if sys.platform == "win32":  # it opens no folder, and syncs only files that are open for writing
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -56,7 +59,7 @@ def finished_file(file: Path) -> Iterator[Path]:
                 # safetensors writes 0600; a hard link shares its mode with the base, which is not ours to change
                 temporary.chmod(0o666 & ~_umask())
             sync(temporary)
-            temporary.rename(file)
+            temporary.replace(file)
         finally:
             # removal may fail once on a disk with errors
             for _ in range(2):
@@ -194,6 +197,8 @@ def _link(source: Path, file: Path, folder: Path) -> None:
 
 
 def _reflink(source: Path, file: Path) -> bool:
+    if sys.platform != "linux":
+        return False
     import fcntl
 
     try:

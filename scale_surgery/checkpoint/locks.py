@@ -11,12 +11,12 @@ Others may be able to write there too, so no symbolic link is followed.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from scale_surgery.checkpoint.files import unfinished_prefix, write_json
 from scale_surgery.checkpoint.folder import read_json
@@ -43,30 +43,23 @@ def names_beside(target: Path) -> tuple[Path, ...]:
 @contextlib.contextmanager
 def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
     """Lock a folder against other processes of this program; `called` is its name in errors."""
-    import fcntl  # not on Windows, where models can still be read
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder)
     refuse_links(lock)
-    busy = Problem("output-busy", called or folder)
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_size:
+        # The kernel drops it when its process dies. A SoftFileLock would not do: its file survives a kill.
+        held = FileLock(lock, blocking=False, fallback_to_soft=False).acquire()
+    except Timeout as error:
+        raise CheckpointError(Problem("output-busy", called or folder)) from error
+    with held:
+        if not lock.is_file() or lock.stat().st_size:
             raise CheckpointError(Problem("lock-not-ours", lock))
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(busy) from error
-        if not lock.exists() or status.st_ino != lock.lstat().st_ino:
-            raise CheckpointError(busy)  # the locked file is no longer the one under this name
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # an empty file that stays hinders nobody
+            # Before the release: afterwards the file may be another holder's. Windows removes no open file; there
+            # filelock does it after the release. An empty file that stays hinders nobody.
+            with contextlib.suppress(OSError):
                 lock.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -132,7 +125,7 @@ def _put_aside(target: Path) -> Path | None:
     content = read_json(_record(target))
     name = str(content.get("folder"))
     # a plain name, which leads to no other folder
-    if not name.startswith(f".{target.name}.replaced-") or "/" in name:
+    if not name.startswith(f".{target.name}.replaced-") or name != Path(name).name:
         return None
     old = target.parent / name
     is_folder = old.is_dir() and not old.is_symlink()

@@ -74,19 +74,19 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("name", (".out.partial.json", ".out.replaced.json"))
 def test_what_a_run_left_beside_its_output_goes_with_the_next(tmp_path, monkeypatch, name):
     """A kill, or a disk that is read-only from then on, while a file beside the output is written."""
-    rename = Path.rename
+    replace = Path.replace
 
     def fail(file: Path, target: Path) -> None:
         if Path(target).name == name:
             monkeypatch.setattr(shutil, "rmtree", lambda *paths, **options: None)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
-        rename(file, target)
+        replace(file, target)
 
     (tmp_path / "out").mkdir()
     for other in (tmp_path / "page.html", tmp_path / ".other.partial.json"):
         (tmp_path / f"{unfinished_prefix(other)}x1y2z3").mkdir()
     others = {path.name for path in tmp_path.iterdir()}
-    monkeypatch.setattr(Path, "rename", fail)
+    monkeypatch.setattr(Path, "replace", fail)
     with refused("output-unwritten", tmp_path / "out"), staged(tmp_path / "out", {}, overwrite=True):
         pass
     monkeypatch.undo()

@@ -92,13 +92,12 @@ def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, 
     assert [file.name for file in tmp_path.iterdir()] == ["stripped"]
 
 
-def test_two_processes_cannot_write_the_same_target(tmp_path):
-    with (
-        staged(tmp_path / "out", {}, overwrite=False),
-        refused("output-busy", tmp_path / "out", CheckpointError),
-        staged(tmp_path / "out", {}, overwrite=False),
-    ):
-        pass
+def test_two_processes_cannot_write_the_same_target(base_of, tmp_path):
+    with staged(tmp_path / "out", {}, overwrite=False):
+        with refused("output-busy", tmp_path / "out"), staged(tmp_path / "out", {}, overwrite=False):
+            pass
+        done = run_killed("rename", 0, REQUEST, base_of("llama"), tmp_path / "out")
+        assert done.returncode == 1 and "out: another process is writing it. Wait until it is done" in done.stderr
     assert (tmp_path / "out").is_dir()
 
 

@@ -214,14 +214,14 @@ def test_an_interrupted_set_routing_changes_nothing(
     expanded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = route_export(expanded, tmp_path / "routed", PosteriorRouter(prior=0.5)).path
-    before, rename = digests(path), Path.rename
+    before, replace = digests(path), Path.replace
 
     def interrupted(file: Path, target: Path) -> Path:
         if target.name == "surgery.json":
             raise KeyboardInterrupt
-        return rename(file, target)
+        return replace(file, target)
 
-    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         set_routing(path, PosteriorRouter(prior=0.2))
     assert digests(path) == before
