@@ -98,19 +98,18 @@ def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
     deep_facts = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
     before, after = (config_of(config, code).to_dict() for config in (base.checkpoint.config, deep))
-    _check_lists(before, after, order, made.request.layers)
+    _check_lists(before, after, order)
     for position, layer in enumerate(order):
         # names on disk are those of a checkpoint
         if deep_facts.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
-            values = {"layers": made.request.layers, "layer": layer, "position": position}
-            raise PlanError(Problem("kind-by-number", "--layers", **values))
+            raise PlanError(Problem("kind-by-number", "--layers", layer=layer, position=position))
 
 
-def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int], asked: str) -> None:
+def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int]) -> None:
     """Check the lists with an entry for each layer that transformers makes where config.json has none."""
     for key, values in per_layer_lists(before, max(order) + 1).items():
         if after.get(key) != [values[layer] for layer in order]:
-            raise PlanError(Problem("list-by-number", "--layers", layers=asked, key=key))
+            raise PlanError(Problem("list-by-number", "--layers", key=key))
 
 
 def load_plan(
