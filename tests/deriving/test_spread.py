@@ -83,15 +83,6 @@ def test_a_layer_that_multiplies_its_input_is_refused():
     assert problem.values["factor"] == pytest.approx(3**-0.5, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_a_broken_promise_is_refused_with_the_check_that_failed():
-    """torch takes another kernel for a row where a factor may get a gradient, and its base would be frozen."""
-    (problem,) = problems(architecture, "jamba", error=UnsupportedFamilyError)
-    assert (problem.code, problem.where) == ("promises-not-kept", "JambaConfig")
-    (check,) = problem.details
-    assert (check.code, check.values["rows"], check.values["dtype"]) == ("twin-logits-differ", 1, "float32")
-
-
 @pytest.mark.parametrize(
     ("heads", "groups"), mostly([(32, 8), (32, 1), (32, 32), (28, 4)], lambda pair: pair == (28, 4))
 )

@@ -84,7 +84,7 @@ def use_untrusted(wide: Path, out: Path) -> None:
     assert verification.passed and verification.not_run == "the base has code of its own; --trust-remote-code runs it"
     extract(wide, out / "extract"), strip(wide, out / "strip"), route_export(wide, out / "routed")
     apply(out / "extract", out / "applied", wide.parent / "base")
-    with pytest.raises(CheckpointError, match="--trust-remote-code lets it run its own code"):
+    with refused("config-not-read", "wide: config.json", CheckpointError):
         evaluate([wide], [out / "text.txt"], run=run)
 
 
