@@ -135,7 +135,7 @@ def test_a_problem_is_a_sentence() -> None:
 
 
 def test_values_are_written_as_the_entry_says() -> None:
-    layers = Problem("config-layers", "config.json: n_layer", layers=7, tensors=1)
+    layers = Problem("config-count", "config.json: n_layer", count=7, tensors=1)
     assert layers.found == "is 7, found 1 tensor in all"
     assert "one of: auto, copy" in str(Problem("base-weights-unknown", "x", how="a", choices=("auto", "copy")))
     hostile = Problem("tensor-unreadable", "{where}", tensor="{0.__class__}", error=ValueError("{x}"))

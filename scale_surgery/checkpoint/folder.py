@@ -194,7 +194,7 @@ def boundless(config: Mapping[str, Any], tensors: int) -> list[Problem]:
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
     # a layer has at least one tensor; loops over a larger number of layers, also in transformers, would not end
     return [
-        Problem("config-layers", f"{CONFIG_FILE}: {path}{key}", layers=part[key], tensors=tensors)
+        Problem("config-count", f"{CONFIG_FILE}: {path}{key}", count=part[key], tensors=tensors)
         for path, part in parts.items()
         for key in LAYER_KEYS
         if isinstance(part.get(key), int | float) and part[key] > tensors

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.expansions import STOCK_KEY
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.same_values import are_same_bytes
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.modeling import stock_type
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base, BaseFacts, check_layers, quantisation_config
@@ -53,8 +53,8 @@ def read_base(checkpoint: Checkpoint, run: RunOptions = RunOptions()) -> Base:
     return Base(checkpoint, facts, () if is_quantised else _not_found(checkpoint, places, run))
 
 
-def _not_found(checkpoint: Checkpoint, places: Mapping[str, TensorPlace], run: RunOptions) -> tuple[str, ...]:
-    """Say what files do not hold of their model: transformers would initialise it anew.
+def _not_found(checkpoint: Checkpoint, places: Mapping[str, TensorPlace], run: RunOptions) -> tuple[Problem, ...]:
+    """Find what files do not hold of their model: transformers would initialise it anew.
 
     Its class is asked, which knows tied tensors and those that it makes itself; it loads tensors without memory.
     """
@@ -72,13 +72,9 @@ def _not_found(checkpoint: Checkpoint, places: Mapping[str, TensorPlace], run: R
         made: Any = widest
         _, info = made.from_pretrained(None, config=config, output_loading_info=True, **options)
     return (
+        *(Problem("tensor-made-anew", name) for name in sorted(info["missing_keys"])),
         *(
-            f"{name}: no such tensor, and transformers would initialise it anew. Is the checkpoint complete?"
-            for name in sorted(info["missing_keys"])
-        ),
-        *(
-            f"{name}: shape {tuple(found)}, expected {tuple(wanted)} from config.json. Is config.json from this "
-            "checkpoint?"
+            Problem("tensor-unlike-config", name, shape=tuple(found), wanted=tuple(wanted))
             for name, found, wanted in sorted(info["mismatched_keys"])
         ),
     )
@@ -168,12 +164,9 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
     for section in (config, *nested):
         for key, value in section.items():
             if COUNTED.search(str(key)) and isinstance(value, int) and value > max(tensors, MOST_HARMLESS):
-                raise CheckpointError(
-                    f"config.json: {key} is {value}, found {tensors} tensors in all. Is config.json from this "
-                    "checkpoint, and is the checkpoint complete?"
-                )
+                raise CheckpointError(Problem("config-count", f"config.json: {key}", count=value, tensors=tensors))
             if isinstance(value, int) and value > LARGEST and not UNBOUNDED.search(str(key)):
-                raise CheckpointError(f"config.json: {key} is {value}, expected at most {LARGEST}. Is it this model's?")
+                raise CheckpointError(Problem("config-size", f"config.json: {key}", size=value, most=LARGEST))
 
 
 def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Path | None = None) -> Derived:
@@ -181,9 +174,7 @@ def derive_config(config: Mapping[str, Any], place: str, tensors: int, code: Pat
     _check_counts(config, tensors)
     key, said = quantisation_config(config)
     if said is not None and not isinstance(said, Mapping):
-        raise CheckpointError(
-            f"config.json: {key} is {said!r}, expected an object. Delete it if the weights are floats."
-        )
+        raise CheckpointError(Problem("config-quantisation", f"config.json: {key}", value=said))
     from scale_surgery.deriving.configs import config_of
     from scale_surgery.deriving.derive import derive
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import keyword
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.code_names import without_kernels
 from scale_surgery.checkpoint.files import scratch_folder
 from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.modeling import AUTO_CLASSES
 from scale_surgery.running.loading import needs_own_code, translated
 
@@ -35,12 +35,10 @@ def _config_class(config: Mapping[str, Any], code: Path | None) -> Any:
         return CONFIG_MAPPING[model_type]
     if code is not None and needs_own_code(config):
         return own_config_class(config, code)
-    advice = " Its own code says what it is: read it, then give --trust-remote-code, which runs it. Or install" * (
-        needs_own_code(config)
-    )
     raise UnsupportedFamilyError(
-        f"config.json: model_type is {model_type!r}, expected one that the installed transformers knows."
-        f"{advice or ' Install'} a release of transformers that has it."
+        Problem(
+            "code-not-trusted" if needs_own_code(config) else "model-type-unknown", "config.json", model_type=model_type
+        )
     )
 
 
@@ -50,13 +48,13 @@ def own_config_class(config: Mapping[str, Any], folder: Path) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     names = _named(config)
-    if problems := _name_problems(names, folder):
-        raise UnsupportedFamilyError.from_problems(problems)
+    if problems := [*_name_problems(names, folder)]:
+        raise UnsupportedFamilyError(*problems)
     with translated("code-not-imported", f"{folder}: auto_map of config.json"):
         classes: dict[str, Any] = {auto: get_class_from_dynamic_module(name, folder) for auto, name in names.items()}
     stock = classes[GENERATES]
-    if problems := _class_problems(stock, names[GENERATES]):
-        raise UnsupportedFamilyError.from_problems(problems)
+    if problems := [*_class_problems(stock, names[GENERATES])]:
+        raise UnsupportedFamilyError(*problems)
     for auto, stock_class in classes.items():
         # one file imported by itself and by another are two modules to transformers, and so are their classes
         if getattr(stock_class, "config_class", None) is stock.config_class:
@@ -78,34 +76,29 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
     return {auto: str(known[auto]) for auto in AUTO_CLASSES if auto in known}
 
 
-def _name_problems(names: Mapping[str, str], folder: Path) -> list[str]:
-    """Names that are no class of a Python file in the folder, a line each."""
-    problems = []
+def _name_problems(names: Mapping[str, str], folder: Path) -> Iterator[Problem]:
+    """Find names that are no class of a Python file in the folder."""
     if GENERATES not in names:
-        problems.append(f"config.json: auto_map has no {GENERATES}, expected the class of a language model.")
+        yield Problem("class-not-named", f"config.json: auto_map.{GENERATES}")
     for auto, name in names.items():
         module, _, class_name = name.partition(".")
+        where = f"config.json: auto_map.{auto}"
         if "--" in name:
-            problems.append(
-                f"config.json: auto_map.{auto} is {name!r}, code of another repository. Put its files into {folder}, "
-                f"and write {name.partition('--')[2]!r}."
-            )
+            yield Problem("code-elsewhere", where, name=name)
         elif not all(part.isidentifier() and not keyword.iskeyword(part) for part in (module, class_name)):
-            problems.append(f"config.json: auto_map.{auto} is {name!r}, expected module.Class.")
+            yield Problem("class-name-unfit", where, name=name)
         elif not (folder / f"{module}.py").is_file():
-            problems.append(f"config.json: auto_map.{auto} is {name!r}, found no {module}.py in {folder}.")
-    return problems
+            yield Problem("class-file-missing", where, name=name, module=module, folder=folder)
 
 
-def _class_problems(stock: Any, name: str) -> list[str]:
+def _class_problems(stock: Any, name: str) -> Iterator[Problem]:
     from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
-        return [f"{name}: is no PreTrainedModel, expected one with a head."]
-    problems = []
+        yield Problem("class-no-model", name)
+        return
     if not issubclass(stock, GenerationMixin):
-        problems.append(f"{name}: does not inherit GenerationMixin, so that it cannot generate. Let it inherit it.")
+        yield Problem("class-without-generation", name)
     config: Any = stock.config_class
     if not (isinstance(config, type) and issubclass(config, PretrainedConfig) and config.model_type):
-        problems.append(f"{name}: its config_class is {config!r}, expected a PretrainedConfig with a model_type.")
-    return problems
+        yield Problem("class-of-other-config", name, config=repr(config))

@@ -36,7 +36,7 @@ from scale_surgery.deriving.prove import (
 )
 from scale_surgery.deriving.shrink import RealModel, describe_real, shrink, with_few_layers
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
-from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
+from scale_surgery.errors import Problem, SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.stored_names import Reading, reading_of
@@ -111,9 +111,9 @@ def _derive(config: PreTrainedConfig) -> Derived:
         raise
     # a model that does something unforeseen is not supported; its own error says best what that is
     except Exception as error:
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UnsupportedFamilyError(
-            f"config.json: model_type {config.model_type!r}: no facts could be derived, "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            Problem("facts-not-derived", "config.json", model_type=config.model_type, error=words)
         ) from error
     configs = (twins[0].to_dict(), twins[1].to_dict())
     proof = _record(configs, checks_of(twin))
@@ -154,15 +154,10 @@ def read_real(config: PreTrainedConfig) -> RealModel:
     """Build the real model on the meta device, and find its layers."""
     config = without_quantisation(config)
     if not set(stock_classes(config)) - {"AutoModel"}:
-        raise UnsupportedFamilyError(
-            f"config.json: model_type is {config.model_type!r}, for which transformers has no causal language model."
-        )
+        raise UnsupportedFamilyError(Problem("model-type-not-causal", "config.json", model_type=config.model_type))
     with torch.device("meta"):
         model = build_model(config)
     place = find_place(model)
     if place is None:
-        raise UnsupportedFamilyError(
-            f"{type(model).__name__}: no module holds the token embedding and a list of layers. "
-            "Supported are decoders of transformers that do."
-        )
+        raise UnsupportedFamilyError(Problem("layers-not-found", type(model).__name__))
     return describe_real(config, model, place)

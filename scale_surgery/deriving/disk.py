@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, tensor_name
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.running.stored_names import Reading, TensorPlace
 
@@ -98,11 +98,8 @@ class _Names:
         if self._is_read_back(module, stored, tensor):
             return stored
         if rest == ".weight":
-            raise UnsupportedFamilyError(
-                f"{tensor.disk_path}{tensor.disk_rest}: transformers reads it as "
-                f"{tensor.memory_path}{tensor.memory_rest}, but not a tensor that stands "
-                "beside it. Supported are modules that are renamed as a whole."
-            )
+            where, name = f"{tensor.disk_path}{tensor.disk_rest}", f"{tensor.memory_path}{tensor.memory_rest}"
+            raise UnsupportedFamilyError(Problem("tensor-renamed-alone", where, name=name))
         return None
 
     def _is_read_back(self, module: str, stored: str, tensor: _Tensor) -> bool:

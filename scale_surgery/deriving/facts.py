@@ -29,7 +29,7 @@ from scale_surgery.deriving.part import features, is_transposed
 from scale_surgery.deriving.shrink import RealModel
 from scale_surgery.deriving.watch import watch
 from scale_surgery.deriving.zero_output import zero_output_names
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Block, Kind, Linear, Sizes
 from scale_surgery.planning.base import sizes_of_blocks
 
@@ -154,7 +154,7 @@ def _agree_outside(first: Outside, second: Outside) -> Outside:
     if replace(first, is_plain=True, padded=(), first_norms=()) != replace(
         second, is_plain=True, padded=(), first_norms=()
     ):
-        raise UnsupportedFamilyError(f"two twins of other sizes differ around their layers: {first}, {second}.")
+        raise UnsupportedFamilyError(Problem("twins-differ-outside", first=first, second=second))
     return first if first == second else replace(first, is_plain=False)
 
 
@@ -176,7 +176,7 @@ def agree(kind: Kind, expected: Kind, second: Kind) -> Kind:
     """Keep what holds in both twins; a block about which they disagree is treated in a weaker way."""
     names = [[block.name for block in twin_kind.blocks] for twin_kind in (expected, second)]
     if names[0] != names[1] or replace(expected, blocks=()) != replace(second, blocks=()):
-        raise UnsupportedFamilyError(f"two twins of other sizes have different blocks or norms: {expected}, {second}.")
+        raise UnsupportedFamilyError(Problem("twins-differ-inside", first=expected, second=second))
     return replace(kind, blocks=tuple(map(_agree_block, kind.blocks, expected.blocks, second.blocks)))
 
 
@@ -189,7 +189,7 @@ def _agree_block(block: Block, expected: Block, second: Block) -> Block:
         return block
     weaker = weaker_block(replace(block, mute=("",)), "what is true of one twin is not true of one of other sizes")
     if weaker is None:
-        raise UnsupportedFamilyError(f"{block.name} ({block.kind}): two twins of other sizes do different things.")
+        raise UnsupportedFamilyError(Problem("block-differs", f"{block.name} ({block.kind})"))
     return replace(weaker, mute=())
 
 

@@ -15,10 +15,9 @@ from scale_surgery.deriving.mlp import describe_mlp, without_gate
 from scale_surgery.deriving.norms import is_norm, norm_style
 from scale_surgery.deriving.part import LayerPart, SplitError, features, is_linear
 from scale_surgery.deriving.watch import ModuleCall, Trace, is_combination, is_same
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Block, Kind, Linear, Norm
 
-SUPPORTED = "Supported are layers that add what their blocks give to what they read"
 # a smaller number is a rounding error
 LEAST = 1e-3
 
@@ -51,10 +50,11 @@ def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> Twin
     """Derive the blocks and norms of a layer; `called` is its path in the real model, for errors."""
     call = trace.of(path)
     if call is None or call.before is None or call.after is None:
-        raise UnsupportedFamilyError(f"{called}: this layer is not run on the residual stream. {SUPPORTED}.")
+        raise UnsupportedFamilyError(Problem("layer-off-stream", called))
     contents = _look_through(trace, path, layer, call.before, called)
-    if (problem := _why_no_sum(call, contents, trace.inside(path))) is not None:
-        raise UnsupportedFamilyError(f"{called} ({type(call.module).__name__}): {problem}. {SUPPORTED}.")
+    title = f"{called} ({type(call.module).__name__})"
+    if (problem := _why_no_sum(call, contents, trace.inside(path), title)) is not None:
+        raise UnsupportedFamilyError(problem)
     blocks = tuple(
         replace(
             without_gate(derive_block(part, adds_itself=part.name in contents.adding)),
@@ -80,7 +80,7 @@ def _look_through(trace: Trace, path: str, layer: nn.Module, stream: Tensor, cal
         else:
             _add_part(contents, _part_of(trace, path, call, inside), stream)
     if rest := [call.name for call in contents.loose if is_linear(call.module)]:
-        raise UnsupportedFamilyError(f"{called}: {', '.join(rest)} writes nothing to the residual stream. {SUPPORTED}.")
+        raise UnsupportedFamilyError(Problem("linears-off-stream", called, linears=rest))
     return contents
 
 
@@ -134,8 +134,7 @@ def _add_part(contents: _Contents, part: LayerPart, stream: Tensor) -> None:
     gave = written if part.call is None else part.call.after
     if gave is None:
         raise UnsupportedFamilyError(
-            f"{type(part.module).__name__}: {part.inside[-1].name} lies in the layer itself, and reads and writes the "
-            f"residual stream at once. {SUPPORTED}."
+            Problem("linear-between-streams", type(part.module).__name__, linear=part.inside[-1].name)
         )
     if (
         written is not None
@@ -155,10 +154,7 @@ def _add_norm(contents: _Contents, call: ModuleCall) -> None:
     assert call.before is not None and call.after is not None
     style = norm_style(call.module, call.before.shape[-1])
     if style is None:
-        raise UnsupportedFamilyError(
-            f"{call.name} ({type(call.module).__name__}): this norm follows no known formula. Supported are RMSNorm "
-            "and LayerNorm, with a gain of w or 1 + w."
-        )
+        raise UnsupportedFamilyError(Problem("norm-unknown", f"{call.name} ({type(call.module).__name__})"))
     contents.norm_outputs[call.name] = call.after
     for count in range(1, len(contents.added) + 1):
         last = [tensor for tensor in contents.added[-count:] if tensor.numel() == call.before.numel()]
@@ -170,35 +166,41 @@ def _add_norm(contents: _Contents, call: ModuleCall) -> None:
     contents.pre_norms.append(Norm(call.name, style))
 
 
-def _why_no_sum(call: ModuleCall, contents: _Contents, inside: list[ModuleCall]) -> str | None:
+def _why_no_sum(call: ModuleCall, contents: _Contents, inside: list[ModuleCall], title: str) -> Problem | None:
     assert call.before is not None and call.after is not None
     added = [tensor for tensor in contents.added if tensor.numel() == call.after.numel()]
     is_one_stream = call.before.numel() == call.after.numel() and len(added) == len(contents.added)
     numbers = is_combination(call.after, [call.before, *added]) if is_one_stream else None
     if numbers is None:
-        return _who_changes_the_stream(call, contents, inside, added, is_one_stream=is_one_stream)
+        return _who_changes_the_stream(call, contents, inside, added, title, is_one_stream=is_one_stream)
     unused = [part.name for part, number in zip(contents.parts, numbers[1:], strict=False) if abs(number) < LEAST]
     if unused:
-        return f"what {', '.join(unused)} gives is not added, but read by another part"
-    return None if abs(numbers[0] - 1) < LEAST else f"the residual stream is multiplied by {numbers[0]:.3g}, expected 1"
+        return Problem("block-not-added", title, blocks=unused)
+    return None if abs(numbers[0] - 1) < LEAST else Problem("stream-multiplied", title, factor=numbers[0])
 
 
 def _who_changes_the_stream(
-    call: ModuleCall, contents: _Contents, inside: list[ModuleCall], added: list[Tensor], *, is_one_stream: bool
-) -> str:
+    call: ModuleCall,
+    contents: _Contents,
+    inside: list[ModuleCall],
+    added: list[Tensor],
+    title: str,
+    *,
+    is_one_stream: bool,
+) -> Problem:
     assert call.after is not None
     parameters = [name for name, value in call.module.named_parameters(recurse=False) if value.numel() > 1]
     for inner_call in inside:
         if is_norm(inner_call.module) and is_same(inner_call.after, call.after):
-            return f"the residual stream is what a norm gives: {inner_call.name}"
+            return Problem("output-of-norm", title, norm=inner_call.name)
     for name, output in contents.norm_outputs.items():
         if output.numel() == call.after.numel() and is_combination(call.after, [output, *added]) is not None:
-            return f"the residual is what the norm {name} gives, expected what the layer reads"
+            return Problem("residual-of-norm", title, norm=name)
     if not is_one_stream:
-        return "it has another shape than what its parts give, as of several residual streams"
+        return Problem("streams-several", title)
     if parameters:
-        return f"its own parameters scale the residual stream: {', '.join(parameters)}"
-    return "what it gives is not what it reads plus what its parts give"
+        return Problem("stream-scaled", title, parameters=parameters)
+    return Problem("output-no-sum", title)
 
 
 def derive_block(part: LayerPart, *, adds_itself: bool = False) -> Block:
@@ -209,7 +211,7 @@ def derive_block(part: LayerPart, *, adds_itself: bool = False) -> Block:
         return _split(part, replace(block, treatment="edges", linears=_edges(part)))
     if adds_itself or not part.name:
         where = part.name or type(part.module).__name__
-        raise UnsupportedFamilyError(f"{where}: {reason}, and it adds the residual stream itself. {SUPPORTED}.")
+        raise UnsupportedFamilyError(Problem("block-adds-stream", where, reason=reason))
     return replace(block, reason=reason)
 
 

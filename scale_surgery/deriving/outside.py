@@ -13,7 +13,7 @@ from scale_surgery.deriving.build import LayersPlace, read, text_config, token_i
 from scale_surgery.deriving.norms import is_norm, norm_style
 from scale_surgery.deriving.part import is_linear
 from scale_surgery.deriving.watch import ModuleCall, Trace, is_combination, is_same
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Norm
 
 # a cap that no logits of a twin keep to by chance
@@ -44,9 +44,7 @@ def derive_outside(trace: Trace, model: PreTrainedModel, place: LayersPlace) -> 
     head = _head(after, final, model, names)
     style = norm_style(final.module, layers[-1].after.shape[-1])  # type: ignore[union-attr]
     if style is None:
-        raise UnsupportedFamilyError(
-            f"{final.name} ({type(final.module).__name__}): this norm follows no known formula."
-        )
+        raise UnsupportedFamilyError(Problem("norm-unknown", f"{final.name} ({type(final.module).__name__})"))
     return Outside(_inside(embedding, place), padded, norms, is_plain, Norm(_inside(final.name, place), style), head)
 
 
@@ -105,11 +103,8 @@ def _reads_stream(call: ModuleCall, hidden: int) -> bool:
 def _final_norm(calls: tuple[ModuleCall, ...], last: ModuleCall, place: LayersPlace) -> ModuleCall:
     norms = [call for call in calls if is_norm(call.module) and is_same(call.before, last.after)]
     if not norms or not norms[0].name.startswith(f"{place.base}." if place.base else ""):
-        names = ", ".join(call.name for call in calls if call.name)
-        raise UnsupportedFamilyError(
-            f"{last.name}: no norm reads what the last layer gives, found: {names or 'nothing'}. "
-            "Supported are models with a norm between the last layer and the head."
-        )
+        names = [call.name for call in calls if call.name] or ["none"]
+        raise UnsupportedFamilyError(Problem("final-norm-missing", last.name, names=names))
     return norms[0]
 
 
@@ -118,16 +113,10 @@ def _head(calls: tuple[ModuleCall, ...], final: ModuleCall, model: PreTrainedMod
     module = whole.get_output_embeddings()
     call = next((inner_call for inner_call in calls if inner_call.module is module), None)
     if module is None or call is None or not is_linear(module):
-        raise UnsupportedFamilyError(
-            f"{type(model).__name__}: its head is {type(module).__name__}, expected one linear "
-            "on what the final norm gives."
-        )
+        raise UnsupportedFamilyError(Problem("head-no-linear", type(model).__name__, kind=type(module).__name__))
     assert call.before is not None and final.after is not None
     if call.before.numel() != final.after.numel() or is_combination(call.before, [final.after]) is None:
-        raise UnsupportedFamilyError(
-            f"{names[module]}: the head does not read what the norm {final.name} gives. "
-            "Supported are heads that read it as it is, or times a number."
-        )
+        raise UnsupportedFamilyError(Problem("head-off-norm", names[module], norm=final.name))
     return names[module]
 
 

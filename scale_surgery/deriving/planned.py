@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import code_folder, derive_config, read_base
 from scale_surgery.deriving.configs import config_of
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.base import Base, base_in
 from scale_surgery.planning.depth import deepened_config, per_layer_lists
 from scale_surgery.planning.methods import METHODS
@@ -76,7 +76,7 @@ def make_plan(
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None
     # what the config rules out is refused before facts are derived
     if asked is not None and (problems := asked.config_problems(checkpoint.config)):
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     # a tiny twin is built, run and expanded: a second or a few
     with track("architecture", 1) as advance:
         base = read_base(checkpoint, run)
@@ -91,35 +91,25 @@ def make_plan(
 def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
     """Check that layers keep their kind where copies below them change their numbers."""
     if base.architecture.is_numbered:
-        raise PlanError(
-            f"--method depth: layers of a {base.architecture.model_type} model compute with their numbers, and those "
-            "above a copy would get others. Use --method scale."
-        )
+        raise PlanError(Problem("layers-use-numbers", "--method depth", model_type=base.architecture.model_type))
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
     # every layer may be there twice
     deep_facts = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
     order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
     before, after = (config_of(config, code).to_dict() for config in (base.checkpoint.config, deep))
-    _check_lists(before, after, order, made.request.layers)
+    _check_lists(before, after, order)
     for position, layer in enumerate(order):
         # names on disk are those of a checkpoint
         if deep_facts.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
-            raise PlanError(
-                f"--layers {made.request.layers}: config.json says by their numbers of what kind layers are, and layer "
-                f"{layer} would come to stand at {position}, where it were of another. Duplicate higher layers, or use "
-                "--method scale."
-            )
+            raise PlanError(Problem("kind-by-number", "--layers", layer=layer, position=position))
 
 
-def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int], asked: str) -> None:
+def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int]) -> None:
     """Check the lists with an entry for each layer that transformers makes where config.json has none."""
     for key, values in per_layer_lists(before, max(order) + 1).items():
         if after.get(key) != [values[layer] for layer in order]:
-            raise PlanError(
-                f"--layers {asked}: config.json leaves {key} to the numbers of layers, and a copy would change it for "
-                "those above. Write the list into config.json, or use --method scale."
-            )
+            raise PlanError(Problem("list-by-number", "--layers", key=key))
 
 
 def load_plan(

@@ -25,7 +25,7 @@ from scale_surgery.checkpoint.expansions import BASE_KEY, DEFAULT_NAME, EXPANSIO
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.deriving.build import SEED, stock_classes, token_ids
 from scale_surgery.deriving.fallback import hooked, weaker
-from scale_surgery.errors import SurgeryError, UnsupportedFamilyError
+from scale_surgery.errors import Problem, SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.paths import base_specs
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
@@ -79,15 +79,17 @@ def given_by(stock: PreTrainedModel) -> dict[torch.dtype, Given]:
         return {model.dtype: Given(_both_logits(model, ids), _generated(model, ids)) for model in copies}
 
 
-def failure_of(twin: Twin) -> str | None:
-    """The first check that an expanded twin fails; None where it passes all."""
+def failure_of(twin: Twin) -> Problem | None:
+    """Find the first check that an expanded twin fails; None if it passes all."""
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         try:
             shown = (_failures(twin, specs, in_short=n > 0) for n, specs in enumerate(expansions(twin)))
             return next(chain.from_iterable(shown), None)
         # a stock forward may fail on a wider stream; its error says why
-        except (UnsupportedFamilyError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+            return Problem("other-program", error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        except UnsupportedFamilyError as error:
+            return error.problems[0]
 
 
 def checks_of(twin: Twin) -> list[str]:
@@ -101,10 +103,7 @@ def refuse_without_states(twin: Twin) -> None:
     with quiet_transformers(), torch.no_grad():
         output = twin.stock(input_ids=token_ids(twin.stock.config), use_cache=False, output_hidden_states=True)
     if getattr(output, "hidden_states", None) is None:
-        raise UnsupportedFamilyError(
-            f"{type(twin.stock).__name__}: gives no hidden states with output_hidden_states=True, expected those of "
-            "all layers, as models of transformers give them."
-        )
+        raise UnsupportedFamilyError(Problem("hidden-states-missing", type(twin.stock).__name__))
 
 
 def expansions(twin: Twin) -> Iterator[Spec]:
@@ -152,7 +151,7 @@ def expanded_twin(twin: Twin, specs: Spec) -> Any:
     model = widest._from_config(classes["AutoConfig"].from_dict(plain), dtype=torch.float32).eval()
     missing, unexpected = model.load_state_dict(twin.stock.state_dict(), strict=False)
     if unexpected or not set(missing) <= set(expansion_tensors(model)):
-        raise UnsupportedFamilyError(f"its expanded form has other base tensors: {[*unexpected, *missing][:3]}.")
+        raise UnsupportedFamilyError(Problem("twin-tensors-differ", names=[*unexpected, *missing]))
     torch.manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in expansion_tensors(model).items():
@@ -176,7 +175,7 @@ def head_part(model: Any) -> nn.Parameter | None:
     return up_weight
 
 
-def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[str]:
+def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[Problem]:
     """Checks that one expansion fails; `in_short` leaves out those that another expansion covers."""
     ids, expanded = token_ids(twin.stock.config), expanded_twin(twin, specs)
     for dtype in DTYPES:
@@ -187,18 +186,19 @@ def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[str]:
         yield from _differences(given, model, ids, str(dtype).removeprefix("torch."))
     expected = set(expansion_tensors(expanded))
     if {name for name, tensor in expanded.named_parameters() if tensor.requires_grad} != expected:
-        yield "other tensors than the new ones train"
+        yield Problem("twin-trains-others")
     if not in_short:
         yield from _dead_parts(expanded, ids)
     yield from _without_gradient(expanded, ids, specs)
 
 
-def _differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterator[str]:
+def _differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterator[Problem]:
     for base, logits in zip(given.logits, _both_logits(expanded, ids), strict=True):
         if not torch.equal(base, logits):
-            yield f"logits of {len(base)} rows in {dtype} differ by {float((base - logits).abs().max()):.1e}"
+            most = float((base - logits).abs().max())
+            yield Problem("twin-logits-differ", rows=len(base), dtype=dtype, most=most)
     if given.tokens is not None and not torch.equal(given.tokens, _write(expanded, ids)):
-        yield f"cached generation in {dtype} gives other tokens"
+        yield Problem("twin-tokens-differ", dtype=dtype)
 
 
 def _both_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ def _write(model: Any, ids: Tensor) -> Tensor:
     return made
 
 
-def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:
+def _dead_parts(model: Any, ids: Tensor) -> Iterator[Problem]:
     """Parts that change nothing as soon as they are not zero."""
     for title, parameters in _zeros(model).items():
         before = _logits(model, ids)
@@ -233,7 +233,7 @@ def _dead_parts(model: Any, ids: Tensor) -> Iterator[str]:
             for tensor in parameters:
                 tensor.normal_(0, SPREAD / 4)
         if torch.equal(_logits(model, ids), before):
-            yield f"{title}: changes nothing"
+            yield Problem("part-without-effect", title)
 
 
 def _zeros(model: Any) -> dict[str, list[nn.Parameter]]:
@@ -243,7 +243,7 @@ def _zeros(model: Any) -> dict[str, list[nn.Parameter]]:
     return {"W12": w12, "the head": [] if head is None else [head]}
 
 
-def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[str]:
+def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[Problem]:
     """New tensors without a gradient where nothing is zero, and frozen ones with one."""
     with torch.no_grad():
         for tensor in (tensor for parameters in _zeros(model).values() for tensor in parameters):
@@ -255,15 +255,16 @@ def _without_gradient(model: Any, ids: Tensor, specs: Spec) -> Iterator[str]:
     for name, tensor in expansion_tensors(model).items():
         is_idle = bool(idle) and idle in f".{name}"
         if not is_idle and (tensor.grad is None or not tensor.grad.any()):
-            yield f"{name}: gets no gradient"
+            yield Problem("gradient-missing", name)
     with_gradient = [(name, tensor) for name, tensor in model.named_parameters() if tensor.grad is not None]
     if frozen := [name for name, tensor in with_gradient if not tensor.requires_grad]:
-        yield f"{frozen[0]}: is frozen, and has a gradient"
+        yield Problem("gradient-of-frozen", frozen[0])
 
 
 def prove(architecture: Architecture, twin: Twin) -> tuple[Architecture, Twin]:
     """Find the strongest treatments with which an expanded twin keeps its promises; the twin gets the same facts."""
-    waiting, seen, first = [(architecture, twin.architecture)], list[tuple[Architecture, Architecture]](), ""
+    waiting, seen = [(architecture, twin.architecture)], list[tuple[Architecture, Architecture]]()
+    first: Problem | None = None
     while waiting and len(seen) < MOST_TRIES:
         real, tiny = waiting.pop(0)
         seen.append((real, tiny))
@@ -273,10 +274,8 @@ def prove(architecture: Architecture, twin: Twin) -> tuple[Architecture, Twin]:
             return real, candidate
         first = first or failure
         waiting += [pair for pair in _weaker_pairs(real, tiny) if pair not in seen and pair not in waiting]
-    raise UnsupportedFamilyError(
-        f"{architecture.config_class}: an expansion of a tiny twin of this model does not keep its promises: {first}. "
-        f"{len(seen)} ways to expand it were tried. Supported are decoders whose layers add blocks to a stream."
-    )
+    assert first is not None
+    raise UnsupportedFamilyError(Problem("promises-not-kept", architecture.config_class, first, ways=len(seen)))
 
 
 def fixed_vocabulary(twin: Twin) -> str:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from scale_surgery.deriving.build import LayersPlace, build_model, build_twin, find_place, read, text_config, token_ids
 from scale_surgery.deriving.small_values import Values, Way, is_per_layer, shrink_values, ways
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 
 LEAST_LAYERS = 3
 # more layers cost seconds; then a few of each kind are chosen instead of all the first
@@ -150,51 +150,51 @@ def shrink(real: RealModel) -> tuple[PreTrainedConfig, PreTrainedConfig]:
 
 def _shrink(real: RealModel, tried: Iterable[Way]) -> tuple[PreTrainedConfig, Way]:
     """The first config whose model runs, and the way in which it was made."""
-    problem, way, known = "", Way(), set[str]()
+    problem: Problem | None = None
+    way, known = Way(), set[str]()
     for way in tried:
         values = shrink_values(real, way)
         # many ways differ only in keys that this config lacks; a kernel that wants sizes which its vectors divide
         # fails with all others
-        if (text := repr(values)) in known or not (way.is_round or KERNEL not in problem):
+        if (text := repr(values)) in known or not (way.is_round or problem is None or KERNEL not in problem.phrase):
             continue
         known.add(text)
-        config, problem = _attempt(real, values)
-        if config is not None:
-            return config, way
+        made = _attempt(real, values)
+        if not isinstance(made, Problem):
+            return made, way
+        problem = made
     config = _repair(real, Way(way.scale))
     if config is not None:
         return config, Way(way.scale)
-    raise UnsupportedFamilyError(
-        f"config.json: no small twin of {real.config.model_type!r} could be built and run: {problem}. "
-        "Facts are derived from one; is this config complete?"
-    )
+    assert problem is not None
+    raise UnsupportedFamilyError(Problem("twin-not-run", "config.json", problem, model_type=real.config.model_type))
 
 
-def _attempt(real: RealModel, values: Values) -> tuple[PreTrainedConfig | None, str]:
-    """A config from values, or why it will not do."""
+def _attempt(real: RealModel, values: Values) -> PreTrainedConfig | Problem:
+    """Make a config from values, or say why it will not do."""
     try:
         config = type(real.config).from_dict(values)
-        return (config, "") if (problem := _problem(real, config)) is None else (None, problem)
+        return _problem(real, config) or config
     # stock configs and models raise various errors for sizes that do not fit
     except Exception as error:
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        return Problem("other-program", error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
 
 
-def _problem(real: RealModel, config: PreTrainedConfig) -> str | None:
+def _problem(real: RealModel, config: PreTrainedConfig) -> Problem | None:
     with torch.device("meta"):
         model = build_model(config)
     place = find_place(model)
     if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) > MOST_PARAMETERS:
-        return f"it would be large: layer {max(real.kinds)} is the first of its kind, and it has {real.depth} layers"
+        return Problem("twin-too-large", layer=max(real.kinds), layers=real.depth)
     if (layer := _other_layer(real, model, place)) is not None:
-        return f"it has none that is made as layer {layer}"
+        return Problem("twin-without-layer", layer=layer)
     twin: Any = build_twin(config)
     # some kernels of half precision want sizes that their vectors divide
     for dtype in (torch.float32, torch.bfloat16):
         with torch.no_grad():
             logits = twin.to(dtype)(input_ids=token_ids(config), use_cache=False).logits
         if not torch.isfinite(logits).all():
-            return "its logits are not finite"
+            return Problem("twin-not-finite")
     return None
 
 
@@ -212,7 +212,7 @@ def _repair(real: RealModel, way: Way) -> PreTrainedConfig | None:
     """Restore single keys of the user's config until a twin runs."""
     stated, small = real.config.to_dict(), shrink_values(real, way)
     for key in [key for key, value in stated.items() if small.get(key) != value]:
-        config, _ = _attempt(real, small | {key: stated[key]})
-        if config is not None:
-            return config
+        made = _attempt(real, small | {key: stated[key]})
+        if not isinstance(made, Problem):
+            return made
     return None

@@ -216,7 +216,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         not_loaded=() if base is None else base.facts.not_loaded,
         has_own_head=base is not None and base.facts.has_own_head,
         remarks=() if base is None else remarks_on(base.facts),
-        not_found=() if base is None else base.not_found,
+        not_found=() if base is None else tuple(map(str, base.not_found)),
     )
 
 

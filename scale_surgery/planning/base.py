@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError, PlanError, in_one_line, name_some, shorten
+from scale_surgery.errors import CheckpointError, PlanError, Problem, in_one_line, name_some
 from scale_surgery.modeling import AUTO_CLASSES
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
@@ -63,12 +63,12 @@ class Base:
     Attributes:
         checkpoint: Its config and headers.
         facts: Facts beside them.
-        not_found: What its files do not hold of the model, a line a tensor.
+        not_found: What its files do not hold of the model, a problem a tensor.
     """
 
     checkpoint: Checkpoint
     facts: BaseFacts
-    not_found: tuple[str, ...] = ()
+    not_found: tuple[Problem, ...] = ()
 
     @property
     def architecture(self) -> Architecture:
@@ -235,8 +235,8 @@ def check_base(base: Base) -> None:
         elif info.dtype not in FLOAT_DTYPES.values():
             problems.append(f"{name}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES.values())}. Cast it.")
     # names in memory, which may be others
-    if problems := problems or shorten(base.not_found):
-        raise CheckpointError.from_problems(problems)
+    if found := problems or base.not_found:
+        raise CheckpointError.from_problems(found)
 
 
 def quantisation_of(base: Base) -> str | None:

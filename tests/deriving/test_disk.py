@@ -10,11 +10,11 @@ from transformers.core_model_loading import WeightRenaming
 
 from scale_surgery.deriving.derive import read_real
 from scale_surgery.deriving.disk import with_stored_names
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Linear, Norm
 from scale_surgery.planning.stored import find_prefix, module_path
 from scale_surgery.running.stored_names import Reading, reading_of
-from tests.conftest import refusal
+from tests.conftest import problems
 
 
 def kind(norm: str, *linears: str, whole: str = "") -> Kind:
@@ -122,10 +122,10 @@ def test_what_is_renamed_alone_cannot_be_expanded():
     renaming = WeightRenaming("self_attn.wq.weight", "self_attn.q_proj.weight")
     tensors = frozenset({"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"})
     how, about = Reading((renaming,), "model", tensors), architecture(kind("norm", "self_attn.q_proj"))
-    assert refusal(named, about, how, "layers.0.self_attn.wq", error=UnsupportedFamilyError) == (
-        "model.layers.0.self_attn.wq.weight: transformers reads it as model.layers.0.self_attn.q_proj.weight, but not "
-        "a tensor that stands beside it. Supported are modules that are renamed as a whole."
-    )
+    where, name = "model.layers.0.self_attn.wq.weight", "model.layers.0.self_attn.q_proj.weight"
+    assert problems(named, about, how, "layers.0.self_attn.wq", error=UnsupportedFamilyError) == [
+        Problem("tensor-renamed-alone", where, name=name)
+    ]
     # the negative control: a module that is renamed as a whole
     how = Reading((WeightRenaming("self_attn.wq.", "self_attn.q_proj."),), "model", tensors)
     layout = named(about, how, "layers.0.self_attn.wq")

@@ -12,11 +12,10 @@ import pytest
 
 from scale_surgery.checkpoint.files import scratch_folder
 from scale_surgery.deriving.configs import config_of
-from scale_surgery.errors import CheckpointError, UnsupportedFamilyError
+from scale_surgery.errors import CheckpointError
 from tests.command import run
+from tests.conftest import problems
 from tests.tiny import save_tiny, tiny_config
-
-WORDS = "not written, .*Free some space there, or set TMPDIR to a folder on another disk"
 
 
 @contextmanager
@@ -32,9 +31,9 @@ def largest_file(size: int) -> Iterator[None]:
 
 def test_a_config_that_cannot_be_written():
     config = tiny_config("llama").to_dict()
-    with largest_file(10), pytest.raises(CheckpointError, match=WORDS) as error:
-        config_of(config)
-    assert not isinstance(error.value, UnsupportedFamilyError)
+    with largest_file(10):
+        (problem,) = problems(config_of, config, error=CheckpointError)
+    assert problem.code == "temporary-unwritten"
 
 
 def test_the_command_ends_as_for_other_errors(tmp_path):
@@ -47,8 +46,10 @@ def test_the_command_ends_as_for_other_errors(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_full_disk():
-    with pytest.raises(CheckpointError, match="No space left on device"), scratch_folder():
+    with pytest.raises(CheckpointError) as refused, scratch_folder():
         Path("/dev/full").write_text("x")
+    (problem,) = refused.value.problems
+    assert problem.code == "temporary-unwritten" and "No space left on device" in problem.found
     with pytest.raises(FileNotFoundError) as error, scratch_folder():
         Path("/dev/none").read_text()
     assert error.value.errno == errno.ENOENT, "another error stays what it is"

@@ -13,9 +13,11 @@ from transformers import CONFIG_MAPPING
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.deriving.derive import derive, find_twins, read_real, twin_of
 from scale_surgery.deriving.facts import agree_twins, watch_twin
-from scale_surgery.deriving.prove import FORMS, Twin, expanded_twin, expansion_tensors, expansions, failure_of
+from scale_surgery.deriving.prove import FORMS, Twin, expanded_twin, expansion_tensors, expansions, failure_of, prove
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.specs import Collaboration, Widths, build_specs
+from tests.conftest import problems
 from tests.each import mostly
 
 # edges and a block; norms that several blocks read; several kinds; every layer of another kind
@@ -95,14 +97,17 @@ def without_norms(subject: Twin, *treatment: str) -> Twin:
 
 
 @pytest.mark.parametrize("model_type", mostly(("gpt_oss", "granitemoehybrid"), "gpt_oss".__eq__))
-def test_what_fails_without_w12_alone_fails(model_type):
+def test_what_fails_without_w12_alone_fails(model_type, monkeypatch):
     """With W12 a norm before edges learns; where it is expanded without, its gain never does."""
     subject = twin(model_type)
     assert failure_of(subject) is None
-    failure = failure_of(without_norms(subject, "edges"))
-    assert failure is not None and failure.endswith(
-        f"{tensor_name('input_layernorm', 'default', 'up_weight')}: gets no gradient"
-    )
+    spoiled = without_norms(subject, "edges")
+    failure = failure_of(spoiled)
+    assert failure is not None and failure.code == "gradient-missing"
+    assert failure.where.endswith(tensor_name("input_layernorm", "default", "up_weight"))
+    monkeypatch.setattr("scale_surgery.deriving.prove.MOST_TRIES", 1)
+    broken = Problem("promises-not-kept", spoiled.architecture.config_class, failure, ways=1)
+    assert problems(prove, spoiled.architecture, spoiled, error=UnsupportedFamilyError) == [broken]
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from scale_surgery.deriving.derive import derive
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import STREAMS, Architecture
 from scale_surgery.planning.paths import path_problems
-from tests.conftest import refusal
+from tests.conftest import problems
 from tests.deriving.configs import OPTIONS
 from tests.each import mostly
 
@@ -30,14 +30,11 @@ EXPECTED = {
     "recurrent_gemma": ["edges split", "split split"],
 }
 REFUSED = {
-    "minimax": "the residual is what the norm post_attention_layernorm gives",
-    "openai-gpt": "the residual stream is what a norm gives: ln_2",
-    "bert": "the residual stream is what a norm gives: output.LayerNorm",
-    "beam": "the residual stream is multiplied by 0.577, expected 1",
-    "modernbert-decoder": "decoder: the head does not read what the norm model.final_norm gives",
-    "deepseek_v4": "of several residual streams",
-    # torch takes another kernel for a row where a factor may get a gradient, and its base would be frozen
-    "jamba": "does not keep its promises: logits of 1 rows in float32 differ",
+    "minimax": Problem("residual-of-norm", "model.layers.0 (MiniMaxDecoderLayer)", norm="post_attention_layernorm"),
+    "openai-gpt": Problem("output-of-norm", "transformer.h.0 (Block)", norm="ln_2"),
+    "bert": Problem("output-of-norm", "bert.encoder.layer.0 (BertLayer)", norm="output.LayerNorm"),
+    "modernbert-decoder": Problem("head-off-norm", "decoder", norm="model.final_norm"),
+    "deepseek_v4": Problem("streams-several", "model.layers.0 (DeepseekV4DecoderLayer)"),
 }
 
 
@@ -75,11 +72,15 @@ def test_treatments(model_type):
         assert types == ({"sliding_attention", "full_attention"} if model_type == "gemma3_text" else set())
 
 
-@pytest.mark.parametrize("model_type", mostly(REFUSED, ("bert", "beam", "minimax").__contains__))
+@pytest.mark.parametrize("model_type", mostly(REFUSED, ("bert", "minimax").__contains__))
 def test_what_cannot_be_expanded_is_named(model_type):
-    message = refusal(architecture, model_type, error=UnsupportedFamilyError)
-    assert REFUSED[model_type] in message
-    assert "Supported are" in message
+    assert problems(architecture, model_type, error=UnsupportedFamilyError) == [REFUSED[model_type]]
+
+
+def test_a_layer_that_multiplies_its_input_is_refused():
+    (problem,) = problems(architecture, "beam", error=UnsupportedFamilyError)
+    assert (problem.code, problem.where) == ("stream-multiplied", "model.layers.0 (BeamDecoderLayer)")
+    assert problem.values["factor"] == pytest.approx(3**-0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(

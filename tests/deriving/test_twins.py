@@ -18,8 +18,9 @@ from scale_surgery.deriving.facts import agree, number_kind, watch_twin
 from scale_surgery.deriving.fallback import hooked, weaker, weaker_block
 from scale_surgery.deriving.shrink import shrink
 from scale_surgery.deriving.watch import attention_noted, is_combination
-from scale_surgery.errors import UnsupportedFamilyError
+from scale_surgery.errors import Problem, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Linear, numberless
+from tests.conftest import problems, refused
 from tests.each import mostly
 
 LLAMA = LlamaConfig(
@@ -187,14 +188,18 @@ def test_layers_that_are_told_the_same_are_of_one_kind():
 def test_a_layer_that_no_twin_shows_is_named(monkeypatch):
     real = read_real(CONFIG_MAPPING["llama"](num_hidden_layers=4))
     forms = [*real.forms[:2], real.forms[2]._replace(made_of=("another",)), real.forms[3]]
-    with pytest.raises(UnsupportedFamilyError, match="could be built and run: it has none that is made as layer 2"):
-        shrink(replace(real, forms=forms))
+    late = Problem("twin-without-layer", layer=2)
+    assert problems(shrink, replace(real, forms=forms)) == [
+        Problem("twin-not-run", "config.json", late, model_type="llama")
+    ]
     monkeypatch.setattr("scale_surgery.deriving.shrink.MOST_PARAMETERS", 1000)
-    with pytest.raises(UnsupportedFamilyError, match="large: layer 3 is the first of its kind, and it has 4 layers"):
-        shrink(read_real(CONFIG_MAPPING["smollm3"]()))
+    large = Problem("twin-too-large", layer=3, layers=4)
+    assert problems(shrink, read_real(CONFIG_MAPPING["smollm3"]())) == [
+        Problem("twin-not-run", "config.json", large, model_type="smollm3")
+    ]
 
 
 def test_layers_are_called_by_their_numbers_in_the_model():
     """The last layer of this model alone has a bias after attention, which is not in what its part gives."""
-    with pytest.raises(UnsupportedFamilyError, match=r"^gpt_neox_japanese\.layers\.31 "):
+    with refused("output-no-sum", "gpt_neox_japanese.layers.31 (GPTNeoXJapaneseLayer)", UnsupportedFamilyError):
         derive(CONFIG_MAPPING["gpt_neox_japanese"]())

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from scale_surgery import CheckpointError, Request, UnsupportedFamilyError, expand, inspect, verify
-from tests.conftest import edited
+from scale_surgery.errors import Problem
+from tests.conftest import edited, problems
 from tests.tiny import save_tiny
 
 
@@ -64,5 +65,6 @@ def test_not_a_model(tmp_path: Path) -> None:
         inspect(tmp_path / "nowhere")
     base = save_tiny(tmp_path / "base", "llama")
     (base / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(UnsupportedFamilyError, match=r"model_type is 't5', for which transformers has no causal"):
-        inspect(base)
+    assert problems(inspect, base, error=UnsupportedFamilyError) == [
+        Problem("model-type-not-causal", "config.json", model_type="t5")
+    ]

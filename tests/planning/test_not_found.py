@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from scale_surgery import Request, expand, inspect, plan
+from scale_surgery import CheckpointError, Request, expand, inspect, plan
+from scale_surgery.errors import Problem
 from tests.by_hand import make_base
 from tests.command import run
-from tests.conftest import edited, refusal
+from tests.conftest import edited, problems, refused
 from tests.tiny import LLAMA_LIKE, TOKENS, save_tiny
 
-ANEW = "no such tensor, and transformers would initialise it anew. Is the checkpoint complete?"
 # what no layer is read by, and biases that lack in all layers
 LACKING = {
     "positions": ("gpt2", ("transformer.wpe.weight",)),
@@ -39,10 +39,11 @@ def test_it_is_named(tmp_path, kind):
     # the reference: what transformers says of it
     _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert info["missing_keys"] == set(names)
-    said = tuple(f"{name}: {ANEW}" for name in names)
-    assert inspect(folder).not_found == said
-    assert refusal(plan, folder, Request("2")) == "\n".join(said)
-    assert refusal(expand, folder, Request("2"), tmp_path / "wide") == "\n".join(said)
+    wanted = [Problem("tensor-made-anew", name) for name in names]
+    said = inspect(folder).not_found
+    assert said == tuple(map(str, wanted))
+    assert problems(plan, folder, Request("2")) == wanted
+    assert problems(expand, folder, Request("2"), tmp_path / "wide") == wanted
     assert not (tmp_path / "wide").exists()
     shown = " ".join(run("inspect", folder).output.split())
     assert f"not expandable {said[0]}" in shown and "scale-surgery plan" not in shown
@@ -55,15 +56,14 @@ def test_of_experts_each_is_needed(tmp_path):
 
     assert inspect(make("whole")).not_found == ()
     joined = without(make("part"), lambda name: ".1.block_sparse_moe.experts.2.w1" in name)
-    assert "model.layers.1.mlp.experts.gate_up_proj (3 of 4 tensors .experts.*.w1.weight): cannot be joined" in (
-        refusal(plan, joined, Request("2"))
-    )
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    with refused("tensors-not-joined", f"{joined}: {name} (3 of 4 tensors .experts.*.w1.weight)", CheckpointError):
+        plan(joined, Request("2"))
     fewer = without(make("fewer"), lambda name: ".experts.3." in name)
-    assert "model.layers.0.mlp.experts.down_proj: shape (3, 40, 52), expected (4, 40, 52)" in (
-        refusal(plan, fewer, Request("2"))
-    )
+    few = Problem("tensor-unlike-config", "model.layers.0.mlp.experts.down_proj", shape=(3, 40, 52), wanted=(4, 40, 52))
+    assert few in problems(plan, fewer, Request("2"))
     layer = without(make("layer"), lambda name: ".1.block_sparse_moe.experts." in name)
-    assert f"model.layers.1.mlp.experts.down_proj: {ANEW}" in refusal(plan, layer, Request("2"))
+    assert Problem("tensor-made-anew", "model.layers.1.mlp.experts.down_proj") in problems(plan, layer, Request("2"))
 
 
 def test_what_is_tied_or_made_is_not_lacking(tmp_path):

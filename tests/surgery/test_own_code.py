@@ -39,7 +39,7 @@ from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, Unsup
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
-from tests.conftest import digests, edited, refusal, refused
+from tests.conftest import digests, edited, refused
 from tests.each import mostly
 from tests.interrupted_steps import run_apart
 from tests.own_code import save_pine
@@ -97,7 +97,7 @@ def test_no_code_runs_without_the_flag(tmp_path: Path) -> None:
         lambda: plan(base, ADAPT),
         lambda: expand(base, ADAPT, tmp_path / "wide", run=untrusted),
     ):
-        with pytest.raises(UnsupportedFamilyError, match="Its own code says what it is: read it, then"):
+        with refused("code-not-trusted", "config.json", UnsupportedFamilyError):
             call()
     assert not marker.exists() and not (tmp_path / "wide").exists()
     wide = expand(base, ADAPT, tmp_path / "wide", run=TRUSTED).path
@@ -151,7 +151,7 @@ def test_what_a_trainer_saved_of_it_is_adopted(made: Any, tmp_path: Path) -> Non
     assert all(map(torch.equal, answers(load(done.path)), answers(model)))
     repeated = adopt(tmp_path / "saved", None, tmp_path / "again", base, run=TRUSTED)
     assert digests(repeated.path) | {"surgery.json": ""} == digests(done.path) | {"surgery.json": ""}
-    with pytest.raises(UnsupportedFamilyError, match="read it, then give --trust-remote-code"):
+    with refused("code-not-trusted", "config.json", UnsupportedFamilyError):
         adopt(tmp_path / "saved", None, tmp_path / "other", base, run=RunOptions(device="cpu"))
     with edited(tmp_path / "saved" / "config.json") as config:
         config |= {"intermediate_size": 7, "unheard": 3.0}
@@ -237,24 +237,29 @@ def test_its_code_file_is_checked(made: Any, tmp_path: Path) -> None:
     )
 
 
+NAMED = "config.json: auto_map.AutoModelForCausalLM"
+
+
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "code", "where"),
     (
-        ("modeling_pine.Pine\nimport os", "expected module.Class"),
-        ("..modeling_pine.PineForCausalLM", "expected module.Class"),
-        ("modeling_pine.class", "expected module.Class"),
-        ("someone/repo--modeling_pine.PineForCausalLM", "code of another repository. Put its files into"),
-        ("modeling_oak.OakForCausalLM", "found no modeling_oak.py in"),
-        ("modeling_pine.Layer", "modeling_pine.Layer: is no PreTrainedModel"),
-        ("modeling_pine.PineModel", "modeling_pine.PineModel: does not inherit GenerationMixin"),
-        ("modeling_pine.Nothing", "its code cannot be imported"),
+        ("modeling_pine.Pine\nimport os", "class-name-unfit", NAMED),
+        ("..modeling_pine.PineForCausalLM", "class-name-unfit", NAMED),
+        ("modeling_pine.class", "class-name-unfit", NAMED),
+        ("someone/repo--modeling_pine.PineForCausalLM", "code-elsewhere", NAMED),
+        ("modeling_oak.OakForCausalLM", "class-file-missing", NAMED),
+        ("modeling_pine.Layer", "class-no-model", "modeling_pine.Layer"),
+        ("modeling_pine.PineModel", "class-without-generation", "modeling_pine.PineModel"),
+        ("modeling_pine.Nothing", "code-not-imported", "{base}: auto_map of config.json"),
     ),
 )
-def test_names_that_are_none_of_a_model(tmp_path: Path, name: str, wanted: str) -> None:
+def test_names_that_are_none_of_a_model(tmp_path: Path, name: str, code: str, where: str) -> None:
     base = save_pine(tmp_path / "base")
     with edited(base / "config.json") as config:
         config["auto_map"]["AutoModelForCausalLM"] = name
-    assert wanted in refusal(expand, base, ADAPT, tmp_path / "wide", run=TRUSTED) and not (tmp_path / "wide").exists()
+    with refused(code, where.format(base=base)):
+        expand(base, ADAPT, tmp_path / "wide", run=TRUSTED)
+    assert not (tmp_path / "wide").exists()
 
 
 def test_a_model_type_that_transformers_has_is_taken_from_there(tmp_path: Path, llama_base: Path) -> None:

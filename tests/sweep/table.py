@@ -35,7 +35,6 @@ NAMES = (
     (r"(?<!-)\blayers \d+(-\d+)?", "some layers"),
     (r"(?<!-)\blayer \d+", "a layer"),
     (r"--layers \d+", "--layers"),
-    (r"\bat \d+, where it were", "where it were"),
     (r"the block [\w.]* ?\(\w+\)", "a block"),
     (r"the block [\w.]+ runs", "a block runs"),
     (r"\b(for|of) a \w+ model\b", r"\1 this type of model"),
