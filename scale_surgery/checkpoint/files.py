@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -97,6 +97,14 @@ def write_text(file: Path, text: str) -> None:
     """Write a small text file, whole or not at all, without translating line ends."""
     with finished_file(file) as temporary:
         temporary.write_bytes(text.encode("utf-8"))
+
+
+def write_bytes(file: Path, chunks: Iterable[bytes], advance: Progress = no_progress) -> None:
+    """Write a file of chunks, whole or not at all."""
+    with finished_file(file) as temporary, temporary.open("wb") as stream:
+        for chunk in chunks:
+            stream.write(chunk)
+            advance(len(chunk))
 
 
 def as_json(content: Mapping[str, Any]) -> str:

@@ -40,7 +40,8 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.own_generation import continue_greedily
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
-from scale_surgery.surgery.config import make_index, written_config
+from scale_surgery.surgery.config import written_config
+from scale_surgery.surgery.layout import make_index
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.surgery.views import only
 
@@ -377,9 +378,7 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
     for file in (*checkpoint.shards, *beside):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).symlink_to((checkpoint.path / file).resolve())
-    places = {name: info.file for name, info in checkpoint.tensors.items()}
-    total = sum(info.bytes for info in checkpoint.tensors.values())
-    write_json(folder / INDEX_FILE, make_index(places, {}, total))
+    write_json(folder / INDEX_FILE, make_index(checkpoint.tensors.values()))
     # made from the record, as the one in the folder may have been changed
     base = parse_json(manifest.replaced[CONFIG_FILE])
     write_json(folder / CONFIG_FILE, written_config(manifest, base))

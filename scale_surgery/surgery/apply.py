@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json
+from scale_surgery.checkpoint.files import BaseWeights, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
@@ -33,12 +33,13 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import load_tokenizer, pin_tokenizer_class
-from scale_surgery.surgery.config import make_index, stored_shard, written_config
+from scale_surgery.surgery.config import stored_shard, written_config
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
+from scale_surgery.surgery.layout import Contents, lay_out, make_index, needed_bytes, tensors_in, total_bytes
 from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, refuse_linked, tool_versions
-from scale_surgery.surgery.renumbered import numbering_in, renumbered_shards, write_renumbered
+from scale_surgery.surgery.renumbered import renumbered_shards, stored_shards
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
-from scale_surgery.surgery.write_folder import EXTENDED, extend_tokenizer, take_over_shards
+from scale_surgery.surgery.write_folder import EXTENDED, extended_texts
 
 # written for each base, never taken over from the extract as they are
 WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
@@ -159,18 +160,18 @@ def apply(
         _check_names(extracted, compared)
     if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:
         check_new_tokens(source.path, load_tokenizer(source.path, run), new, manifest.plan.sizes.embedded, run)
-    written = _bytes_written(extracted, checkpoint, base_weights)
-    check_space(target, written if base_weights == "copy" or manifest.renumbered else 0)
+    files = _files_around(extracted, compared) if compared.other_files else _put_back(extracted, checkpoint)
+    check_space(target, needed_bytes(files, base_weights))
     state = {
         "apply": {name: file.sha256 for name, file in extracted.record.files.items()},
         "base": [source.name, source.revision, compared.files],
         "base_weights": base_weights,
     }
     with staged(target, state, {**extracted.stamps, **checkpoint.stamps}, overwrite=overwrite) as partial:
+        with track("files", total_bytes(files)) as advance:
+            lay_out(files, partial, base_weights, advance)
         if compared.other_files:
-            _write_around(extracted, compared, partial, base_weights, run, track)
-        else:
-            _put_back(extracted, checkpoint, partial, base_weights, track)
+            _write_around(extracted, compared, partial, run)
         # a loader must find the tensors of the expansion and of the base, and no others
         if set(open_checkpoint(partial).tensors) != {*manifest.base_tensors, *extracted.tensors}:
             raise CheckpointError(Problem("extract-tensors-differ", extracted.name))
@@ -183,7 +184,10 @@ def apply(
         other_files=compared.other_files,
         differing=tuple(compared.differing),
         foreign_code=manifest.foreign_code,
-        bytes_written=written,
+        bytes_written=needed_bytes(
+            {name: content for name, content in files.items() if name.endswith(".safetensors")},
+            "auto" if base_weights == "link" else "copy",
+        ),
         left_out=checkpoint.left_out,
     )
 
@@ -210,25 +214,12 @@ def _compare_base(extract: Extract, source: Source, base: Checkpoint, track: Tra
     return ComparedBase(source, base, hashes, tensors, find_differing(extract, base, tensors), others)
 
 
-def _bytes_written(extract: Extract, base: Checkpoint, how: BaseWeights) -> int:
-    if how == "link":
-        return sum((base.path / shard).stat().st_size for shard in renumbered_shards(base, extract.manifest.numbering))
-    added = sum(file.bytes for name, file in extract.record.files.items() if name.endswith(".safetensors"))
-    return added + sum((base.path / shard).stat().st_size for shard in base.shards)
-
-
-def _put_back(extract: Extract, base: Checkpoint, partial: Path, how: BaseWeights, track: Track) -> None:
-    """Put every file where it was."""
-    manifest = extract.manifest
+def _put_back(extract: Extract, base: Checkpoint) -> Contents:
+    """Return every file where it was."""
+    manifest, shards = extract.manifest, stored_shards(base, extract.manifest.numbering)
     names = {file.stored_as: name for name, file in manifest.base_files.items() if file.stored_as is not None}
-    places = {stored: base.path / names[stored] for stored in extract.record.from_base}
-    places |= {name: extract.path / name_in_extract(name) for name in extract.record.files}
-    with track("files", sum(file.stat().st_size for file in places.values())) as advance:
-        for name, file in places.items():
-            if name in manifest.renumbered:
-                write_renumbered(file, partial / name, numbering_in(manifest), advance)
-            else:
-                take_over(file, partial / name, how, advance)
+    places = {stored: shards.get(stored, base.path / names[stored]) for stored in extract.record.from_base}
+    return places | {name: extract.path / name_in_extract(name) for name in extract.record.files}
 
 
 def _check_names(extract: Extract, base: ComparedBase) -> None:
@@ -259,30 +250,27 @@ def _places_of_base(base: Checkpoint) -> dict[str, str]:
     return {file: stored_shard(file) for file in (*base.shards, *base.side_files) if file not in WRITTEN}
 
 
-def _write_around(
-    extract: Extract, base: ComparedBase, folder: Path, how: BaseWeights, run: RunOptions, track: Track
-) -> None:
-    """Write an expanded checkpoint around the files of a base; names and shapes of its tensors fit."""
+def _files_around(extract: Extract, base: ComparedBase) -> Contents:
+    """Return the files of a base, and those of the extract around them."""
+    checkpoint, taken = base.checkpoint, _taken_from_extract(extract, base)
+    shards = stored_shards(checkpoint, extract.manifest.numbering)
+    beside = {file: checkpoint.path / file for file in checkpoint.side_files if file not in WRITTEN}
+    # where both have a file, that of the expansion stays: somebody changed it there on purpose
+    return {**shards, **beside, **{name: extract.path / name_in_extract(name) for name in taken}}
+
+
+def _write_around(extract: Extract, base: ComparedBase, folder: Path, run: RunOptions) -> None:
+    """Write config, index and record of a folder that holds these files; names and shapes of its tensors fit."""
     checkpoint, made = base.checkpoint, extract.manifest.plan
     places = _places_of_base(checkpoint)
-    taken = {stored: checkpoint.path / file for file, stored in places.items() if file not in checkpoint.shards}
-    # where both have a file, that of the expansion stays: somebody changed it there on purpose
-    taken |= {name: extract.path / name_in_extract(name) for name in _taken_from_extract(extract, base)}
-    shard_bytes = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
-    with track("files", shard_bytes + sum(file.stat().st_size for file in taken.values())) as advance:
-        take_over_shards(checkpoint, folder, made.numbering, how, advance)
-        for name, file in taken.items():
-            take_over(file, folder / name, how, advance)
     manifest = replace(_named(extract.manifest, base), base_tensors=base_tensors(checkpoint, base.tensors))
     write_json(folder / CONFIG_FILE, written_config(manifest, checkpoint.config))
     if _has_other_tokenizer(extract, base):
-        extend_tokenizer(checkpoint.path, folder, [made])
+        lay_out(extended_texts(checkpoint.path, [made]), folder)
     if not {TOKENIZER_CONFIG_FILE, *(EXTENDED if made.widths.new_tokens else ())}.isdisjoint(base.other_files):
         pin_tokenizer_class(checkpoint.path, folder, run)
-    shards = {name: stored_shard(info.file) for name, info in checkpoint.tensors.items()}
-    shards |= {name: info.file for name, info in extract.tensors.items()}
-    total = sum(info.bytes for info in (*checkpoint.tensors.values(), *extract.tensors.values()))
-    write_json(folder / INDEX_FILE, make_index(shards, made.specs, total))
+    shards = [*map(stored_shard, checkpoint.shards), *dict.fromkeys(info.file for info in extract.tensors.values())]
+    write_json(folder / INDEX_FILE, make_index(tensors_in(folder, shards)))
     if base.differing:
         manifest = manifest.with_expansion(
             forced_base={
@@ -300,7 +288,6 @@ def _write_around(
         file: BaseFile(digest, (checkpoint.path / file).stat().st_size, None if file in replaced else places[file])
         for file, digest in base.files.items()
     }
-    renumbered = renumbered_shards(checkpoint, made.numbering)
     manifest = replace(
         manifest,
         base_files=files,
@@ -308,7 +295,7 @@ def _write_around(
         replaced=replaced,
         tool=tool_versions(),
         verification=None,
-        renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
+        renumbered=renumbered_shards(checkpoint, made.numbering),
     )
     write_json(folder / MANIFEST_FILE, manifest.to_json())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
-from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, take_over
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.shards import header_bytes
@@ -26,14 +26,15 @@ from scale_surgery.planning.base import Base, base_alone
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.plan import SHARD_STEM, Plan, plan_expansion
 from scale_surgery.planning.reserved import check_clashes
-from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.config import path_problems_of
 from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.intact import refuse_damaged
+from scale_surgery.surgery.layout import Content, Headed, lay_out, total_bytes
 from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
-from scale_surgery.surgery.renumbered import aligned_header, write_with_header
+from scale_surgery.surgery.renumbered import aligned_header
 from scale_surgery.surgery.routers import router_for
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
 from scale_surgery.surgery.views import view_of
@@ -133,9 +134,11 @@ def compose(
     # the record says where the tensors were computed, as the extracts do
     run = RunOptions(next((extract.manifest.tool.get("device", "cpu") for extract in opened.values()), "cpu"))
     with staged(target, state, stamps, overwrite=overwrite) as partial:
-        with track("expansions", sum(record.plan.costs.bytes_added for record in added.values())) as advance:
-            for name, extract in opened.items():
-                _place(extract, added[name].plan, partial, base_weights, advance)
+        shards = dict[str, Content]()
+        for name, extract in opened.items():
+            shards |= _shards_of(extract, added[name].plan)
+        with track("expansions", total_bytes(shards)) as advance:
+            lay_out(shards, partial, base_weights, advance)
         written = write_folder(given, before, expansions, partial, base_weights, run, track, routing)
         if set(written.checkpoint.tensors) != {*written.manifest.base_tensors, *written.manifest.planned}:
             raise CheckpointError(Problem("composed-tensors-differ", source.name))
@@ -260,16 +263,17 @@ def _rename(record: ExpansionRecord, plan: Plan) -> ExpansionRecord:
     return replace(record, plan=plan, tensors=began or {}, trained=trained)
 
 
-def _place(extract: Extract, plan: Plan, partial: Path, how: BaseWeights, advance: Progress) -> None:
-    """Put the shards of an expansion into a folder, its tensors under the name in its new plan."""
-    made, name = extract.manifest.plan, plan.request.name
+def _shards_of(extract: Extract, plan: Plan) -> dict[str, Content]:
+    """Return the shards of an expansion, with its tensors under the name in its new plan."""
+    made, name, contents = extract.manifest.plan, plan.request.name, dict[str, Content]()
     shards = {extract.tensors[old.name].file: new.shard for old, new in zip(made.tensors, plan.tensors, strict=True)}
     for file, shard in shards.items():
         if made.request.name == name:
-            take_over(extract.path / file, partial / shard, how, advance)
+            contents[shard] = extract.path / file
             continue
         header = header_bytes(extract.path / file)[8:].decode("utf-8")
         entries = {
             key if key == "__metadata__" else renamed(key, name): entry for key, entry in json.loads(header).items()
         }
-        write_with_header(extract.path / file, partial / shard, aligned_header(entries, header), advance)
+        contents[shard] = Headed(extract.path / file, aligned_header(entries, header))
+    return contents

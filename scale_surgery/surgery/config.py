@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import running_dtype
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
-from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY, stored_name
+from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import Problem
 from scale_surgery.modeling.expanded_routers import Router
@@ -97,12 +97,6 @@ def _expansion_specs(plan: Plan) -> dict[str, Any]:
 def path_problems_of(plan: Plan) -> list[str]:
     """List why the path of an expansion cannot run beside others."""
     return path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
-
-
-def make_index(places: Mapping[str, str], specs: Mapping[str, Any], total_bytes: int) -> dict[str, Any]:
-    """The index of an expanded checkpoint; `places` has the shard of each tensor by its name in this package."""
-    weight_map = {stored_name(specs, name): shard for name, shard in places.items()}
-    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def code_texts(plan: Plan, *, is_fused: bool = False) -> dict[str, str]:

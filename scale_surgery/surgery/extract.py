@@ -19,9 +19,6 @@ from scale_surgery.checkpoint.files import (
     BaseWeights,
     as_json,
     check_base_weights,
-    take_over,
-    write_json,
-    write_text,
 )
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
@@ -39,7 +36,6 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import make_index
 from scale_surgery.surgery.extract_folder import (
     EXTRACT_FORMAT,
     ExpansionFile,
@@ -48,6 +44,7 @@ from scale_surgery.surgery.extract_folder import (
     name_in_extract,
 )
 from scale_surgery.surgery.intact import refuse_damaged
+from scale_surgery.surgery.layout import Content, lay_out, make_index, needed_bytes, total_bytes
 from scale_surgery.surgery.record import Manifest, refuse_fused, refuse_linked, tool_versions
 from scale_surgery.surgery.views import open_expansion
 from scale_surgery.surgery.write_folder import tokenizer_beside
@@ -126,8 +123,9 @@ def extract(
     problems = content_problems(path, manifest, checkpoint.config, files, tensors)
     refuse_damaged(checkpoint, manifest, track, problems)
     licences = tuple(file for file in from_base if LICENCE.match(PurePosixPath(file).name))
-    sizes = {file: files[file].bytes if file in texts else (path / file).stat().st_size for file in (*files, *licences)}
-    check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
+    contents: dict[str, Content] = {name_in_extract(file): texts.get(file, path / file) for file in (*files, *licences)}
+    check_space(target, needed_bytes(contents, base_weights))
+    size = total_bytes(contents)
     record = ExtractRecord(
         format=EXTRACT_FORMAT,
         base_name=manifest.base_name,
@@ -139,17 +137,12 @@ def extract(
         tool=tool_versions(),
     )
     state = {"extract": asdict(record), "base_weights": base_weights}
+    contents[EXTRACT_FILE] = as_json(asdict(record))
     with (
         staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
-        track("files", sum(sizes.values())) as advance,
+        track("files", total_bytes(contents)) as advance,
     ):
-        for file, size in sizes.items():
-            if file in texts:
-                write_text(partial / name_in_extract(file), texts[file])
-                advance(size)
-            else:
-                take_over(path / file, partial / name_in_extract(file), base_weights, advance)
-        write_json(partial / EXTRACT_FILE, asdict(record))
+        lay_out(contents, partial, base_weights, advance)
     return Extracted(
         path=target,
         base_name=manifest.base_name,
@@ -157,7 +150,7 @@ def extract(
         tensors=len(manifest.plan.tensors),
         files={file: entry.bytes for file, entry in files.items()},
         licences=licences,
-        bytes=sum(sizes.values()),
+        bytes=size,
         base_bytes=sum((path / file).stat().st_size for file in from_base),
         left_out=left_out,
     )
@@ -177,11 +170,9 @@ def _written_for_one(checkpoint: Checkpoint, manifest: Manifest) -> tuple[dict[s
         return {}, manifest
     # where another one adds tokens, the tokenizer is the base's again
     tokenizer, alone = tokenizer_beside(checkpoint, manifest, manifest)
-    places = {name: info.file for name, info in checkpoint.tensors.items()}
-    total = sum(info.bytes for info in checkpoint.tensors.values())
     return {
         CONFIG_FILE: as_json(checkpoint.config),
-        INDEX_FILE: as_json(make_index(places, manifest.plan.specs, total)),
+        INDEX_FILE: as_json(make_index(checkpoint.tensors.values())),
         MANIFEST_FILE: as_json(alone.to_json()),
         **{file: text for file, text in tokenizer.items() if alone.base_files[file].stored_as is None},
     }, alone

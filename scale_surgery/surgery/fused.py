@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.expansions import INFIX
-from scale_surgery.checkpoint.files import as_json, write_text
+from scale_surgery.checkpoint.files import as_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor, read_text
-from scale_surgery.checkpoint.hashes import hash_file, hash_files, hash_tensors
+from scale_surgery.checkpoint.hashes import hash_files, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.shards import (
     Entry,
     computed,
     header_bytes,
     stored,
-    write_shard,
 )
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.modeling.expanded_routers import CosineRouter
@@ -43,7 +42,8 @@ from scale_surgery.surgery.joining import (
     joined_tensors,
     renamed_tensors,
 )
-from scale_surgery.surgery.parts import described_parts, rebuild_shard
+from scale_surgery.surgery.layout import Content, Shard, lay_out, make_index, tensors_in, total_bytes
+from scale_surgery.surgery.parts import rebuilt_shard
 from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
@@ -81,24 +81,16 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *manifest.code, MANIFEST_FILE)}
     remembered = _shards_of(checkpoint, manifest, track)
     shards = fused_shards(checkpoint, manifest)
-    total = sum(entry.bytes for entries in shards.values() for entry in entries)
-    with track("fused shards", total) as advance:
-        for shard, entries in shards.items():
-            # from an interrupted run
-            if (folder / shard).exists():
-                advance(sum(entry.bytes for entry in entries))
-            else:
-                write_shard(folder / shard, entries, advance)
-    weight_map = {entry.name: shard for shard, entries in shards.items() for entry in entries}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with track("fused shards", total_bytes(shards)) as advance:
+        lay_out(shards, folder, "copy", advance)
+    index = make_index(tensors_in(folder, shards))
     texts = {
         INDEX_FILE: as_json(index),
         CONFIG_FILE: as_json(fused_config(checkpoint.config, manifest)),
         **code,
     }
-    for file, text in texts.items():
-        write_text(folder / file, text)
-    gram = [name for name in weight_map if name == gram_of(manifest.plan)]
+    lay_out(texts, folder)
+    gram = [name for name in index["weight_map"] if name == gram_of(manifest.plan)]
     # what surgery.json has to remember so that the files can be written again
     return {
         "made": hash_tensors(open_checkpoint(folder), gram),
@@ -107,7 +99,7 @@ def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track:
     }
 
 
-def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
+def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Content]:
     """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
     tensors, renamed = checkpoint.tensors, renamed_tensors(manifest)
     # a head that was tied, but is no more, stands where its up part was
@@ -130,7 +122,8 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[E
     if fork_of(manifest) is not None:
         size = gram_size(manifest)
         filled[-1].append(computed(gram_of(manifest.plan), "F32", (size, size), lambda: _make_gram(manifest, read)))
-    return {f"fused-{i:05d}-of-{len(filled):05d}.safetensors": entries for i, entries in enumerate(filled, 1)}
+    numbered = enumerate(map(Shard.of, filled), 1)
+    return {f"fused-{number:05d}-of-{len(filled):05d}.safetensors": shard for number, shard in numbered}
 
 
 def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
@@ -169,17 +162,16 @@ def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict
 def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> None:
     """Write every file that `write_fused` made another of, and check each shard by its hash."""
     assert manifest.fused is not None
+    shards: dict[str, Content] = {shard: rebuilt_shard(checkpoint, manifest, shard) for shard in manifest.joined_shards}
+    # each byte is written, and read again to be hashed
+    with track("shards", 2 * total_bytes(shards)) as advance:
+        lay_out(shards, folder, "copy", advance)
+        digests = hash_files(folder, list(shards), advance)
     problems = []
-    # each byte is written, and read again to be hashed, with the header and its length before it
-    headers = sum(8 + len(record["header"].encode("utf-8")) for record in manifest.joined_shards.values())
-    total = headers + 2 * sum(info.bytes for info in described_parts(checkpoint, manifest).values())
-    with track("shards", total) as advance:
-        for shard, record in manifest.joined_shards.items():
-            rebuild_shard(checkpoint, manifest, shard, folder / shard, advance)
-            if (digest := hash_file(folder / shard, advance)) != record["sha256"]:
-                problems.append(Problem("fused-shard-changed", shard, digest=digest, recorded=record["sha256"]))
-                (folder / shard).unlink()
+    for shard, record in manifest.joined_shards.items():
+        if digests[shard] != record["sha256"]:
+            problems.append(Problem("fused-shard-changed", shard, digest=digests[shard], recorded=record["sha256"]))
+            (folder / shard).unlink()
     if problems:
         raise CheckpointError(*problems)
-    for file, text in manifest.fused["texts"].items():
-        write_text(folder / file, text)
+    lay_out(manifest.fused["texts"], folder)

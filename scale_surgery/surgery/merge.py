@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.files import take_over, write_json
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
@@ -40,6 +40,7 @@ from scale_surgery.surgery.config import code_texts, hash_texts, with_router
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
 from scale_surgery.surgery.joining import count_differences, damaged_pieces
+from scale_surgery.surgery.layout import lay_out, total_bytes
 from scale_surgery.surgery.merge_stock import check_stock, write_stock
 from scale_surgery.surgery.record import Manifest, check_name, read_manifest, refuse_linked, tool_versions
 from scale_surgery.surgery.views import only
@@ -177,7 +178,7 @@ def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) ->
         assert manifest.plan.costs.stock is not None
         return manifest.plan.costs.stock.parameters * DTYPE_BYTES[checkpoint.dtype]
     if to == "fused":
-        return sum(entry.bytes for entries in fused_shards(checkpoint, manifest).values() for entry in entries)
+        return total_bytes(fused_shards(checkpoint, manifest))
     return sum(info.bytes for info in checkpoint.tensors.values())
 
 
@@ -196,9 +197,9 @@ def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: Merged
     else:
         write_blocks(checkpoint, manifest, partial, track)
         remembered = {}
-    for file in checkpoint.side_files:
-        if file not in (INDEX_FILE, *manifest.code, *checkpoint.left_behind) and not (partial / file).exists():
-            take_over(checkpoint.path / file, partial / file, "copy")
+    left = (INDEX_FILE, *manifest.code, *checkpoint.left_behind)
+    beside = [file for file in checkpoint.side_files if file not in left and not (partial / file).exists()]
+    lay_out({file: checkpoint.path / file for file in beside}, partial)
     return remembered
 
 

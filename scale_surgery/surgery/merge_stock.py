@@ -14,10 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.files import take_over, write_json
+from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
-from scale_surgery.checkpoint.shards import Entry, computed, stored, write_shard
+from scale_surgery.checkpoint.shards import Entry, computed, stored
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Sizes
 from scale_surgery.planning.specs import Widths, linear_widths
@@ -26,11 +26,11 @@ from scale_surgery.planning.stock import (
     stock_shapes,
     stock_sizes,
 )
-from scale_surgery.progress import Progress, Track, no_track
+from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.joining import Joined, cast_problems, join_pieces, joined_tensors
-from scale_surgery.surgery.parts import restore
+from scale_surgery.surgery.layout import Content, Shard, lay_out, total_bytes
 from scale_surgery.surgery.record import Manifest
-from scale_surgery.surgery.write_folder import extend_tokenizer
+from scale_surgery.surgery.write_folder import extended_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,11 +67,13 @@ def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track
     """Write the stock form of an expanded model: every file of the base, under its name, in its shards."""
     # `check_stock` has found nothing wrong with the model
     shards = stock_shards(checkpoint, manifest)
-    total = sum(entry.bytes for entries in shards.values() for entry in entries)
-    # shards that are there already, from an interrupted run, stay
-    with track("stock shards", total) as advance:
-        restore(checkpoint.path, partial, manifest, functools.partial(_place, checkpoint, shards, advance))
-    extend_tokenizer(partial, partial, [manifest.plan])
+    contents: dict[str, Content] = {}
+    for name, file in manifest.base_files.items():
+        stored_as = file.stored_as or ""
+        contents[name] = manifest.replaced.get(name) or _shard(checkpoint, stored_as, shards.get(stored_as, []))
+    with track("stock shards", total_bytes(contents)) as advance:
+        lay_out(contents, partial, "auto", advance)
+    lay_out(extended_texts(partial, [manifest.plan]), partial)
     write_json(partial / CONFIG_FILE, stock_config(_base_config(manifest), *_facts(manifest)))
     if INDEX_FILE in manifest.base_files:
         index = json.loads(manifest.replaced[INDEX_FILE])
@@ -125,21 +127,10 @@ def pad_with_zeros(tensor: Tensor, rows: Sequence[tuple[int, int]], columns: int
     )
 
 
-def _place(
-    checkpoint: Checkpoint, shards: Mapping[str, list[Entry]], advance: Progress, source: Path, file: Path
-) -> None:
-    """Put a file of the base where it goes; a shard with what it holds in the stock form."""
-    entries = shards.get(source.relative_to(checkpoint.path).as_posix())
-    if entries is None:
-        take_over(source, file, "copy")
-        return
+def _shard(checkpoint: Checkpoint, file: str, entries: Sequence[Entry]) -> Content:
+    """Return what a file of the base is made of in the stock form: other tensors if one of them grows."""
     grows = any(entry.shape != checkpoint.tensors[entry.name].shape for entry in entries)
-    if grows and not file.exists():
-        write_shard(file, entries, advance)
-        return
-    if not grows:
-        take_over(source, file, "auto")
-    advance(sum(entry.bytes for entry in entries))
+    return Shard.of(entries) if grows else checkpoint.path / file
 
 
 def stock_config(config: Mapping[str, Any], architecture: Architecture, sizes: Sizes, widths: Widths) -> dict[str, Any]:

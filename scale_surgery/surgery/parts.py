@@ -6,16 +6,17 @@ import functools
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import write_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, read_json, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.checkpoint.shards import entries_of, tensor_bytes, write_pieces
+from scale_surgery.checkpoint.shards import Entry, entries_of, tensor_bytes
 from scale_surgery.errors import CheckpointError, Problem, problems_of
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.options import RunOptions
@@ -28,7 +29,9 @@ from scale_surgery.surgery.joining import (
     take_piece,
     tied_head,
 )
+from scale_surgery.surgery.layout import Content, Shard
 from scale_surgery.surgery.record import Manifest
+from scale_surgery.surgery.renumbered import base_content
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,19 +95,29 @@ def hash_parts(
     return hashes
 
 
-def restore(expanded: Path, folder: Path, manifest: Manifest, place: Callable[[Path, Path], None]) -> None:
-    """Put the base model's files into a folder, under their own names; `place` gets a stored file and its new path."""
+def base_contents(path: Path, manifest: Manifest) -> dict[str, Content]:
+    """Return what each file of the base model is made of, by its own name."""
+    contents: dict[str, Content] = {}
+    # of a damaged folder the base's files may be whole, so no more is opened than has to be
+    fused = open_checkpoint(path) if manifest.joined_shards else None
+    for name, file in manifest.base_files.items():
+        if file.stored_as is None:
+            contents[name] = manifest.replaced[name]
+        elif fused is not None and file.stored_as in manifest.joined_shards:
+            contents[name] = rebuilt_shard(fused, manifest, file.stored_as)
+        else:
+            contents[name] = base_content(path, manifest, file.stored_as)
+    return contents
+
+
+def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str]:
+    """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied."""
     for name, file in manifest.base_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if file.stored_as is None:
             write_text(folder / name, manifest.replaced[name])
         else:
-            place(expanded / file.stored_as, folder / name)
-
-
-def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied."""
-    restore(expanded, folder, manifest, lambda stored, link: link.symlink_to(stored.resolve()))
+            (folder / name).symlink_to((expanded / file.stored_as).resolve())
     numbering = manifest.numbering
     if numbering is None:
         return {}
@@ -135,19 +148,25 @@ def tokenizer_alone(expanded: Path, manifest: Manifest, run: RunOptions) -> Any:
     return tokenizer if manifest.adds_tokens else base_tokenizer(expanded, manifest, tokenizer, run)
 
 
-def rebuild_shard(
-    checkpoint: Checkpoint, manifest: Manifest, shard: str, file: Path, advance: Progress = no_progress
-) -> None:
-    """Write a shard of a fused model again as it was before its tensors were joined."""
+def rebuilt_shard(checkpoint: Checkpoint, manifest: Manifest, shard: str) -> Shard:
+    """Return a shard of a fused model as it was before its tensors were joined."""
     text = manifest.joined_shards[shard]["header"].encode("utf-8")
     header = len(text).to_bytes(8, "little") + text
-    read = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}
+    unfit = functools.partial(Problem, "fused-header-unfit", MANIFEST_FILE, shard=shard, folder=checkpoint.path)
+    readers = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}
     try:
-        write_pieces(file, header, entries_of(header, read), advance)
-    except (CheckpointError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            Problem("fused-header-unfit", MANIFEST_FILE, *problems_of(error), shard=shard, folder=checkpoint.path)
-        ) from error
+        entries = tuple(entries_of(header, readers))
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(unfit(*problems_of(error))) from error
+    return Shard(header, tuple(replace(entry, read=functools.partial(_read_whole, entry, unfit)) for entry in entries))
+
+
+def _read_whole(entry: Entry, unfit: Callable[..., Problem]) -> list[bytes | memoryview]:
+    """Read the bytes of a tensor; those of a joined one may be fewer than the recorded header says."""
+    pieces = list(entry.read())
+    if (found := sum(map(len, pieces))) != entry.bytes:
+        raise CheckpointError(unfit(Problem("tensor-bytes", entry.name, written=found, needed=entry.bytes)))
+    return pieces
 
 
 def _bytes_reader(read: Callable[[], Tensor]) -> Callable[[], Iterable[memoryview]]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import finished_file
-from scale_surgery.checkpoint.folder import Checkpoint, read_chunks
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.progress import Progress, no_progress
+from scale_surgery.surgery.config import stored_shard
+from scale_surgery.surgery.layout import Content, Headed
 from scale_surgery.surgery.record import Manifest
 
 # of a cache line, and of the widest vectors
@@ -27,11 +28,11 @@ ALIGNMENT = 64
 
 
 def renumbered_shards(base: Checkpoint, numbering: Numbering | None) -> dict[str, str]:
-    """Shards of a base in which a tensor gets another name, each with the text of its header."""
+    """Return the base's header of each shard in which a tensor gets another name, by the name of the stored shard."""
     if numbering is None:
         return {}
     shards = sorted({info.file for name, info in base.tensors.items() if numbering.stored(name) != name})
-    return {shard: header_bytes(base.path / shard)[8:].decode("utf-8") for shard in shards}
+    return {stored_shard(shard): _header_text(base.path / shard) for shard in shards}
 
 
 def numbering_in(manifest: Manifest) -> Numbering:
@@ -41,10 +42,28 @@ def numbering_in(manifest: Manifest) -> Numbering:
     return numbering
 
 
-def write_renumbered(source: Path, file: Path, numbering: Numbering, advance: Progress = no_progress) -> None:
-    """Write a base shard under the names that its tensors get; left alone if it is there, from an interrupted run."""
-    header = _renumbered_header(header_bytes(source)[8:].decode("utf-8"), numbering)
-    write_with_header(source, file, header, advance)
+def stored_shards(base: Checkpoint, numbering: Numbering | None) -> dict[str, Content]:
+    """Return the base shards of an expanded folder: files, or their data behind the names with positions."""
+    contents: dict[str, Content] = {stored_shard(shard): base.path / shard for shard in base.shards}
+    if numbering is not None:
+        headers = renumbered_shards(base, numbering)
+        for shard in base.shards:
+            if header := headers.get(stored_shard(shard)):
+                contents[stored_shard(shard)] = Headed(base.path / shard, _renumbered_header(header, numbering))
+    return contents
+
+
+def base_content(path: Path, manifest: Manifest, shard: str) -> Content:
+    """Return the base's shard that a stored one was made of: the file, or its data behind the base's own header."""
+    file, text = path / shard, manifest.renumbered.get(shard)
+    # a header that was changed afterwards stays, so that its hash shows the change
+    if text is None or header_bytes(file) != _renumbered_header(text, numbering_in(manifest)):
+        return file
+    return Headed(file, _with_length(text.encode("utf-8")))
+
+
+def _header_text(file: Path) -> str:
+    return header_bytes(file)[8:].decode("utf-8")
 
 
 def _renumbered_header(header: str, numbering: Numbering) -> bytes:
@@ -66,45 +85,14 @@ def _with_length(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_with_header(source: Path, file: Path, header: bytes, advance: Progress = no_progress) -> None:
-    """Write a shard with another header, its length before it; left alone if it is there, from an interrupted run."""
-    if file.exists():
-        advance(file.stat().st_size)
-        return
-    _write(file, _exchange_header(source, header), advance)
-
-
-def _exchange_header(file: Path, header: bytes) -> Iterator[bytes]:
-    yield header
-    yield from read_chunks(file, len(header_bytes(file)))
-
-
-def _write(file: Path, chunks: Iterable[bytes], advance: Progress) -> None:
-    with finished_file(file) as temporary, temporary.open("wb") as stream:
-        for chunk in chunks:
-            stream.write(chunk)
-            advance(len(chunk))
-
-
-def _read_base_shard(path: Path, manifest: Manifest, shard: str) -> Iterator[bytes]:
-    """The base's shard that a stored one was made of; a stored one whose header is not its own, as it is."""
-    text, header = manifest.renumbered[shard], header_bytes(path / shard)
-    is_as_written = header == _renumbered_header(text, numbering_in(manifest))
-    yield from _exchange_header(path / shard, _with_length(text.encode("utf-8")) if is_as_written else header)
-
-
-def write_base_shard(path: Path, manifest: Manifest, shard: str, file: Path, advance: Progress = no_progress) -> None:
-    """Write the base's shard that a stored one, one of `manifest.renumbered`, was made of."""
-    _write(file, _read_base_shard(path, manifest, shard), advance)
-
-
 def hash_stored(path: Path, manifest: Manifest, names: list[str], advance: Progress = no_progress) -> dict[str, str]:
     """sha256 that the base's files have, by the names that they are stored under in an expanded folder."""
-    hashes = hash_files(path, [name for name in names if name not in manifest.renumbered], advance)
-    for name in names:
-        if name in manifest.renumbered:
+    contents = {name: base_content(path, manifest, name) for name in names}
+    hashes = hash_files(path, [name for name, content in contents.items() if not isinstance(content, Headed)], advance)
+    for name, content in contents.items():
+        if isinstance(content, Headed):
             digest = hashlib.sha256()
-            for chunk in _read_base_shard(path, manifest, name):
+            for chunk in content.chunks():
                 digest.update(chunk)
                 advance(len(chunk))
             hashes[name] = digest.hexdigest()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_json, write_text
+from scale_surgery.checkpoint.files import BaseWeights, as_json, write_json, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -23,6 +23,7 @@ from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.surgery.config import path_problems_of, with_router
 from scale_surgery.surgery.intact import refuse_damaged
+from scale_surgery.surgery.layout import Content, bytes_of, lay_out, needed_bytes, total_bytes
 from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
 from scale_surgery.surgery.routers import check_paths_differ, describe_router, router_for
 
@@ -177,28 +178,26 @@ def _write(
     """Write a checkpoint with a router or without; every file but config and record is taken over as a file."""
     refuse_linked(checkpoint.path, manifest)
     left_behind = checkpoint.left_behind
-    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if file not in left_behind]
-    sizes = {file: (checkpoint.path / file).stat().st_size for file in files if file != CONFIG_FILE}
-    check_target(target, [checkpoint.path], overwrite=overwrite)
-    check_space(target, sum(sizes.values()) if base_weights == "copy" else 0)
-    refuse_damaged(checkpoint, manifest, track)
     config = with_router(checkpoint.config, routing)
+    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if file not in left_behind]
+    contents: dict[str, Content] = {file: checkpoint.path / file for file in files}
+    contents |= {CONFIG_FILE: as_json(config), MANIFEST_FILE: as_json(replace(manifest, routing=routing).to_json())}
+    check_target(target, [checkpoint.path], overwrite=overwrite)
+    check_space(target, needed_bytes(contents, base_weights))
+    refuse_damaged(checkpoint, manifest, track)
     state = {"route": config, "base_weights": base_weights}
     with (
         staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
-        track("files", sum(sizes.values())) as advance,
+        track("files", total_bytes(contents)) as advance,
     ):
-        for file in sizes:
-            take_over(checkpoint.path / file, partial / file, base_weights, advance)
-        write_json(partial / CONFIG_FILE, config)
-        write_json(partial / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
+        lay_out(contents, partial, base_weights, advance)
     return Routed(
         path=target,
         base_name=manifest.base_name,
         routing=routing,
         forks=() if routing is None else _forks(manifest),
         layers=manifest.first_plan.sizes.layers,
-        bytes_written=0 if base_weights == "link" else sum(sizes[shard] for shard in checkpoint.shards),
+        bytes_written=0 if base_weights == "link" else sum(bytes_of(contents[shard]) for shard in checkpoint.shards),
         left_out=left_behind,
     )
 

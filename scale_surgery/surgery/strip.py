@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.names import EXTRACT_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.parts import rebuild_shard, restore
+from scale_surgery.surgery.layout import lay_out, needed_bytes, total_bytes
+from scale_surgery.surgery.parts import base_contents
 from scale_surgery.surgery.record import read_manifest
-from scale_surgery.surgery.renumbered import write_base_shard
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,6 @@ def strip(
     refuse_extract(path, [file.name for file in path.glob(EXTRACT_FILE)])
     manifest = read_manifest(path)
     check_target(target, [path], overwrite=overwrite)
-    total = sum(file.bytes for file in manifest.base_files.values())
-    is_written = base_weights == "copy" or manifest.joined_shards or manifest.renumbered
-    check_space(target, total if is_written else 0)
     missing = [
         Problem("base-file-missing", file.stored_as, file=name)
         for name, file in manifest.base_files.items()
@@ -73,25 +69,16 @@ def strip(
     ]
     if missing:
         raise CheckpointError(*missing)
+    contents = base_contents(path, manifest)
+    check_space(target, needed_bytes(contents, base_weights))
     state = {
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
         "base_weights": base_weights,
     }
-    checkpoint = open_checkpoint(path) if manifest.joined_shards else None
     with staged(target, state, overwrite=overwrite, keeps_refused=True) as partial:
-        with track("files", sum(file.bytes for file in manifest.base_files.values() if file.stored_as)) as advance:
-
-            def place(stored: Path, file: Path) -> None:
-                shard = stored.relative_to(path).as_posix()
-                if checkpoint is not None and shard in manifest.joined_shards:
-                    rebuild_shard(checkpoint, manifest, shard, file, advance)
-                elif shard in manifest.renumbered:
-                    write_base_shard(path, manifest, shard, file, advance)
-                else:
-                    take_over(stored, file, base_weights, advance)
-
-            restore(path, partial, manifest, place)
-        with track("check by hash", total) as advance:
+        with track("files", total_bytes(contents)) as advance:
+            lay_out(contents, partial, base_weights, advance)
+        with track("check by hash", sum(file.bytes for file in manifest.base_files.values())) as advance:
             hashes = hash_files(partial, list(manifest.base_files), advance)
         changed = [
             Problem("base-not-given-back", name, sha256=hashes[name], recorded=file.sha256)

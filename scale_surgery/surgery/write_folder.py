@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import expansion_of
-from scale_surgery.checkpoint.files import BaseWeights, as_json, take_over, write_json, write_text
+from scale_surgery.checkpoint.files import BaseWeights, as_json, write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
 from scale_surgery.checkpoint.names import (
@@ -25,24 +25,23 @@ from scale_surgery.checkpoint.names import (
     TOKENIZER_FILE,
     TRAINING_FOLDER,
 )
-from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.new_tokens import extended_tokenizer, extended_tokenizer_config
 from scale_surgery.planning.plan import Plan
-from scale_surgery.progress import Progress, Track
+from scale_surgery.progress import Track
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import pin_tokenizer_class
 from scale_surgery.surgery.config import (
     code_texts,
     expanded_config,
     hash_texts,
-    make_index,
     stored_shard,
     written_config,
 )
+from scale_surgery.surgery.layout import Content, bytes_of, lay_out, make_index, needed_bytes, tensors_in, total_bytes
 from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest, base_tensors, tool_versions
-from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, write_renumbered
+from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, stored_shards
 
 # what new tokens are written into
 EXTENDED = {TOKENIZER_FILE: extended_tokenizer, TOKENIZER_CONFIG_FILE: extended_tokenizer_config}
@@ -72,11 +71,9 @@ def tool_on(run: RunOptions) -> dict[str, str]:
 
 def least_base_bytes(given: Checkpoint, before: Manifest | None, plan: Plan, how: BaseWeights) -> int:
     """Bytes that the base's shards need on disk for sure."""
-    shards = list(given.shards) if before is None else base_shards(given, before)
-    # a reflink takes no space either, but whether it works is only known when it is tried
-    if how != "copy":
-        shards = [] if before is not None else list(renumbered_shards(given, plan.numbering))
-    return sum((given.path / shard).stat().st_size for shard in shards)
+    if before is None:
+        return needed_bytes(stored_shards(given, plan.numbering), how)
+    return needed_bytes({shard: given.path / shard for shard in base_shards(given, before)}, how)
 
 
 def base_shards(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
@@ -116,23 +113,16 @@ def _write_around_base(
 ) -> WrittenFolder:
     plans = [expansion.plan for expansion in expansions.values()]
     plan = plans[0]
-    sizes = {shard: (base.path / shard).stat().st_size for shard in base.shards}
-    with track("base shards", sum(sizes.values())) as advance:
-        renumbered = take_over_shards(base, partial, plan.numbering, how, advance)
-    for file in base.side_files:
-        if file not in (CONFIG_FILE, INDEX_FILE):
-            # small, and a program may edit them in place: always copies
-            take_over(base.path / file, partial / file, "copy")
+    shards = stored_shards(base, plan.numbering)
+    with track("base shards", total_bytes(shards)) as advance:
+        lay_out(shards, partial, how, advance)
     code = code_texts(plan)
-    for file, text in code.items():
-        write_text(partial / file, text)
-    extend_tokenizer(base.path, partial, plans)
-    write_json(partial / CONFIG_FILE, expanded_config(base.config, plans, base.tensors, routing))
+    beside = {file: base.path / file for file in base.side_files if file not in (CONFIG_FILE, INDEX_FILE)}
+    config = expanded_config(base.config, plans, base.tensors, routing)
+    lay_out({**beside, **code, **extended_texts(base.path, plans), CONFIG_FILE: as_json(config)}, partial)
     pinned = pin_tokenizer_class(base.path, partial, run)
-    places = {name: stored_shard(info.file) for name, info in base.tensors.items()}
-    places |= {tensor.name: tensor.shard for plan in plans for tensor in plan.tensors}
-    total = sum(info.bytes for info in base.tensors.values()) + sum(plan.costs.bytes_added for plan in plans)
-    write_json(partial / INDEX_FILE, make_index(places, plan.specs, total))
+    new = [shard for plan in plans for shard in plan.shards]
+    write_json(partial / INDEX_FILE, make_index(tensors_in(partial, (*shards, *new))))
     written = open_checkpoint(partial)
     replaced = {
         file: read_text(base, file)
@@ -150,48 +140,40 @@ def _write_around_base(
         expansions=_with_hashes(expansions, written),
         tool=tool_on(run),
         routing=routing,
-        renumbered={stored_shard(shard): header for shard, header in renumbered.items()},
+        renumbered=renumbered_shards(base, plan.numbering),
     )
     manifest = _with_base_hashes(manifest, base, written, track)
     write_json(partial / MANIFEST_FILE, manifest.to_json())
-    base_bytes = sum(size for shard, size in sizes.items() if how != "link" or shard in renumbered)
-    return WrittenFolder(written, manifest, base_bytes, pinned)
+    return WrittenFolder(written, manifest, needed_bytes(shards, "auto" if how == "link" else "copy"), pinned)
 
 
 def _write_around_expansions(
     given: Checkpoint, before: Manifest, manifest: Manifest, partial: Path, how: BaseWeights, track: Track
 ) -> WrittenFolder:
-    kept, places = set[str](), dict[str, str]()
-    for name, expansion in manifest.expansions.items():
-        if all((partial / shard).exists() for shard in expansion.plan.shards):
-            places |= {tensor.name: tensor.shard for tensor in expansion.plan.tensors}
-        else:
-            kept.add(name)
-    taken = [name for name in given.tensors if name in manifest.base_tensors or expansion_of(name) in kept]
-    places |= {name: given.tensors[name].file for name in taken}
-    shards = dict.fromkeys(given.tensors[name].file for name in taken)
+    new = {name for name, plan in manifest.plans.items() if all((partial / shard).exists() for shard in plan.shards)}
+    taken = dict.fromkeys(
+        info.file
+        for name, info in given.tensors.items()
+        if name in manifest.base_tensors or expansion_of(name) in manifest.expansions.keys() - new
+    )
     # logs are of the expansions as they were
     side_files = [
         file
         for file in given.side_files
         if file not in (CONFIG_FILE, INDEX_FILE) and not file.startswith(f"{TRAINING_FOLDER}/")
     ]
-    sizes = {file: (given.path / file).stat().st_size for file in (*shards, *side_files)}
-    with track("files", sum(sizes.values())) as advance:
-        for file in sizes:
-            take_over(given.path / file, partial / file, how if file in shards else "copy", advance)
-    new = (plan for name, plan in manifest.plans.items() if name not in kept)
-    total = sum(given.tensors[name].bytes for name in taken) + sum(plan.costs.bytes_added for plan in new)
+    files: dict[str, Content] = {file: given.path / file for file in (*taken, *side_files)}
+    with track("files", total_bytes(files)) as advance:
+        lay_out(files, partial, how, advance)
     base = parse_json(manifest.replaced[CONFIG_FILE])
     tokenizer, manifest = tokenizer_beside(given, before, manifest)
-    for file, text in tokenizer.items():
-        write_text(partial / file, text)
-    write_json(partial / CONFIG_FILE, written_config(manifest, base))
-    write_json(partial / INDEX_FILE, make_index(places, manifest.first_plan.specs, total))
+    lay_out({**tokenizer, CONFIG_FILE: as_json(written_config(manifest, base))}, partial)
+    shards = [*taken, *(shard for name in new for shard in manifest.plans[name].shards)]
+    write_json(partial / INDEX_FILE, make_index(tensors_in(partial, shards)))
     written = open_checkpoint(partial)
     manifest = replace(manifest, expansions=_with_hashes(manifest.expansions, written))
     write_json(partial / MANIFEST_FILE, manifest.to_json())
-    base_bytes = 0 if how == "link" else sum(sizes[shard] for shard in base_shards(given, manifest))
+    base_bytes = 0 if how == "link" else sum(bytes_of(files[shard]) for shard in base_shards(given, manifest))
     return WrittenFolder(written, manifest, base_bytes)
 
 
@@ -203,13 +185,12 @@ def tokenizer_texts(plans: Iterable[Plan], texts: Mapping[str, str]) -> Mapping[
     return texts
 
 
-def extend_tokenizer(base: Path, folder: Path, plans: Sequence[Plan]) -> None:
-    """Write a base's tokenizer into a new folder, with the tokens that an expansion adds, if one does."""
-    if any(plan.widths.new_tokens for plan in plans):
-        before = {file: read_bytes(base / file).decode() for file in EXTENDED if (base / file).is_file()}
-        for file, text in tokenizer_texts(plans, before).items():
-            if text != before[file]:
-                write_text(folder / file, text)
+def extended_texts(base: Path, plans: Sequence[Plan]) -> dict[str, str]:
+    """Return the texts of a base's tokenizer that differ with the tokens that an expansion adds, if one does."""
+    if not any(plan.widths.new_tokens for plan in plans):
+        return {}
+    before = {file: read_bytes(base / file).decode() for file in EXTENDED if (base / file).is_file()}
+    return {file: text for file, text in tokenizer_texts(plans, before).items() if text != before[file]}
 
 
 def tokenizer_beside(given: Checkpoint, before: Manifest, manifest: Manifest) -> tuple[dict[str, str], Manifest]:
@@ -240,21 +221,6 @@ def _with_hashes(expansions: Mapping[str, ExpansionRecord], written: Checkpoint)
         else replace(record, tensors=hash_tensors(written, [tensor.name for tensor in record.plan.tensors]))
         for name, record in expansions.items()
     }
-
-
-def take_over_shards(
-    base: Checkpoint, folder: Path, numbering: Numbering | None, how: BaseWeights, advance: Progress
-) -> Mapping[str, str]:
-    """Take the shards of a base over as files; those in which tensors get other names, with another header."""
-    renumbered = renumbered_shards(base, numbering)
-    for shard in base.shards:
-        source, file = base.path / shard, folder / stored_shard(shard)
-        if numbering is not None and shard in renumbered:
-            write_renumbered(source, file, numbering, advance)
-        else:
-            take_over(source, file, how, advance)
-    # the base's header of each that has another
-    return renumbered
 
 
 def _with_base_hashes(manifest: Manifest, base: Checkpoint, written: Checkpoint, track: Track) -> Manifest:

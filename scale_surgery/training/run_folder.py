@@ -24,7 +24,6 @@ from typing import Any
 from scale_surgery.checkpoint.files import (
     BaseWeights,
     remove_unfinished,
-    take_over,
     write_json,
     write_tensors,
     write_text,
@@ -37,6 +36,7 @@ from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.planning.plan import SHARD_STEM
 from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import InMemory
+from scale_surgery.surgery.layout import lay_out, total_bytes
 from scale_surgery.surgery.record import read_manifest
 
 SETTINGS_FILE = "settings.json"
@@ -119,12 +119,13 @@ class TrainingRun:
         state = {"train": dict(self.decisive), "base_weights": base_weights}
         files = (*source.shards, *source.side_files, MANIFEST_FILE)
         taken = {file: source.path / file for file in files if not file.startswith(f"{TRAINING_FOLDER}/")}
+        base = {file: path for file, path in taken.items() if file in base_shards}
         stamps = {file: source.stamps[file] for file in taken.values()}
-        total = sum(file.stat().st_size for file in taken.values())
         with staged(self.target, state, stamps, overwrite=overwrite, is_locked=True) as partial:
-            with track("files", total) as advance:
-                for name, file in taken.items():
-                    take_over(file, partial / name, base_weights if name in base_shards else "copy", advance)
+            with track("files", total_bytes(taken)) as advance:
+                lay_out(base, partial, base_weights, advance)
+                # what the run replaces is no link
+                lay_out({file: path for file, path in taken.items() if file not in base}, partial, "copy", advance)
             # sums are those of a run that has ended
             self._rewrite(partial, trained=None)
             write_json(partial / TRAINING_FOLDER / SETTINGS_FILE, self.decisive)
