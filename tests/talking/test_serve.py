@@ -279,7 +279,7 @@ def test_a_prompt_needs_tokens_that_the_model_has(short_stories: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(short_stories)
     for ids, message in (
         ([], "^The prompt has no token, expected"),
-        ([1, 512], r"^The model: .* the id 512, expected"),
+        ([1, 512], r"^The model: .* the id 512 for a text, expected"),
     ):
         with pytest.raises(Refusal, match=message):
             _fit(model, {"input_ids": torch.tensor([ids])}, transformers.GenerationConfig())
