@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
-from scale_surgery.modeling.expanded_model import make_blocks
-from scale_surgery.modeling.expanded_modules import expand_module
+from scale_surgery.modeling.expanded_modules import expand_module, make_blocks
 from scale_surgery.modeling.expanded_paths import Call, Paths, Running
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
 

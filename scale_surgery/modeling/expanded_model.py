@@ -13,22 +13,28 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .expanded_attention import ExpandedAttention, Heads, expand_attention
-from .expanded_loading import LoadedModel
-from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules, twin
+from .expanded_blocks import Blocks
+from .expanded_modules import (
+    ExpandedAttention,
+    expand_attention,
+    expand_module,
+    expanded_modules,
+    make_blocks,
+    new_heads,
+)
 from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, memo, parting, streams_of_groups
 from .expanded_releases import count_tokens, find_cache
 from .expanded_routers import Router, make_router
-from .expanded_routing import Features, TokenScores, route, score_tokens
-from .expanded_shapes import shapes_of
-from .expanded_state import RouterCall
+from .expanded_routing import Features, RouterCall, TokenScores, route, score_tokens
 from .expanded_stock import (
     MOST_NAMED,
+    StrictlyLoaded,
     View,
     adds_features,
     find_base_model,
     find_module,
     specs_of,
+    twin,
     wide_features,
 )
 
@@ -56,49 +62,15 @@ class Choice(NamedTuple):
         return self.names, bool(self.rows), self.router
 
 
-def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any]) -> int:
-    """How wide the up stream is that a module reads, in features or heads.
-
-    Args:
-        plan: What config.json says of the expansion.
-        spec: What it says of the module.
-        attention: What it says of the attention of the layer.
-    """
-    if "in_features" in spec:
-        return spec["in_features"][1]
-    if spec["kind"] in ("norm", "head", "block"):
-        return spec["up"]
-    if spec["kind"] == "activation":
-        return plan["widths"]["up_inner_width"]
-    if spec["kind"] == "head_norm":
-        heads = next(iter(attention.values()))
-        new = new_heads(plan, heads)
-        return new.heads if spec["heads"] == heads["heads"] else new.kv_heads
-    return plan["widths"]["up_width"] if spec["kind"] == "passing" and spec["base"] is not None else 0
-
-
-def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Heads:
-    """The heads that an expansion adds to a layer."""
-    kv_heads = plan["widths"]["up_kv_heads"]
-    return Heads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
-
-
-def make_blocks(module: nn.Module, plan: dict, spec: dict, attention: dict, w12_groups: list) -> Blocks:
-    """Make what an expansion adds to a module."""
-    blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
-    has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in w12_groups
-    rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
-    is_gated = plan.get("variant") == "gated"
-    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12, is_gated=is_gated))
-    return blocks
-
-
-class ExpandedPreTrainedModel(LoadedModel):
+class ExpandedPreTrainedModel(StrictlyLoaded):
     """Mixin before a stock model class: several expansions of it, each under its name.
 
     `config.scale_surgery` says of the base through what its paths pass, of each expansion what it adds where, and how
     a router weighs them.
     """
+
+    # set where the model was put around one that was quantised
+    is_base_quantised = False
 
     def __init__(self, config, *args, **kwargs):
         with stock_values(config):
@@ -638,6 +610,96 @@ class ExpandedPreTrainedModel(LoadedModel):
         widths = self.entering_widths if layer == -1 else self.stream_widths
         return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
 
+    # ---- loading, training, saving
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Load as `StrictlyLoaded` does, and choose what runs.
+
+        `expansion_enabled=False` gives the base model, `routing_enabled=False` the only expansion alone: see
+        `set_expansion`.
+        """
+        is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.align()
+        if not is_enabled:
+            model.enable_expansion(False)
+        elif not is_routed:
+            model.enable_routing(False)
+        return loaded
+
+    def expansion_blocks(self) -> list[Blocks]:
+        """The blocks of all expansions."""
+        return [module for module in self.modules() if isinstance(module, Blocks)]
+
+    def freeze_base(self) -> None:
+        """Let the tensors of the expansions train, and nothing else."""
+        super().freeze_base()
+        for blocks in self.expansion_blocks():
+            for parameter in blocks.parameters():
+                parameter.requires_grad_(True)
+
+    def align(self) -> None:
+        """Align blocks in memory as the base's weights are."""
+        for blocks in self.expansion_blocks():
+            blocks.align()
+
+    def expansion_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """The tensors of all expansions, frozen ones too: name, group, and the tensor itself."""
+        for path, blocks in self.named_modules():
+            if isinstance(blocks, Blocks):
+                for name, parameter in blocks.named_parameters():
+                    yield f"{path}.{name}", blocks.group_of[name], parameter
+
+    def trainable_parameters(self) -> dict[str, dict[str, int]]:
+        """Count what trains: for each expansion, parameters by group."""
+        counts: dict[str, dict[str, int]] = {name: {} for name in self.expansions}
+        for name, group, parameter in self.expansion_parameters():
+            row = counts[name.rpartition(".expansions.")[2].partition(".")[0]]
+            row[group] = row.get(group, 0) + parameter.numel() * parameter.requires_grad
+        return counts
+
+    def print_trainable_parameters(self) -> None:
+        """Print what trains as a table: a row an expansion, a column a group."""
+        counts = self.trainable_parameters()
+        groups = sorted({group for row in counts.values() for group in row})
+        width = max([10, *(len(name) + 1 for name in counts)])
+        print(" " * width + "".join(f"{group:>12}" for group in groups))
+        for name, row in counts.items():
+            print(f"{name:<{width}}" + "".join(f"{row.get(group, 0):>12,}" for group in groups))
+        total = sum(parameter.numel() for parameter in self.parameters())
+        trained = sum(sum(row.values()) for row in counts.values())
+        print(f"trains {trained:,} of {total:,} parameters ({trained / total:.2%})")
+
+    def save_pretrained(self, *args, **options):
+        """As transformers; on a quantised base the tensors of expansions alone: the base's are not its files'."""
+        if self.is_base_quantised:
+            tensors = options.get("state_dict") or self.state_dict()
+            options["state_dict"] = {name: tensor for name, tensor in tensors.items() if ".expansions." in name}
+        super().save_pretrained(*args, **options)
+
+    def resize_token_embeddings(self, *args, **kwargs):
+        """Refuse: embedding and head have an up part that stock code does not resize."""
+        raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
+
+    @torch.no_grad()
+    def initialize_weights(self):
+        """Initialise as the stock model does; expansion tensors that no file gave are zero.
+
+        transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
+        """
+        missing = [
+            parameter
+            for blocks in self.expansion_blocks()
+            if not getattr(blocks, "_is_hf_initialized", False)
+            for parameter in blocks.parameters()
+            if not getattr(parameter, "_is_hf_initialized", False)
+        ]
+        super().initialize_weights()
+        for parameter in missing:
+            parameter.zero_()
+
 
 def logits_of_rows(features: Features, choice: Choice) -> Tensor:
     """Logits of the path that each row chose, or of the only one; beams of one row lie one after the other."""
@@ -722,3 +784,18 @@ def refuse_adapter_names(inputs: dict[str, Any], instead: str) -> None:
     """Refuse PEFT's name for what each row runs: stock code would take it and do nothing."""
     if "adapter_names" in inputs:
         raise ValueError(f"adapter_names: is PEFT's, and this model has expansions. {instead}")
+
+
+def refusing(name: str) -> Any:
+    """A method in place of one of transformers' adapters, which know nothing of expansions."""
+
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        """Refuse: adapters of transformers know nothing of expansions."""
+        raise NotImplementedError(
+            f"{name}: is of transformers' adapters, and this model has expansions. Use load_expansion(model, EXTRACT, "
+            "name=...) of scale_surgery, model.set_expansion, model.use_expansion, model.expansions or "
+            "model.delete_expansion."
+        )
+
+    refuse.__name__ = name
+    return refuse

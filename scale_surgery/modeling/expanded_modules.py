@@ -1,328 +1,54 @@
-"""Modules of an expanded model: stock modules, and beside them what each expansion adds.
-
-    [ y    ]   [ W    W12 ] [ x    ]      W    pretrained, frozen, used by the stock forward
-    [ y_up ] = [ W21  W22 ] [ x_up ]      W12, W21, W22   blocks of an expansion (SCALE, arXiv 2511.03270, eq. 1)
+"""Modules of an expanded model: stock modules through which all chosen paths pass.
 
 A stock module gets a second class, which takes its input apart into streams (see `expanded_paths`), runs the stock
 forward once on each base stream, lets each expansion compute its up stream from that, and puts all of it together.
 Because the stock forward sees the same values in the same shapes as in the base model, its results are the base
 model's, bit for bit. W12 y is added to a base stream that is the expansion's own, and to no other.
 
-With gates, what writes into the base stream or the logits reads g y_up in place of y_up: see `gate_scores`.
+The heads of each path attend by themselves, inside the stock forward. The base's heads get the shapes, the strides and
+the alignment that they have in the base model. The stock forward runs on a copy of its module that sees as many heads
+as there are; nothing of the module itself changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .expanded_paths import Paths, Running, memo
-from .expanded_releases import CACHES_OF_MODULES
-from .expanded_stock import View, normalise, through_gate
-from .expanded_streams import (
+from .expanded_blocks import (
     CACHE_LINE,
-    add_new_product,
-    add_product,
+    Blocks,
+    DenseBlocks,
+    EmbeddingBlocks,
+    GrownBlocks,
+    HeadBlocks,
+    LinearBlocks,
+    NormBlocks,
+    PassingBlocks,
+    SameBlocks,
     aligned_contiguous,
     dense,
-    is_row,
     join_streams,
     product,
-    row_up,
     streams_of,
 )
+from .expanded_paths import Paths, Running, memo
+from .expanded_releases import CACHES_OF_MODULES
+from .expanded_shapes import shapes_of
+from .expanded_stock import View, twin
 
 # below the largest logit, a logit of probability 0: for what a router adds to it in float32, and where there is none
 # even after a stock model that makes its logits smaller
 NEAR, FAR = 200, 30_000
-
-
-def twin(module: Any, **values: Any) -> Any:
-    """A copy of a module that shares its tensors and modules; `values` are replaced."""
-    copy = object.__new__(type(module))
-    copy.__dict__.update(vars(module), **values)
-    return copy
-
-
-class Blocks(nn.Module):
-    """What one expansion adds to a stock module: its tensors, and the computation of its up stream.
-
-    Attributes:
-        group_of: Group of each tensor, by which training is chosen and counted.
-        up_in: Features, or heads, of the up stream that the module reads.
-        up_sections: Widths of what it writes, for each section of a fused projection.
-        replaces_base: Whether a copy of the base weight that trains takes the place of it where W12 exists.
-    """
-
-    group_of: dict[str, str] = {"gate": "gates"}
-    replaces_base = False
-
-    def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
-        super().__init__()
-        # past nn.Module, which would list the stock module as a part of this one
-        self.__dict__["stock"] = stock
-        self.up_in, self.up_sections = up_in, []
-
-    def forward(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute both streams of a path.
-
-        Args:
-            base: Base stream that the module reads.
-            up: Up stream that it reads.
-            y: What the stock module gives for the base stream; None where a copy takes its place.
-            has_w12: Whether W12 exists for this path.
-
-        Returns:
-            The output for the base stream, and the up stream or None.
-        """
-        # reading is a part of it: accelerate brings offloaded tensors for a forward alone
-        return self.compute(base, self.read(base, up), y, has_w12)
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute both streams, of what was read of the up stream."""
-        raise NotImplementedError
-
-    def read(self, base: Tensor, up: Tensor) -> Tensor:
-        """What the blocks read of an up stream: all of it, or what their gate lets through."""
-        return through_gate(self, base, up, up)
-
-    def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
-        like = next(self.stock.parameters(), torch.empty(()))
-        # a quantised weight may be of whole numbers, and makes no tensors that are not quantised
-        stored = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
-        kind = getattr(torch, dtype) if dtype else stored
-        for name, shape in shapes.items():
-            made = None if 0 in shape else nn.Parameter(torch.zeros(shape, dtype=kind, device=like.device))
-            self.register_parameter(name, made)
-
-    def align(self) -> None:
-        """Let each tensor begin at a cache line; loaders leave it where it lies in a file, at any place.
-
-        On a CPU the product of a matrix and a single row may round by where the matrix begins.
-        """
-        for block in self._parameters.values():
-            if block is not None:
-                block.data = aligned_contiguous(block.data)
-
-
-class LinearBlocks(Blocks):
-    """Blocks of a linear (or Conv1D); rows of a block are outputs, in both storage orders.
-
-    In a preservation layer W12 is exactly zero by not existing.
-    """
-
-    group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
-
-    def __init__(self, stock, spec, up_in):
-        super().__init__(stock, spec, up_in)
-        self.up_sections = [up for _, up in spec["out_features"]]
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        # each is looked up once: a token at a time, that costs as much as a small product
-        tensors = self._parameters
-        w12, w21, w22, bias = tensors["w12"], tensors["w21"], tensors["w22"], tensors["up_bias"]
-        if w21 is None:
-            y_up = None
-        elif w21.dtype == y.dtype and is_row(base, y):
-            y_up = row_up(base.view(-1), up.view(-1), w21, w22, bias).view(*y.shape[:-1], -1)
-        else:
-            y_up = product(base, w21, y)
-            y_up = y_up if w22 is None else add_product(y_up, up, w22)
-            y_up = y_up if bias is None else y_up + bias.to(y.dtype)
-        if has_w12 and w12 is not None:
-            # in place where nothing remembers what it was
-            y = (add_new_product if torch.is_grad_enabled() else add_product)(y, up, w12)
-        return y, y_up
-
-
-def aligned(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor, contiguous, beginning at the same place of a cache line as `like`.
-
-    On a CPU the product of a matrix and a single row takes its elements in another order where the matrix is aligned
-    otherwise, and then rounds otherwise.
-    """
-    has_memory = not torch.compiler.is_compiling() and tensor.device.type == like.device.type == "cpu"
-    is_same = has_memory and (like.data_ptr() - tensor.data_ptr()) % CACHE_LINE == 0
-    if not has_memory or tensor.dtype != like.dtype or (is_same and tensor.is_contiguous()):
-        return tensor.contiguous()
-    size = tensor.element_size()
-    memory = tensor.new_empty(tensor.numel() + CACHE_LINE // size)
-    start = (like.data_ptr() - memory.data_ptr()) % CACHE_LINE // size
-    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-
-
-class GrownBlocks(LinearBlocks):
-    """Blocks of a grown MLP (Grow, Don't Overwrite, arXiv 2603.08647): what is new begins as copies of the base.
-
-        gate, up    y      = W x             a trained copy `w11` (and `bias11`) in place of W where `trains_base`
-                    y_up   = W21 x           W21 begins as W, once for each new copy
-        down        y      = c W x + W12 x_up + b       c = `share`, 1 over the number of copies; W12 begins as c W
-
-    Copies are computed by the stock module's own operation, on memory that is aligned as the base's, so that two equal
-    halves are bit for bit those of the base, and halving and adding them rounds nothing.
-    """
-
-    group_of = LinearBlocks.group_of | {"w11": "w11", "bias11": "biases"}
-
-    def __init__(self, stock, spec, up_in):
-        super().__init__(stock, spec, up_in)
-        self.share, self.replaces_base = spec.get("share", 1.0), spec.get("trains_base", False)
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        if y is None:
-            y = self.copied(base, self.w11, self.bias11, base)
-        if has_w12 and self.w12 is not None:
-            bias = None if self.stock.bias is None else self.stock.bias * (1 - self.share)
-            y = torch.add(self.copied(up, self.w12, bias, y), y, alpha=self.share)
-        return y, None if self.w21 is None else self.copied(base, self.w21, self.up_bias, y)
-
-    def copied(self, x: Tensor, block: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
-        """What the stock module would compute with this block, whose rows are outputs, and this bias."""
-        x, bias = x.to(block.dtype), None if bias is None else bias.to(block.dtype)
-        if isinstance(self.stock, nn.Linear):
-            # some stock classes add the bias in a step of its own
-            return stock_class(self.stock).forward(View(self.stock, {"weight": block, "bias": bias}), x).to(like.dtype)
-        # Conv1D stores (inputs, outputs), and a product reads its operands in the order in which they lie
-        rows = torch.addmm(bias, x.reshape(-1, x.shape[-1]), aligned(block.t(), self.stock.weight))
-        return rows.view(*x.shape[:-1], -1).to(like.dtype)
-
-    def align(self) -> None:
-        super().align()
-        for name in ("w11", "w12", "w21"):
-            block = self._parameters.get(name)
-            if block is not None:
-                block.data = aligned(block.data, self.stock.weight)
-
-
-class NormBlocks(Blocks):
-    """The norm of an up stream, by its own statistics, computed in float32.
-
-    `style` is that of the stock norm: see `normalise`. It adds a bias where the stock norm does. The stock norm may
-    have no gain; that of the up stream has one.
-    """
-
-    group_of = {"up_weight": "norms", "up_bias": "norms"}
-
-    def __init__(self, stock, spec, up_in):
-        super().__init__(stock, spec, up_in)
-        self.style, self.epsilon = spec["style"], spec["epsilon"]
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        bias = None if self.up_bias is None else self.up_bias.float()
-        return y, normalise(up.float(), self.style, self.epsilon, self.up_weight.float(), bias).to(y.dtype)
-
-
-class EmbeddingBlocks(Blocks):
-    """Added columns of an embedding, which take the same scale as the stock ones where there is one.
-
-    Rows of new tokens have them too.
-    """
-
-    group_of = {"up_weight": "embedding", "new_rows": "new_tokens"}
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        if self.up_weight is None:
-            return y, None
-        # what it reads are token ids, some of which may be of tokens that another expansion adds
-        known, rows = len(self.up_weight), len(self.stock.weight)
-        is_other = base >= known if known == rows and self.stock.new_rows is not None else None
-        ids = base if is_other is None else base.masked_fill(is_other, 0)
-        y_up = functional.embedding(ids, self.up_weight, self.stock.padding_idx).to(y.dtype)
-        y_up = y_up if is_other is None else y_up.masked_fill(is_other[..., None], 0)
-        scale = getattr(self.stock, "embed_scale", None)
-        if scale is None:
-            return y, y_up
-        return y, y_up * (scale.to(y_up.dtype) if isinstance(scale, Tensor) else scale)
-
-
-class HeadBlocks(Blocks):
-    """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied.
-
-    `embedding` has the rows of new tokens where the base's head is tied to it.
-    """
-
-    group_of = Blocks.group_of | {"up_weight": "head", "new_rows": "new_tokens"}
-
-    @property
-    def rows(self) -> Tensor | None:
-        """Rows of new tokens, or None."""
-        embedding = self.__dict__.get("embedding")
-        rows: Tensor | None = (self if embedding is None else embedding).new_rows
-        return rows
-
-    def forward(self, base, up, y, has_w12, is_read=False):
-        # paths side by side are read once, without logits, and may be multiplied several times
-        read = up if is_read else self.read(base, up)
-        return (None, read) if y is None else self.compute(base, read, y, has_w12)
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        if self.up_weight is None:
-            return y, None
-        known = len(self.up_weight)
-        # in the memory of the logits of the base stream, which are large; those of another's new tokens come after them
-        whole = add_product(y if y.shape[-1] == known else y[..., :known], up, self.up_weight)
-        return whole if y.shape[-1] == known else torch.cat((whole, y[..., known:]), -1), None
-
-
-class SameBlocks(Blocks):
-    """A module that treats an up stream as a base stream: an activation, or a norm inside each head.
-
-    Each runs alone: vector and tail lanes of one kernel may round differently.
-    """
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        return y, self.stock.run_stock(up)
-
-
-class PassingBlocks(Blocks):
-    """A module that has no block: it reads the base stream alone, and writes `up_out` zeros beside it.
-
-    So the up stream passes through the residual connection of a layer that was not chosen.
-    """
-
-    group_of = {"new_rows": "new_tokens"}
-
-    def __init__(self, stock, spec, up_in):
-        super().__init__(stock, spec, up_in)
-        self.up_out = spec["up"]
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        return y, y.new_zeros(*y.shape[:-1], self.up_out) if self.up_out else None
-
-
-class DenseBlocks(Blocks):
-    """A small dense MLP beside a whole block of a layer, which runs as it is on the base stream.
-
-        y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
-
-    A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
-    """
-
-    group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
-
-    def __init__(self, stock, spec, up_in):
-        super().__init__(stock, spec, up_in)
-        self.base_width, self.up_out = spec["base"], spec["up"]
-
-    def read(self, base: Tensor, up: Tensor) -> Tensor:
-        """All of it: what W12 reads here is h."""
-        return up
-
-    def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        if self.w21 is None:
-            return y, y.new_zeros(*y.shape[:-1], self.up_out)
-        h = product(base, self.w21, y)
-        h = functional.silu(h if self.w22 is None else h + product(up, self.w22, y))
-        h = through_gate(self, base, up, h)
-        y_up = y.new_zeros(*y.shape[:-1], 0) if self.up_weight is None else product(h, self.up_weight, y)
-        return add_new_product(y, h, self.w12) if has_w12 and self.w12 is not None else y, y_up
 
 
 class LayoutGroup(NamedTuple):
@@ -667,3 +393,194 @@ def expand_module(module: nn.Module, kind: str, running: Running, place: int) ->
 def expanded_modules(model: nn.Module) -> Iterator[ExpandedModule]:
     """Modules through which paths pass."""
     return (module for module in model.modules() if isinstance(module, ExpandedModule))
+
+
+# ---- attention
+
+
+class HeadPart(NamedTuple):
+    """Heads that attend together, and with no others."""
+
+    heads: int  # how many heads of queries
+    kv_heads: int  # how many of keys and values
+    is_base: bool  # whether the base has them
+    is_detached: bool = False  # whether gradients stop there: nothing that trains reaches the base stream
+
+
+class Heads(NamedTuple):
+    """Heads that an expansion adds to a layer."""
+
+    heads: int
+    kv_heads: int
+
+
+def split_heads(states: Tensor, sizes: list[int], parts: tuple[HeadPart, ...], is_eager: bool) -> list[Tensor]:
+    """Split queries, keys or values (b, heads, t, head size) into parts of so many heads.
+
+    Heads of the base get the strides and the alignment that they have in the base model, because matrix kernels
+    choose their path by both. In a cache, where each head lies by itself, nothing needs to be copied for the
+    usual head sizes, except for eager attention, whose batched product would copy them into another order.
+    """
+    batch, _, rows, size = states.shape
+    _, head_stride, row_stride, _ = states.stride()
+    is_transposed = row_stride > head_stride
+    is_unaligned = is_eager or head_stride * states.element_size() % CACHE_LINE
+    heads = []
+    for index, (part, piece) in enumerate(zip(parts, states.split(sizes, dim=1), strict=True)):
+        piece = piece.detach() if part.is_detached else piece
+        if part.is_base and is_transposed:
+            # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
+            start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
+            beside = states.new_empty(batch, rows, sizes[index], head_stride)
+            piece = beside[..., start : start + size].transpose(1, 2).copy_(piece)
+        # heads of an expansion are aligned alike on one path and on two; where they train, backward stores this copy
+        elif is_transposed or (is_unaligned and (batch > 1 or index)) or (piece.requires_grad and not part.is_base):
+            piece = piece.clone()
+        heads.append(piece)
+    return heads
+
+
+def joined_parts(parts: tuple[HeadPart, ...], states: Tensor, name: str) -> tuple[HeadPart, ...]:
+    """Parts to attend by: a single one of all heads for one token on one thread of a CPU, otherwise those given.
+
+    There the kernel takes a query of one row head by head, and its bits do not depend on how many there are if each
+    begins at a cache line; on several threads they depend on the thread. A call costs more than it computes.
+    """
+    is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1 or torch.compiler.is_compiling()
+    is_apart = is_apart or states.shape[-1] * states.element_size() % CACHE_LINE or torch.get_num_threads() > 1
+    if is_apart:
+        return parts
+    return (HeadPart(sum(part.heads for part in parts), sum(part.kv_heads for part in parts), is_base=False),)
+
+
+def split_attention(module, query, key, value, attention_mask, **kwargs):
+    """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
+    stock = module.stock
+    name = stock.config._attn_implementation
+    run = stock.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    parts = module.parts
+    if not torch.is_grad_enabled():
+        parts = joined_parts(tuple(part._replace(is_detached=False) for part in parts), query, name)
+    heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
+    states = [
+        split_heads(tensor, sizes, parts, name == "eager")
+        for tensor, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))
+    ]
+    outputs = [run(stock, *part_states, attention_mask, **kwargs) for part_states in zip(*states, strict=True)]
+    attended, weights = zip(*outputs, strict=True)
+    joined = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+    return joined, None if weights[0] is None else torch.cat(weights, dim=1)
+
+
+SPLIT_ATTENTION = "scale_surgery_heads_of_paths"
+ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
+
+
+class ExpandedAttention:
+    """Attention of a layer; its stock forward sees the heads of all chosen paths. `expand_attention` sets it up."""
+
+    running: Running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parts = memo(self.parts_of, self.running.now().paths, self.make_parts)
+        if parts is None:
+            return super().forward(*args, **kwargs)
+        return type(self).__bases__[1].forward(self.widened(parts), *args, **kwargs)
+
+    def make_parts(self, paths: Paths) -> tuple[HeadPart, ...] | None:
+        """The heads of these paths, in the order in which they lie."""
+        parts = []
+        for group in paths.groups(self.place):
+            parts.append(HeadPart(*self.stock_heads, is_base=True, is_detached=group.is_fixed))
+            parts += [HeadPart(*self.new_heads[name], is_base=False) for name in group.ups if name in self.new_heads]
+        return None if len(parts) == 1 else tuple(parts)
+
+    def widened(self, parts: tuple[HeadPart, ...]) -> nn.Module:
+        """A copy of this module for its stock forward: the same tensors and modules, and the heads of all parts."""
+        heads = sum(part.heads for part in parts)
+        config = {name: getattr(self.config, name) * heads // self.stock_heads.heads for name in self.config_values}
+        values = {name: getattr(self, name) * heads // self.stock_heads.heads for name in self.attributes}
+        config["_attn_implementation"] = SPLIT_ATTENTION
+        return twin(self, **values, parts=parts, stock=self, config=View(self.config, config))
+
+
+def find_eager_attention(module: nn.Module) -> Any:
+    """The eager attention function of a module's file; each file of transformers has one of its own.
+
+    Raises:
+        ValueError: If there is none: older releases compute the attention of some models inside the module.
+    """
+    function = vars(import_module(type(module).__module__)).get("eager_attention_forward")
+    if function is None:
+        raise ValueError(
+            f"config.json: scale_surgery adds heads to {type(module).__name__}, which in transformers "
+            f"{transformers.__version__} does not hand queries, keys and values to a function of attention, expected "
+            "one that does. Load the model with the release that surgery.json names."
+        )
+    return function
+
+
+@cache
+def expanded_attention_class(stock: type) -> type:
+    """The class of an attention module that sees the heads of all paths."""
+    return type(f"{stock.__name__}WithHeads", (ExpandedAttention, stock), {"__module__": __name__})
+
+
+def expand_attention(module: nn.Module, facts: dict[str, Any], running: Running, place: int) -> None:
+    """Let the heads of all paths attend in a stock module of attention, in place.
+
+    Args:
+        module: The attention module.
+        facts: `heads`, `kv_heads`, and `attributes` and `config`, whose keys name what says how many there are.
+        running: What the model runs.
+        place: Number of its layer.
+    """
+    if isinstance(module, ExpandedAttention):
+        return
+    module.eager_attention = find_eager_attention(module)
+    module.__class__ = expanded_attention_class(type(module))
+    module.running, module.place = running, place
+    module.parts_of = {}  # parts of the heads by the paths; None where all heads are the base's
+    module.stock_heads, module.new_heads = Heads(facts["heads"], facts["kv_heads"]), {}  # new ones by expansion
+    # names of attributes, and of values of its config, that say how many heads there are or how wide all are
+    module.attributes, module.config_values = tuple(facts["attributes"]), tuple(facts["config"])
+
+
+# ---- what an expansion adds to a module
+
+
+def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any]) -> int:
+    """How wide the up stream is that a module reads, in features or heads.
+
+    Args:
+        plan: What config.json says of the expansion.
+        spec: What it says of the module.
+        attention: What it says of the attention of the layer.
+    """
+    if "in_features" in spec:
+        return spec["in_features"][1]
+    if spec["kind"] in ("norm", "head", "block"):
+        return spec["up"]
+    if spec["kind"] == "activation":
+        return plan["widths"]["up_inner_width"]
+    if spec["kind"] == "head_norm":
+        heads = next(iter(attention.values()))
+        new = new_heads(plan, heads)
+        return new.heads if spec["heads"] == heads["heads"] else new.kv_heads
+    return plan["widths"]["up_width"] if spec["kind"] == "passing" and spec["base"] is not None else 0
+
+
+def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Heads:
+    """The heads that an expansion adds to a layer."""
+    kv_heads = plan["widths"]["up_kv_heads"]
+    return Heads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
+
+
+def make_blocks(module: nn.Module, plan: dict, spec: dict, attention: dict, w12_groups: list) -> Blocks:
+    """Make what an expansion adds to a module."""
+    blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
+    has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in w12_groups
+    rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
+    is_gated = plan.get("variant") == "gated"
+    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12, is_gated=is_gated))
+    return blocks

@@ -132,7 +132,7 @@ class PosteriorRouter(Router):
         return abs(math.log1p(-self.switch_rate))
 
     def weights(self, evidence: Evidence) -> Tensor:
-        from .expanded_mixture import posterior_weights
+        from .expanded_routing import posterior_weights
 
         log_likelihoods = evidence.log_likelihoods
         return posterior_weights(evidence.before, log_likelihoods, evidence.restarts, self.prior, self.switch_rate)
@@ -162,7 +162,7 @@ class CosineRouter(Router):
         return problems
 
     def sides(self, features: Features) -> tuple[list[WeighedPath], Tensor | None]:
-        from .expanded_mixture import row_cosines
+        from .expanded_routing import row_cosines
 
         bases = features.base_logits()
         z_p, z_a = bases[0], bases[-1]

@@ -1,18 +1,26 @@
-"""Features of all paths become one set of logits, by a router of `expanded_routers`."""
+"""Features of all paths become one set of logits, by a router of `expanded_routers`.
+
+Logits are large, so what needs float32 takes them some rows at a time.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
+from torch.compiler import is_compiling
+from transformers.cache_utils import Cache, DynamicLayer
 
-from .expanded_mixture import in_chunks, mix, normalizers, select, token_log_probs
+from .expanded_blocks import aligned_contiguous
 from .expanded_paths import Paths
+from .expanded_releases import count_tokens, find_cache
 from .expanded_routers import Router
-from .expanded_state import RouterCall
-from .expanded_streams import aligned_contiguous
 
 # logits of all paths that stand in memory at a time: pieces cost time, each comes in new pages of memory
 LOGITS_AT_ONCE = 2**25
@@ -283,3 +291,404 @@ def weigh(router: Router, base: Tensor, sides: Tensor, restarts: Tensor, observe
     weights = router.weights(Evidence(log_likelihoods, None, restarts, seen, sides.shape[-1]))[:, :-1]
     weights = decided(router, weights)
     return TokenScores(base, sides, weights.exp(), (sides + weights).logsumexp(-1), observed)
+
+
+# ---- arithmetic
+
+# logits that become float32 at a time: as many as a processor's cache holds, or as keep an accelerator busy
+CHUNK_ON_CPU, CHUNK = 2**17, 2**22
+# differences of log-probabilities beyond this would overflow when they are exponentiated
+LARGEST = 80.0
+# a smaller weight changes no probability that float32 can tell from 0 or 1
+LEAST_LOG_WEIGHT = -60.0
+
+
+def in_chunks(rows: int, width: int, at_once: int) -> Iterator[slice]:
+    """Ranges of rows that have at most `at_once` numbers, `width` a row."""
+    step = max(1, at_once // width)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def row_chunks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of rows of logits (rows, v) that become float32 together."""
+    return in_chunks(*logits.shape, at_once=CHUNK_ON_CPU if logits.device.type == "cpu" else CHUNK)
+
+
+def per_row(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
+    """Apply a function of logits to a number a row in float32, without a copy of all the logits."""
+    flat = [tensor.flatten(0, -2) for tensor in logits]
+    # made before the loop: a small tensor that is kept after each chunk would let the heap grow by the chunk
+    numbers = logits[0].new_empty(len(flat[0]), dtype=torch.float32)
+    for rows in row_chunks(flat[0]):
+        numbers[rows] = function(*(tensor[rows].float() for tensor in flat))
+    return numbers.view(logits[0].shape[:-1])
+
+
+def normalizers(logits: Tensor) -> Tensor:
+    """Take log sum exp of each row, float32."""
+    return per_row(lambda rows: rows.logsumexp(-1), logits)
+
+
+def row_cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of each pair of rows, float32, from -1 to 1 whatever the rounding."""
+    return per_row(lambda u, v: torch.nn.functional.cosine_similarity(u, v, dim=-1), a, b).clamp(-1, 1)
+
+
+def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probability of one token a row, float32."""
+    return logits.gather(-1, ids[..., None]).squeeze(-1).float() - normalizers(logits)
+
+
+def posterior_weights(
+    before: Tensor | None, log_likelihoods: Tensor, restarts: Tensor, prior: tuple[float, ...], rate: float
+) -> Tensor:
+    """Log weights of all paths after each token, normalised (b, t, k), float32; see `expanded_routers`.
+
+    Args:
+        before: Log weights before the first token (b, k), or None where there is nothing before it.
+        log_likelihoods: Log-probability of each token on each path (b, t, k), float32.
+        restarts: Where a sequence begins (b, t).
+        prior: Weight of each path at a start.
+        rate: Fixed-share rate.
+    """
+    start = log_likelihoods.new_tensor(prior, dtype=torch.float32).log()
+    if len(prior) > 2:
+        before = start.expand(len(log_likelihoods), -1) if before is None else before
+        return log_weights_after(before, log_likelihoods, restarts, start, rate)
+    # all prefixes at once: a text may be long where it is trained on
+    odds = None if before is None else before[:, 0] - before[:, 1]
+    odds = log_odds_after(odds, log_likelihoods[..., 0] - log_likelihoods[..., 1], restarts, prior[0], rate)
+    return torch.nn.functional.logsigmoid(torch.stack((odds, -odds), -1))
+
+
+def log_weights_after(before: Tensor, log_likelihoods: Tensor, restarts: Tensor, prior: Tensor, rate: float) -> Tensor:
+    """Log weights of all paths after each token, normalised (b, t, k), float32.
+
+    Each token multiplies the weights by its likelihoods, and then by the shares; a restart sets them to the prior. One
+    token is taken after the other: products of all prefixes at once, as for two paths, grow with the third power of
+    the number of paths.
+    """
+    # what a path has where all the weight is another's, and where it is its own
+    least, most = (log_likelihoods.new_tensor(share) for share in (rate / (log_likelihoods.shape[-1] - 1), 1 - rate))
+    weights, weights_after = before, []
+    for token_log_likelihoods, is_start in zip(log_likelihoods.unbind(1), restarts[..., None].unbind(1), strict=True):
+        weights = weights + token_log_likelihoods
+        # without shares a weight may be too small for a number that is no logarithm
+        weights = torch.lerp(least, most, weights.softmax(-1)).log() if rate > 0 else weights.log_softmax(-1)
+        weights = torch.where(is_start, prior, weights)
+        weights_after.append(weights)
+    return torch.stack(weights_after, 1)
+
+
+def log_odds_after(odds: Tensor | None, log_ratios: Tensor, restarts: Tensor, prior: float, rate: float) -> Tensor:
+    """Log odds of the preserve path after each token.
+
+    Each token multiplies the weights (w, 1 - w) by its likelihoods and by [[1 - rate, rate], [rate, 1 - rate]]; a
+    restart sets them to the prior. Both are linear, so all prefixes are products of 2 x 2 matrices, taken here in
+    log2(t) steps.
+
+    Args:
+        odds: Log odds before the first token (b,), or None where there is nothing before it.
+        log_ratios: log p_P(y) - log p_A(y) of each token (b, t), float32.
+        restarts: Where a sequence begins (b, t).
+        prior: Weight of the preserve path at a start.
+        rate: Fixed-share rate.
+
+    Returns:
+        Log odds (b, t), float32.
+    """
+    stay, switch = _log(1 - rate), _log(rate)
+    gain = log_ratios.float()
+    rows = [torch.stack((gain + stay, torch.full_like(gain, switch)), -1)]
+    rows += [torch.stack((gain + switch, torch.full_like(gain, stay)), -1)]
+    begin = log_ratios.new_tensor([[_log(prior)] * 2, [_log(1 - prior)] * 2], dtype=torch.float32)
+    steps = torch.where(restarts[..., None, None], begin, torch.stack(rows, -2))  # (b, t, written, read)
+    distance = 1
+    while distance < log_ratios.shape[1]:
+        later, earlier = steps[:, distance:], steps[:, :-distance]
+        through = (later.unsqueeze(-1) + earlier.unsqueeze(-3)).logsumexp(-2)
+        # only ratios count
+        through = through - through.amax((-2, -1), keepdim=True)
+        steps = torch.cat((steps[:, :distance], through), 1)
+        distance *= 2
+    before = log_ratios.new_zeros(len(log_ratios)) if odds is None else odds
+    weights = torch.stack((before, torch.zeros_like(before)), -1)[:, None, None]
+    after = (steps + weights).logsumexp(-1)
+    return after[..., 0] - after[..., 1]
+
+
+def _log(share: float) -> float:
+    return math.log(share) if share > 0 else -math.inf
+
+
+def select(logits: Sequence[Tensor], numbers: Tensor, *, in_place: bool = False) -> Tensor:
+    """Of each row (..., v) that of the path whose number it has (..., 1); if in place, in the memory of the first."""
+    selected = logits[0]
+    is_free = in_place and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    for number, z in enumerate(logits[1:], 1):
+        selected = torch.where(numbers == number, z, selected, out=selected if is_free else None)
+    return selected
+
+
+def mix(logits: Sequence[Tensor], norms: Sequence[Tensor], weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Logits of Σ_k w_k softmax(logits_k), in their dtype; those of the first path are written over, or `out`.
+
+    The path with most weight gives the scale, and alone it gives its own logits back: with a_k what the
+    log-probabilities of path k are ahead of its own, log(1 + Σ_k w_k (exp(a_k) - 1)) is added to them. Where all are
+    equal that is exactly zero.
+
+    Args:
+        logits: Logits of each path (..., v).
+        norms: Log sum exp of each row of them (...).
+        weights: Log weights of the paths (..., k).
+        out: Where the result goes, part of a larger tensor (b, t, v).
+    """
+    stacked = torch.stack(list(norms), -1)
+    if any(z.requires_grad for z in logits):
+        mixed: Tensor = Mixture.apply(stacked, weights, *logits)
+        return mixed if out is None else out.copy_(mixed)
+    if out is None:
+        return _mix(logits, stacked, weights)
+    for row, row_out in enumerate(out):
+        # the rows of a batch lie apart in the larger one
+        _mix([z[row] for z in logits], stacked[row], weights[row], row_out)
+    return out
+
+
+def _mix(logits: Sequence[Tensor], norms: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        out = logits[0] if logits[0].is_contiguous() and not logits[0].requires_grad else torch.empty_like(logits[0])
+    flat = [tensor.flatten(0, -2) for tensor in logits]
+    norms, weights = norms.flatten(0, -2), weights.flatten(0, -2)
+    heaviest, is_out = weights.argmax(-1, keepdim=True), weights.isneginf()
+    shifts = (norms.gather(-1, heaviest) - norms).masked_fill(is_out, -math.inf)
+    shares = weights.clamp(min=LEAST_LOG_WEIGHT).exp().masked_fill(is_out, 0)
+    # the rest are all paths but the heaviest: where that is not the first, the first takes its place among them
+    moved = heaviest == torch.arange(1, len(flat), device=heaviest.device)
+    shifts, shares = (torch.where(moved, numbers[:, :1], numbers[:, 1:]) for numbers in (shifts, shares))
+    for rows in row_chunks(flat[0]):
+        first, *rest = (tensor[rows].float() for tensor in flat)
+        anchor = select([first, *rest], heaviest[rows])
+        # in few passes and in place: logits are large
+        ahead = [
+            torch.where(moved[rows, k, None], first, tensor).sub_(anchor).add_(shifts[rows, k, None])
+            for k, tensor in enumerate(rest)
+        ]
+        # subtracted from all and added back at the end; a path so far ahead that this matters outweighs the anchor
+        beyond = reduce(torch.maximum, ahead).sub(LARGEST).clamp_(min=0)
+        parts = [difference.sub_(beyond).expm1_().mul_(shares[rows, k, None]) for k, difference in enumerate(ahead)]
+        lead = reduce(Tensor.add_, parts)
+        torch.add(lead.log1p_().add_(anchor), beyond, out=out.flatten(0, -2)[rows])
+    return out
+
+
+class Mixture(torch.autograd.Function):
+    """`mix` with gradients for the logits of some paths.
+
+    With r_k = w_k p_k / mixture, the share of path k in each probability, and the gradient G of the mixture's logits,
+    the gradient of its logits is G r_k - p_k sum(G r_k), but for what shifts a whole row of logits, which no
+    cross-entropy sees.
+    """
+
+    @staticmethod
+    def forward(context: Any, norms: Tensor, weights: Tensor, *logits: Tensor) -> Tensor:
+        # whole tensors, and no views of them: through a view, autograd would copy the gradient of all logits
+        mixed = _mix(logits, norms, weights)
+        if mixed is logits[0]:
+            context.mark_dirty(mixed)
+        learning = zip(logits, context.needs_input_grad[2:], strict=True)
+        context.save_for_backward(mixed, norms, weights, *(z if learns else None for z, learns in learning))
+        return mixed
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, norms, weights, *logits = context.saved_tensors
+        # of a log-probability of a path to one of the mixture, whose scale is that of the heaviest path
+        shifts = weights - norms + norms.gather(-1, weights.argmax(-1, keepdim=True))
+        gradients: list[Tensor | None] = [None] * len(logits)
+        for k, z in enumerate(logits):
+            if z is not None:
+                gradients[k] = _gradient(gradient, mixed, z, shifts[..., k, None], norms[..., k, None])
+        return None, None, *gradients
+
+
+def _gradient(gradient: Tensor, mixed: Tensor, path_logits: Tensor, shift: Tensor, norm: Tensor) -> Tensor:
+    """The gradient of the logits of one path."""
+    result = torch.empty_like(gradient)
+    flat = [tensor.flatten(0, -2) for tensor in (result, gradient, mixed, path_logits, shift, norm)]
+    for rows in row_chunks(flat[0]):
+        given, whole, logits, log_weight, log_norm = (tensor[rows].float() for tensor in flat[1:])
+        share = given * (logits - whole + log_weight).clamp(max=0).exp()
+        flat[0][rows] = (share - (logits - log_norm).exp() * share.sum(-1, keepdim=True)).to(result.dtype)
+    return result
+
+
+# ---- state
+
+
+class RouterState(DynamicLayer):
+    """State of a router, as one more layer of the KV cache, which reorders and crops it.
+
+    `keys` are the log-probabilities of every possible next token on each path at the last positions (b, k, positions,
+    v), `values` the log weights there (b, k, positions, 1). Without positions the state is empty.
+    """
+
+    def __init__(self, first: DynamicLayer) -> None:
+        super().__init__()
+        self.first, self.seen = first, 0
+        # masks are made by the first sliding layer and by the first that is not: this must never be either;
+        # and they are left out where not all layers are of a fixed size
+        self.is_sliding, self.is_compileable = getattr(first, "is_sliding", False), first.is_compileable
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows of the cache: before transformers 5.13 one with a fixed size asks every layer."""
+        return self.first.max_batch_size
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens that the cache has room for, which such a cache asks too."""
+        return self.first.max_cache_len
+
+    def prefetch(self) -> None:
+        """An offloaded cache fetches the layer after the last of the model, and means the first."""
+        self.first.prefetch()
+
+    def set(self, next_log_probs: Tensor, weights: Tensor, tokens: int) -> None:
+        """Store the state after `tokens` more: next_log_probs (b, positions, k, v), weights (b, positions, k, 1)."""
+        self.keys, self.values = next_log_probs.transpose(1, 2), weights.transpose(1, 2)
+        self.dtype, self.device, self.is_initialized = next_log_probs.dtype, next_log_probs.device, True
+        self.seen += tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget -`tokens_to_remove` tokens; a positive number, before transformers 5, is how many to keep."""
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        if removed and self.is_initialized:
+            remaining = max(0, self.keys.shape[-2] - removed)
+            self.keys, self.values = self.keys[..., :remaining, :], self.values[..., :remaining, :]
+            self.seen -= removed
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens were read: a cache of state-space layers alone asks the first layer that counts."""
+        return self.seen
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized, self.seen = False, 0
+
+
+def state_of(cache: Cache | None) -> RouterState | None:
+    """The router's state in a KV cache, or None."""
+    layers = getattr(cache, "layers", [])
+    return next((layer for layer in layers if isinstance(layer, RouterState)), None)
+
+
+@dataclass
+class RouterCall:
+    """What a router knows of a call beside the features."""
+
+    ids: Tensor | None  # token ids (b, t), or None
+    restarts: Tensor  # where a sequence begins and where padding stands (b, t)
+    state: RouterState | None  # state after the tokens before, or None where there are none
+    keep: slice | Tensor  # positions whose logits are wanted
+    is_cached: bool = True  # whether there will be a KV cache to remember the state in
+    result: tuple[Tensor, Tensor] | None = None  # state after the last token, made by a router that reads tokens
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], keep: int | Tensor, *, reads_tokens: bool, is_training: bool) -> RouterCall:
+        """Take what a router needs from the arguments of a forward.
+
+        Args:
+            inputs: Arguments of the forward without `logits_to_keep`: the router reads every position.
+            keep: `logits_to_keep`.
+            reads_tokens: Whether the router weighs paths by the tokens.
+            is_training: Whether the model trains.
+
+        Raises:
+            ValueError: If there are no ids to read, the cache holds tokens that this router has not read, or a text is
+                to go on and no cache holds its beginning.
+        """
+        ids, cache = inputs.get("input_ids"), find_cache(inputs)
+        if ids is None and reads_tokens:
+            raise ValueError("inputs_embeds: the router scores tokens, expected input_ids.")
+        past = count_tokens(cache)
+        state = state_of(cache) if past else None
+        if past and reads_tokens and (state is None or state.seen != past or not state.keys.shape[-2]):
+            raise ValueError(
+                f"The KV cache holds {past} tokens that this router has not read, or from which more were taken back "
+                "than it remembers, expected a cache that it filled itself. Begin with an empty one."
+            )
+        like = inputs["inputs_embeds"] if ids is None else ids
+        mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
+        if reads_tokens and not past and goes_on(mask, places, like.shape[1]):
+            raise ValueError(
+                "The text goes on (its attention mask is longer than input_ids, or its first position is not 0), and "
+                "no KV cache holds the router's state for its beginning. Give the whole text, or the cache that the "
+                f"model filled. transformers {transformers.__version__} may name the cache in a way that this code "
+                "does not know; scale-surgery verify FOLDER checks it."
+            )
+        restarts = find_restarts(mask, places, past, like)
+        positions = slice(-keep or None, None) if isinstance(keep, int) else keep
+        is_cached = cache is not None or not (is_training or inputs.get("use_cache") is False)
+        return cls(ids, restarts, state, positions, is_cached)
+
+    def move(self, device: torch.device) -> None:
+        """Move ids and restarts to the head's device: a model may lie on several."""
+        self.ids = None if self.ids is None else self.ids.to(device)
+        self.restarts = self.restarts.to(device)
+
+    def remember(self, cache: Cache | None) -> None:
+        """Put the router's state into the KV cache, as one more layer."""
+        if self.result is None or not getattr(cache, "layers", None):
+            return
+        if state_of(cache) is None:
+            cache.layers.append(RouterState(cache.layers[0]))
+        state = state_of(cache)
+        # however an older cache was emptied, its next text begins anew
+        state.seen = 0 if self.state is None else state.seen
+        state.set(*self.result, tokens=self.ids.shape[1])
+
+
+def goes_on(mask: Tensor | None, positions: Tensor | None, length: int) -> bool:
+    """Return whether tokens came before those of a call that has no KV cache.
+
+    Args:
+        mask: 2-dimensional attention mask (b, earlier tokens + t) or None; any other mask is not read.
+        positions: Position ids (b or 1, t) or None.
+        length: Tokens of the call, t.
+    """
+    is_read = isinstance(mask, Tensor) and mask.dim() == 2
+    if is_read and mask.shape[1] > length:
+        return True
+    # a graph cannot ask for values
+    if positions is None or positions.dim() != 2 or positions.is_meta or is_compiling():
+        return False
+    # padding may have any position; where no mask says what it is, transformers 4 gives it the position 1
+    starts = positions[:, 0] * (mask[:, 0] != 0) if is_read else positions[:, 0]
+    return bool((starts > 1).any())
+
+
+def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like: Tensor) -> Tensor:
+    """Find where a sequence begins and where padding stands: there the router knows nothing of what came before.
+
+    Args:
+        mask: 2-dimensional attention mask (b, past + t) or None; any other mask is not read.
+        positions: Position ids (b or 1, t) or None.
+        past: Tokens in the KV cache.
+        like: Features or ids (b, t, ...).
+
+    Returns:
+        (b, t), bool.
+    """
+    rows, length = like.shape[:2]
+    restarts = torch.zeros(rows, length, dtype=torch.bool, device=like.device)
+    if positions is not None and positions.dim() == 2:
+        restarts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+        restarts[:, 0] |= positions[:, 0] == 0
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        padded = torch.nn.functional.pad(mask == 0, (1, 0), value=False)
+        restarts |= padded[:, -length:] | padded[:, -length - 1 : -1]
+    if past == 0:
+        restarts[:, 0] = True
+    return restarts

@@ -39,6 +39,13 @@ class View:
         return getattr(self.viewed, name)
 
 
+def twin(module: Any, **values: Any) -> Any:
+    """A copy of a module that shares its tensors and modules; `values` are replaced."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(vars(module), **values)
+    return copy
+
+
 class StrictlyLoaded:
     """Mixin before a stock model class: loads as transformers does, and refuses files that do not fit."""
 

@@ -28,12 +28,12 @@ What happens to a token
    for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
    x, once on x'; W12 x_up is added to what it gives for x' and to nothing else. Where law runs alone, x' is all there
    is, and the stock module runs once.
-6. Attention (`expanded_attention`) sees more heads: those of x, those that each expansion adds, those of x'. Each part
+6. Attention (`ExpandedAttention`) sees more heads: those of x, those that each expansion adds, those of x'. Each part
    attends by itself. One KV cache holds all of them.
 7. The last norm puts base streams, each with the up streams beside it, one after the other along the batch, and the
    head (`ExpandedHead`) makes logits of each path: those of its base stream, plus head_up x_up.
 8. A router (`expanded_routers`) weighs the paths, and gives one set of logits out. What it remembers of the tokens read
-   is one more layer of the KV cache (`expanded_state`). Without a router there is one path, or each row of the batch
+   is one more layer of the KV cache (`RouterState`). Without a router there is one path, or each row of the batch
    takes the logits of its own.
 """
 
@@ -46,19 +46,15 @@ from typing import Any
 from .configuration_scale import config_of
 
 # transformers 4 copies the files that this one imports itself, and no others
-from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
-from .expanded_loading import refusing
-from .expanded_mixture import Mixture  # noqa: F401
-from .expanded_model import ExpandedPreTrainedModel
-from .expanded_modules import Blocks  # noqa: F401
+from .expanded_blocks import Blocks  # noqa: F401
+from .expanded_model import ExpandedPreTrainedModel, refusing
+from .expanded_modules import ExpandedModule  # noqa: F401
 from .expanded_paths import Paths  # noqa: F401
 from .expanded_releases import ADAPTER_METHODS, name_cache
 from .expanded_routers import Router  # noqa: F401
 from .expanded_routing import route  # noqa: F401
 from .expanded_shapes import shapes_of  # noqa: F401
-from .expanded_state import RouterState  # noqa: F401
 from .expanded_stock import find_stock_model, make_model_class
-from .expanded_streams import product  # noqa: F401
 
 
 def model_of(stock: type, stock_config: type, module: str = "") -> type:

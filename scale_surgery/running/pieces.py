@@ -52,7 +52,7 @@ class Tail(NamedTuple):
         """Logits of hidden states (rows, n, width), which take the place of those in the decoder's output."""
         import torch
 
-        from scale_surgery.modeling.expanded_modules import twin
+        from scale_surgery.modeling.expanded_stock import twin
 
         given = Given(self.decoder, with_hidden(output, hidden))
         owner: Any = twin(self.owner, _modules={**self.owner._modules, self.name: given})
@@ -217,7 +217,7 @@ def pieces_of_logits(logits: Tensor, wanted: Tensor) -> Pieces:
 
 def cut(count: int, width: int) -> list[slice]:
     """Cut positions into pieces of at most LOGITS_AT_ONCE numbers, `width` a position."""
-    from scale_surgery.modeling.expanded_mixture import in_chunks
+    from scale_surgery.modeling.expanded_routing import in_chunks
 
     return list(in_chunks(count, width, LOGITS_AT_ONCE))
 
@@ -226,7 +226,7 @@ class Reader:
     """Lets a router read a batch piece by piece, as generation lets it read a long prompt."""
 
     def __init__(self, model: Any, inputs: Mapping[str, Tensor]) -> None:
-        from scale_surgery.modeling.expanded_state import RouterCall
+        from scale_surgery.modeling.expanded_routing import RouterCall
 
         self.model, self.choice = model, model.choice
         # a router that reads no tokens has no state, but its restarts all the same
@@ -266,7 +266,7 @@ class Reader:
         """What reads the next piece."""
         from transformers.cache_utils import DynamicLayer
 
-        from scale_surgery.modeling.expanded_state import RouterCall, RouterState
+        from scale_surgery.modeling.expanded_routing import RouterCall, RouterState
 
         def read(part: Tensor, positions: slice) -> Tensor:
             ids, restarts = self.ids[:, positions], self.restarts[:, positions]

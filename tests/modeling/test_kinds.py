@@ -19,9 +19,8 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from scale_surgery import Request, expand, route_export
 from scale_surgery.checkpoint.expansions import expansion_of
-from scale_surgery.modeling.expanded_attention import expand_attention
 from scale_surgery.modeling.expanded_model import ExpandedPreTrainedModel
-from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
+from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_attention, expand_module
 from scale_surgery.modeling.expanded_paths import BASE, Call, Paths, Running
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
 from scale_surgery.modeling.modeling_scale import model_of

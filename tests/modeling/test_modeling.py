@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
-from scale_surgery.modeling.expanded_modules import ExpandedModule, LinearBlocks, PassingBlocks
-from scale_surgery.modeling.expanded_streams import join_streams, streams_of
+from scale_surgery.modeling.expanded_blocks import LinearBlocks, PassingBlocks, join_streams, streams_of
+from scale_surgery.modeling.expanded_modules import ExpandedModule
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests.by_hand import expand_alone

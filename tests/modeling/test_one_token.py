@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from scale_surgery import Request, expand, extract
-from scale_surgery.modeling.expanded_attention import HeadPart, joined_parts
-from scale_surgery.modeling.expanded_mixture import normalizers
-from scale_surgery.modeling.expanded_state import state_of
+from scale_surgery.modeling.expanded_modules import HeadPart, joined_parts
+from scale_surgery.modeling.expanded_routing import normalizers, state_of
 from tests.composed import LLAMA, Made
 from tests.conftest import shake
 from tests.each import mostly

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 from scale_surgery import CheckpointError, GenerationSettings, PlanError, Probes, evaluate, generate, verify
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.modeling.expanded_routers import ROUTERS, Router
-from scale_surgery.modeling.expanded_routing import Evidence
-from scale_surgery.modeling.expanded_state import state_of
+from scale_surgery.modeling.expanded_routing import Evidence, state_of
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.report import route_report
 from scale_surgery.routing.watched import watched

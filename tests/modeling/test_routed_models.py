@@ -22,7 +22,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.modeling.expanded_releases import CACHE
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
-from scale_surgery.modeling.expanded_state import state_of
+from scale_surgery.modeling.expanded_routing import state_of
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
