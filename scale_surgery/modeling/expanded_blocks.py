@@ -59,22 +59,6 @@ def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
     return y
 
 
-def is_row(x: Tensor, like: Tensor) -> bool:
-    """Whether x is one token in float32 on a CPU, of which nothing remembers what is computed."""
-    is_float = x.dtype == like.dtype == torch.float32 and x.is_cpu and x.numel() == x.shape[-1]
-    is_free = is_float and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-    return is_free and not torch.compiler.is_compiling()
-
-
-def row_up(x: Tensor, x_up: Tensor, w21: Tensor, w22: Tensor | None, bias: Tensor | None) -> Tensor:
-    """W21 x + W22 x_up + bias of single rows x (n,) and x_up (m,).
-
-    A token at a time, what a product of matrices does around it costs as much as a small product itself.
-    """
-    y_up = torch.mv(w21, x) if w22 is None else torch.mv(w21, x).addmv_(w22, x_up)
-    return y_up if bias is None else y_up.add_(bias)
-
-
 # bytes; kernels may treat rows that begin at a multiple of a vector register differently
 CACHE_LINE = 64
 
@@ -198,11 +182,8 @@ class LinearBlocks(Blocks):
         # each is looked up once: a token at a time, that costs as much as a small product
         tensors = self._parameters
         w12, w21, w22, bias = tensors["w12"], tensors["w21"], tensors["w22"], tensors["up_bias"]
-        if w21 is None:
-            y_up = None
-        elif w21.dtype == y.dtype and is_row(base, y):
-            y_up = row_up(base.view(-1), up.view(-1), w21, w22, bias).view(*y.shape[:-1], -1)
-        else:
+        y_up = None
+        if w21 is not None:
             y_up = product(base, w21, y)
             y_up = y_up if w22 is None else add_product(y_up, up, w22)
             y_up = y_up if bias is None else y_up + bias.to(y.dtype)

@@ -22,10 +22,10 @@ from .expanded_modules import (
     make_blocks,
     new_heads,
 )
-from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, memo, parting, streams_of_groups
+from .expanded_paths import BASE, ActiveExpansions, Context, Fork, Path, Paths, fork_before, memo, streams_of_groups
 from .expanded_releases import count_tokens, find_cache
 from .expanded_routers import Router, make_router
-from .expanded_routing import Features, RouterCall, TokenScores, route, score_tokens
+from .expanded_routing import Features, RouterContext, TokenScores, route, score_tokens, select
 from .expanded_stock import (
     MOST_NAMED,
     StrictlyLoaded,
@@ -41,7 +41,7 @@ from .expanded_stock import (
 A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
 
 
-class Choice(NamedTuple):
+class PathChoice(NamedTuple):
     """What was chosen to run."""
 
     names: tuple[str, ...] = ()  # expansions that take part; none for the base
@@ -92,23 +92,23 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         # have not entered
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
         self.known_paths: dict[tuple[Path, ...], Paths] = {}
-        self.known_partings: dict[Paths, list[Parting | None]] = {}
+        self.known_forks: dict[Paths, list[Fork | None]] = {}
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
-        self.running = Running(self._call(Choice()))
+        self.active = ActiveExpansions(self._context(PathChoice()))
         separate(layers)
         for index, layer in enumerate(layers):
             specs = specs_of(facts, index)
             for name, spec in specs["modules"].items():
                 self._expand(layer, name, spec, index)
             for name, heads in specs["attention"].items():
-                expand_attention(layer.get_submodule(name), heads, self.running, index)
+                expand_attention(layer.get_submodule(name), heads, self.active, index)
             layer.register_forward_pre_hook(partial(self._rearrange, index), with_kwargs=True)
         self._expand(base_model, facts["last"], {"kind": "last"}, len(layers)).stream_widths = self.stream_widths
         head = self.get_output_embeddings()
         if head is not None:
-            expand_module(head, "head", self.running, len(layers))
+            expand_module(head, "head", self.active, len(layers))
             head.softcap = facts["softcap"]
         if adds_features(base_model):
             base_model.register_forward_pre_hook(self._widen, with_kwargs=True)
@@ -116,7 +116,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
         """Let paths pass through a module."""
         module = find_module(parent, name)
-        expand_module(module, spec["kind"], self.running, place)
+        expand_module(module, spec["kind"], self.active, place)
         if "axis" in spec:
             module.head_axis, module.base_heads = spec["axis"], spec["heads"]
         sections = spec.get("sections") or [base for base, _ in spec.get("out_features", ())]
@@ -193,7 +193,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     def _forget(self) -> None:
         """Clear what was stored of streams: an expansion comes, or goes."""
         self.known_paths.clear()
-        self.known_partings.clear()
+        self.known_forks.clear()
         for module in expanded_modules(self):
             module.layouts.clear()
         for module in self.modules():
@@ -208,9 +208,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return list(self.plans)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> PathChoice:
         """What runs now, in this thread."""
-        chosen: Choice = self.running.now().choice
+        chosen: PathChoice = self.active.now().choice
         return chosen
 
     @property
@@ -243,29 +243,29 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """
         self._set_choice(self.make_choice(names, **router))
 
-    def _set_choice(self, choice: Choice) -> None:
-        self.running.chosen = self._call(choice)
+    def _set_choice(self, choice: PathChoice) -> None:
+        self.active.chosen = self._context(choice)
 
-    def _call(self, choice: Choice) -> Call:
-        return Call(self.find_paths(choice.paths), choice)
+    def _context(self, choice: PathChoice) -> Context:
+        return Context(self.find_paths(choice.paths), choice)
 
-    def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
+    def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> PathChoice:
         """What `set_expansion` chooses."""
         if names is None or isinstance(names, str):
             if router:
                 raise ValueError(
                     f"{', '.join(router)}: is for a list of expansions, but {names!r} is none. Leave it out."
                 )
-            return Choice(self._known([] if names is None else [names]))
+            return PathChoice(self._known([] if names is None else [names]))
         if not isinstance(names, Sequence):
             raise ValueError(f"{names!r}: is no choice of expansions, expected a name, a list of names, or None.")
         known = self._known(names)
         self._check_beside(known)
-        return Choice(known, make_router(router, len(known)))
+        return PathChoice(known, make_router(router, len(known)))
 
-    def use_choice(self, choice: Choice) -> AbstractContextManager[None]:
+    def use_choice(self, choice: PathChoice) -> AbstractContextManager[None]:
         """Run another choice in this thread inside a `with` block."""
-        return self.running.within(self._call(choice))
+        return self.active.within(self._context(choice))
 
     def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
         """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
@@ -273,9 +273,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
     def expansion_disabled(self) -> AbstractContextManager[None]:
         """Run the base model alone inside a `with` block."""
-        return self.use_choice(Choice())
+        return self.use_choice(PathChoice())
 
-    def whole_choice(self) -> Choice:
+    def whole_choice(self) -> PathChoice:
         """What runs when the model is loaded: its only expansion, or all that its router weighs.
 
         Without a head there is nothing to route: of several expansions it is the base, until one is chosen.
@@ -285,11 +285,11 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         if not has_head or (len(names) < 2 and router is None):
             return self.make_choice(names[0] if len(names) == 1 else None)
         self._check_beside(tuple(names))
-        return Choice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
+        return PathChoice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
         """Run what the model was loaded for, or its base alone."""
-        self._set_choice(self.whole_choice() if is_enabled else Choice())
+        self._set_choice(self.whole_choice() if is_enabled else PathChoice())
 
     @property
     def is_expansion_enabled(self) -> bool:
@@ -313,7 +313,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """Run the only expansion alone inside a `with` block."""
         return self.use_expansion(self._only())
 
-    def _routed(self) -> Choice:
+    def _routed(self) -> PathChoice:
         if self.config.scale_surgery.get("router") is None:
             raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
         if self.get_output_embeddings() is None:
@@ -331,7 +331,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     def delete_expansion(self, name: str) -> None:
         """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
         self._known([name])
-        if (call := self.running.thread.call) is not None and name in call.choice.names:
+        if (context := self.active.thread.context) is not None and name in context.choice.names:
             raise ValueError(
                 f"{name}: runs inside a with block, expected none that chooses it. Delete it behind the block."
             )
@@ -350,8 +350,8 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         entry["expansions"] = [plan for plan in entry["expansions"] if plan["name"] != name]
         entry.pop("router", None)
         self._forget()
-        before: Choice = self.running.chosen.choice
-        self._set_choice(Choice() if name in before.names else before)
+        before: PathChoice = self.active.chosen.choice
+        self._set_choice(PathChoice() if name in before.names else before)
 
     def _known(self, names: Sequence[str]) -> tuple[str, ...]:
         """Names of a request, refused where one is unknown or stands twice."""
@@ -373,16 +373,16 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         if problems:
             raise ValueError("\n".join(problems))
 
-    def choice_of_rows(self, names: Sequence[str | None]) -> Choice:
+    def choice_of_rows(self, names: Sequence[str | None]) -> PathChoice:
         """A choice for each row of a batch."""
         if isinstance(names, str):
             raise ValueError(f"expansion_names: is {names!r}, expected a list, a name or None for each row.")
         self._known(list({name for name in names if name is not None}))
         known = tuple(name for name in self.expansions if name in names)
         if len(set(names)) == 1:
-            return Choice(known)
+            return PathChoice(known)
         self._check_beside(known)
-        return Choice(known, rows=tuple(names))
+        return PathChoice(known, rows=tuple(names))
 
     # ---- a forward
 
@@ -397,7 +397,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             with self.use_choice(choice):
                 return self._run(inputs)
         # whatever another thread chooses for the model meanwhile, this forward ends as it began
-        with self.running.within(self.running.now()):
+        with self.active.within(self.active.now()):
             return self._run(inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
@@ -410,7 +410,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             cache.expansion_choice = choice.key
         return output
 
-    def _lacks_new_tokens(self, choice: Choice) -> bool:
+    def _lacks_new_tokens(self, choice: PathChoice) -> bool:
         """Whether the head has tokens that what was chosen does not know."""
         has_head = super().get_output_embeddings() is not None
         return has_head and self.with_new_tokens != "" and self.with_new_tokens not in choice.names
@@ -423,13 +423,13 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """
         self._check_width(inputs.get("inputs_embeds"))
         stock, key = super().forward, self.facts["softcap_key"]
-        if key is None or self.running.now().answer is None:
+        if key is None or self.active.now().answer is None:
             return stock(**inputs)
         return stock.__func__(twin(self, config=without(self.config, key)), **inputs)
 
     def _check_width(self, embeddings: Tensor | None) -> None:
         """Refuse embeddings of another width than those that the model makes of token ids for these paths."""
-        width = sum(width for _, width in self.streams_after(self.running.now().paths, -1))
+        width = sum(width for _, width in self.streams_after(self.active.now().paths, -1))
         if embeddings is not None and embeddings.shape[-1] != width:
             raise ValueError(
                 f"inputs_embeds: are {embeddings.shape[-1]} wide, expected {width}, the base stream and the up streams "
@@ -440,16 +440,18 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """Run several paths side by side, and make one set of logits of them."""
         router, choice = self.choice.router, self.choice
         keep, reads_tokens = inputs.pop("logits_to_keep", 0), router is not None and router.reads_tokens
-        call = RouterCall.of(inputs, keep, reads_tokens=reads_tokens, is_training=self.training)
+        context = RouterContext.of(inputs, keep, reads_tokens=reads_tokens, is_training=self.training)
 
         def answer(features: Features) -> Tensor:
-            call.move(features.unsplit.device)
-            return logits_of_rows(features.at(call.keep), choice) if router is None else route(router, features, call)
+            context.move(features.unsplit.device)
+            if router is None:
+                return logits_of_rows(features.at(context.keep), choice)
+            return route(router, features, context)
 
         with self.answering(answer):
             output = self._run_stock(inputs)
         cache = find_cache(inputs)
-        call.remember(find_cache(output) if cache is None else cache)
+        context.remember(find_cache(output) if cache is None else cache)
         return output
 
     @contextmanager
@@ -466,7 +468,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))
 
-        with self.running.within(Call(paths, self.choice, answer_features)):
+        with self.active.within(Context(paths, self.choice, answer_features)):
             yield
 
     def _find_router(self) -> Router:
@@ -503,11 +505,11 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """
         router, scores = self._find_router(), []
         inputs = {"input_ids": input_ids, "use_cache": False, **inputs}
-        call = RouterCall.of(inputs, 0, reads_tokens=router.reads_tokens, is_training=False)
+        context = RouterContext.of(inputs, 0, reads_tokens=router.reads_tokens, is_training=False)
 
         def answer(features: Features) -> Tensor:
-            call.move(features.unsplit.device)
-            scores.append(score_tokens(router, features, call))
+            context.move(features.unsplit.device)
+            scores.append(score_tokens(router, features, context))
             return scores[0].routed
 
         with self.answering(answer):
@@ -533,10 +535,10 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """As transformers; what a backward pass computes again runs the paths that ran the first time."""
         checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
 
-        def checkpoint_in_call(function: Any, *args: Any, **inputs: Any) -> Any:
-            return checkpoint(self.running.bind(function), *args, **inputs)
+        def checkpoint_in_context(function: Any, *args: Any, **inputs: Any) -> Any:
+            return checkpoint(self.active.bind(function), *args, **inputs)
 
-        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=checkpoint_in_call, **options)
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=checkpoint_in_context, **options)
         if enable:
             self.enable_input_require_grads()
 
@@ -547,7 +549,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
-        thread = self.running.thread
+        thread = self.active.thread
         before, thread.is_replaced = thread.is_replaced, True
         try:
             return super().__call__(*args, **inputs)
@@ -561,7 +563,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         no logits of a whole batch in memory.
         """
         head = super().get_output_embeddings()
-        if not (hasattr(self, "running") and self.running.thread.is_replaced):
+        if not (hasattr(self, "active") and self.active.thread.is_replaced):
             return head
         if self.choice.router is not None or self.choice.rows:
             raise ValueError(
@@ -573,16 +575,16 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
     # ---- hidden states
 
-    def _make_partings(self, paths: Paths) -> list[Parting | None]:
+    def _make_forks(self, paths: Paths) -> list[Fork | None]:
         """How the hidden state changes before each layer."""
         return [
-            parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
+            fork_before(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
             for layer in range(self.layer_count)
         ]
 
     def _rearrange(self, index: int, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """A hook before a layer, so that no stock forward is touched: streams enter and part."""
-        change = memo(self.known_partings, self.running.now().paths, self._make_partings)[index]
+        change = memo(self.known_forks, self.active.now().paths, self._make_forks)[index]
         if change is None:
             return None
         if args:
@@ -594,7 +596,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
         Models that see images may add features of them once more after each of the first layers, or before some.
         """
-        paths = self.running.now().paths
+        paths = self.active.now().paths
         if paths.is_base:
             return None
 
@@ -701,7 +703,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             parameter.zero_()
 
 
-def logits_of_rows(features: Features, choice: Choice) -> Tensor:
+def logits_of_rows(features: Features, choice: PathChoice) -> Tensor:
     """Logits of the path that each row chose, or of the only one; beams of one row lie one after the other."""
     if not choice.rows:
         return features.logits()[0]
@@ -710,10 +712,7 @@ def logits_of_rows(features: Features, choice: Choice) -> Tensor:
         raise number_of_names(rows, batch)
     numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
     chosen = torch.tensor(numbers, device=features.unsplit.device).repeat_interleave(batch // rows)[:, None, None]
-    selected, *rest = features.logits()
-    for number, logits in enumerate(rest, 1):
-        selected = torch.where(chosen == number, logits, selected)
-    return selected
+    return select(features.logits(), chosen)
 
 
 @contextmanager
@@ -735,7 +734,7 @@ def set_values(config: Any, values: dict[str, Any]) -> None:
         setattr(text, key, value)
 
 
-def check_cache(cache: Cache | None, choice: Choice) -> None:
+def check_cache(cache: Cache | None, choice: PathChoice) -> None:
     """Refuse a KV cache that was filled under another choice: it holds other heads, or other values.
 
     One that another model filled may fit where a single path runs, and never where several do.

@@ -41,7 +41,7 @@ from .expanded_blocks import (
     product,
     streams_of,
 )
-from .expanded_paths import Paths, Running, memo
+from .expanded_paths import ActiveExpansions, Group, Paths, memo
 from .expanded_releases import CACHES_OF_MODULES
 from .expanded_shapes import shapes_of
 from .expanded_stock import View, twin
@@ -51,19 +51,11 @@ from .expanded_stock import View, twin
 NEAR, FAR = 200, 30_000
 
 
-class LayoutGroup(NamedTuple):
-    """A base stream and its up streams as a module reads them."""
-
-    has_w12: bool  # whether the base stream is an expansion's own, so that W12 exists there
-    is_fixed: bool  # whether nothing that trains reaches it
-    # blocks of each up stream, None where the expansion adds nothing to the module
-    blocks: tuple[Blocks | None, ...]
-
-
 class Layout(NamedTuple):
     """How the streams of the chosen paths lie in what a module reads."""
 
-    groups: tuple[LayoutGroup, ...]  # the groups of streams, in the order in which they lie
+    # groups of streams in their order; the blocks of each up stream, None if the expansion adds nothing to the module
+    groups: tuple[tuple[Group, tuple[Blocks | None, ...]], ...]
     up_in: tuple[int | None, ...]  # widths of all streams; None for base streams, which are equally wide
     widths: dict[int, list[int]]  # widths of all streams by their sum, filled as sums are met
 
@@ -82,14 +74,14 @@ class ExpandedModule:
     """Mixin before the stock class of a module through which all chosen paths pass.
 
     Attributes:
-        running: What the model runs.
+        active: What the model runs.
         place: Number of its layer; -1 before the first one, and the number of layers after the last.
         expansions: What each expansion adds to it, by name; those that add nothing are not there.
         layouts: How streams lie in what it reads, by the paths; None where the stock module runs alone.
         sections: Widths of the parts of a fused projection; empty where it is none.
     """
 
-    running: Running
+    active: ActiveExpansions
     sections: tuple[int, ...] = ()
     # its input and output lie in memory as in the base model
     keeps_strides = False
@@ -97,7 +89,7 @@ class ExpandedModule:
 
     def layout(self) -> Layout | None:
         """The layout of the streams that the module reads now."""
-        return memo(self.layouts, self.running.now().paths, self.make_layout)
+        return memo(self.layouts, self.active.now().paths, self.make_layout)
 
     def make_layout(self, paths: Paths) -> Layout | None:
         """The layout of the streams of these paths; None where the stock module runs alone."""
@@ -106,9 +98,9 @@ class ExpandedModule:
         groups, up_in = [], []
         for group in paths.groups(self.place):
             blocks = tuple(self.expansions._modules.get(name) for name in group.ups)
-            groups.append(LayoutGroup(bool(group.writer), group.is_fixed, blocks))
+            groups.append((group, blocks))
             up_in += [None, *(0 if added is None else added.up_in for added in blocks)]
-        is_stock = len(groups) == 1 and all(added is None for added in groups[0].blocks)
+        is_stock = len(groups) == 1 and all(added is None for added in groups[0][1])
         return None if is_stock else Layout(tuple(groups), tuple(up_in), {})
 
     def run_stock(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,12 +117,11 @@ class ExpandedModule:
     def through(self, run: Callable[[Tensor], Tensor], x: Tensor, layout: Layout) -> Tensor:
         """Run each path by itself: no operation sees more of a base stream than in the base model."""
         streams, outputs = iter(self.split(x, layout)), []
-        for group in layout.groups:
+        for group, blocks in layout.groups:
             base = next(streams)
             if group.is_fixed and base.requires_grad:
                 # so no gradient has to pass through it
                 base = base.detach()
-            blocks = group.blocks
             is_copied = group.has_w12 and blocks[0] is not None and blocks[0].replaces_base
             y = None if is_copied else run(base)
             ups = []
@@ -162,10 +153,10 @@ class ExpandedModule:
     def join_sections(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
         """Join a fused projection section by section: q, q_up, k, k_up, ..."""
         columns = []
-        for (base, *ups), group in zip(outputs, layout.groups, strict=True):
+        for (base, *ups), (_, blocks) in zip(outputs, layout.groups, strict=True):
             columns.append(base.split(self.sections, dim=-1))
-            pairs = zip(ups, group.blocks, strict=True)
-            columns += [up.split(blocks.up_sections, dim=-1) for up, blocks in pairs if up is not None]
+            pairs = zip(ups, blocks, strict=True)
+            columns += [up.split(added.up_sections, dim=-1) for up, added in pairs if up is not None]
         return torch.cat([part for parts in zip(*columns, strict=True) for part in parts], dim=-1)
 
 
@@ -179,7 +170,7 @@ class ExpandedLast(ExpandedModule):
     def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
         if len(outputs) == 1:
             return super().join(outputs, layout)
-        names = {path.expansion for path in self.running.now().paths.paths}
+        names = {path.expansion for path in self.active.now().paths.paths}
         width = sum(self.stream_widths[name] for name in names | {""})
         joined = [torch.cat([stream for stream in group if stream is not None], dim=-1) for group in outputs]
         return torch.cat([functional.pad(streams, (0, width - streams.shape[-1])) for streams in joined])
@@ -226,7 +217,7 @@ class ExpandedEmbedding(ExpandedModule):
         y = self.run_stock(*args, **kwargs) if new is None else self.embed(read, new)
         if layout is None:
             return y
-        ups = [blocks(read, read, y, False)[1] for blocks in layout.groups[0].blocks if blocks is not None]
+        ups = [blocks(read, read, y, False)[1] for blocks in layout.groups[0][1] if blocks is not None]
         return torch.cat([y, *(up for up in ups if up is not None)], dim=-1)
 
     def embed(self, ids: Tensor, new: Tensor) -> Tensor:
@@ -254,12 +245,12 @@ class ExpandedBlock(ExpandedModule):
         layout = super().make_layout(paths)
         if layout is None:
             return None
-        all_blocks = [blocks for group in layout.groups for blocks in group.blocks if blocks is not None]
+        all_blocks = [added for _, blocks in layout.groups for added in blocks if added is not None]
         if all_blocks:
             # in a layer that was not chosen, a norm before the block removes the up streams, so fewer streams arrive
             widths = []
-            for group in layout.groups:
-                ups = (0 if blocks is None or blocks.w21 is None else blocks.up_in for blocks in group.blocks)
+            for _, blocks in layout.groups:
+                ups = (0 if added is None or added.w21 is None else added.up_in for added in blocks)
                 widths += [all_blocks[0].base_width, *ups]
             layout.widths[sum(widths)] = widths
         return layout
@@ -288,7 +279,7 @@ class WholeHead(NamedTuple):
 
 
 class ExpandedHead(ExpandedModule):
-    """The head: it gives the logits of the only path, or what `Call.answer` makes of the features of all paths.
+    """The head: it gives the logits of the only path, or what `Context.answer` makes of the features of all paths.
 
     `softcap` caps logits as the stock model does after the head, where that is too late: see `_run_stock`. Where an
     expansion adds tokens, their logits come after those of the base's, on every path.
@@ -297,9 +288,9 @@ class ExpandedHead(ExpandedModule):
     softcap: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        call = self.running.now()
-        if call.answer is not None:
-            return call.answer(x)
+        context = self.active.now()
+        if context.answer is not None:
+            return context.answer(x)
         layout = self.layout()
         if layout is None:
             return self.base_logits(x.contiguous(), x)
@@ -337,7 +328,7 @@ class ExpandedHead(ExpandedModule):
         known = len(self.weight)
         if logits.shape[-1] == known or (blocks is not None and blocks.rows is not None):
             return logits
-        is_routed = self.running.now().choice.router is not None
+        is_routed = self.active.now().choice.router is not None
         least = logits[..., :known].detach().amax(-1, keepdim=True) - (NEAR if is_routed else FAR)
         if logits.requires_grad:
             return torch.cat((logits[..., :known], least.expand_as(logits[..., known:])), -1)
@@ -382,12 +373,12 @@ def stock_class(module: nn.Module) -> Any:
     return type(module).__bases__[1] if isinstance(module, ExpandedModule) else type(module)
 
 
-def expand_module(module: nn.Module, kind: str, running: Running, place: int) -> None:
+def expand_module(module: nn.Module, kind: str, active: ActiveExpansions, place: int) -> None:
     """Let paths pass through a stock module, in place; its stock parameters keep their names."""
     if isinstance(module, ExpandedModule):
         return
     module.__class__ = expanded_class(KINDS[kind][0], type(module))
-    module.running, module.place, module.layouts, module.expansions = running, place, {}, nn.ModuleDict()
+    module.active, module.place, module.layouts, module.expansions = active, place, {}, nn.ModuleDict()
 
 
 def expanded_modules(model: nn.Module) -> Iterator[ExpandedModule]:
@@ -440,27 +431,12 @@ def split_heads(states: Tensor, sizes: list[int], parts: tuple[HeadPart, ...], i
     return heads
 
 
-def joined_parts(parts: tuple[HeadPart, ...], states: Tensor, name: str) -> tuple[HeadPart, ...]:
-    """Parts to attend by: a single one of all heads for one token on one thread of a CPU, otherwise those given.
-
-    There the kernel takes a query of one row head by head, and its bits do not depend on how many there are if each
-    begins at a cache line; on several threads they depend on the thread. A call costs more than it computes.
-    """
-    is_apart = name != "sdpa" or states.device.type != "cpu" or states.shape[-2] > 1 or torch.compiler.is_compiling()
-    is_apart = is_apart or states.shape[-1] * states.element_size() % CACHE_LINE or torch.get_num_threads() > 1
-    if is_apart:
-        return parts
-    return (HeadPart(sum(part.heads for part in parts), sum(part.kv_heads for part in parts), is_base=False),)
-
-
 def split_attention(module, query, key, value, attention_mask, **kwargs):
     """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
     stock = module.stock
     name = stock.config._attn_implementation
     run = stock.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     parts = module.parts
-    if not torch.is_grad_enabled():
-        parts = joined_parts(tuple(part._replace(is_detached=False) for part in parts), query, name)
     heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
     states = [
         split_heads(tensor, sizes, parts, name == "eager")
@@ -479,10 +455,10 @@ ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
 class ExpandedAttention:
     """Attention of a layer; its stock forward sees the heads of all chosen paths. `expand_attention` sets it up."""
 
-    running: Running
+    active: ActiveExpansions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parts = memo(self.parts_of, self.running.now().paths, self.make_parts)
+        parts = memo(self.parts_of, self.active.now().paths, self.make_parts)
         if parts is None:
             return super().forward(*args, **kwargs)
         return type(self).__bases__[1].forward(self.widened(parts), *args, **kwargs)
@@ -526,20 +502,20 @@ def expanded_attention_class(stock: type) -> type:
     return type(f"{stock.__name__}WithHeads", (ExpandedAttention, stock), {"__module__": __name__})
 
 
-def expand_attention(module: nn.Module, facts: dict[str, Any], running: Running, place: int) -> None:
+def expand_attention(module: nn.Module, facts: dict[str, Any], active: ActiveExpansions, place: int) -> None:
     """Let the heads of all paths attend in a stock module of attention, in place.
 
     Args:
         module: The attention module.
         facts: `heads`, `kv_heads`, and `attributes` and `config`, whose keys name what says how many there are.
-        running: What the model runs.
+        active: What the model runs.
         place: Number of its layer.
     """
     if isinstance(module, ExpandedAttention):
         return
     module.eager_attention = find_eager_attention(module)
     module.__class__ = expanded_attention_class(type(module))
-    module.running, module.place = running, place
+    module.active, module.place = active, place
     module.parts_of = {}  # parts of the heads by the paths; None where all heads are the base's
     module.stock_heads, module.new_heads = Heads(facts["heads"], facts["kv_heads"]), {}  # new ones by expansion
     # names of attributes, and of values of its config, that say how many heads there are or how wide all are

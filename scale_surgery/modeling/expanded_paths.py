@@ -43,6 +43,11 @@ class Group(NamedTuple):
     # whether nothing that trains reaches the base stream: no W12, and no rows of new tokens
     is_fixed: bool = True
 
+    @property
+    def has_w12(self) -> bool:
+        """Whether W12 writes into the base stream, which is then an expansion's own."""
+        return self.writer != ""
+
 
 class Paths:
     """Paths that run side by side, in the order in which a router weighs them.
@@ -91,7 +96,7 @@ class Paths:
         return number, groups[number].ups.index(path.expansion) if path.expansion else None
 
 
-class Parting(NamedTuple):
+class Fork(NamedTuple):
     """How the hidden state changes before a layer: up streams enter as zeros, base streams are copied."""
 
     before: list[int]  # widths of the streams that arrive
@@ -114,7 +119,7 @@ def streams_of_groups(groups: tuple[Group, ...]) -> list[tuple[str, str]]:
     return [(group.writer, up) for group in groups for up in ("", *group.ups)]
 
 
-def parting(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str, int]) -> Parting | None:
+def fork_before(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str, int]) -> Fork | None:
     """What changes before a layer; None where nothing does.
 
     Args:
@@ -129,10 +134,10 @@ def parting(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str
     for writer, up in streams_of_groups(paths.groups(layer)):
         number = numbers.get((writer, up), numbers.get(("", up)))
         after.append((number if number is not None and before[number] == widths[up] else None, widths[up]))
-    return None if [source for source, _ in after] == list(range(len(before))) else Parting(before, after)
+    return None if [source for source, _ in after] == list(range(len(before))) else Fork(before, after)
 
 
-class Call(NamedTuple):
+class Context(NamedTuple):
     """What one thread runs now."""
 
     paths: Paths  # the paths
@@ -145,7 +150,7 @@ class ThisThread(local):
     """What one thread runs instead of what was chosen for the model; a compiled graph sees its thread's values, too."""
 
     def __init__(self) -> None:
-        self.call: Call | None = None
+        self.context: Context | None = None
         self.is_replaced = False  # whether a forward runs that others put in place of the model's
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThisThread:
@@ -155,32 +160,32 @@ class ThisThread(local):
         return ThisThread, ()
 
 
-class Running:
+class ActiveExpansions:
     """What a model runs: `chosen`, which holds for all threads, or what `thread` runs instead."""
 
-    def __init__(self, chosen: Call) -> None:
+    def __init__(self, chosen: Context) -> None:
         self.chosen, self.thread = chosen, ThisThread()
 
-    def now(self) -> Call:
+    def now(self) -> Context:
         """What this thread runs."""
-        call = self.thread.call
-        return self.chosen if call is None else call
+        context = self.thread.context
+        return self.chosen if context is None else context
 
     @contextmanager
-    def within(self, call: Call) -> Iterator[None]:
+    def within(self, context: Context) -> Iterator[None]:
         """Let this thread run something inside a `with` block."""
-        before, self.thread.call = self.thread.call, call
+        before, self.thread.context = self.thread.context, context
         try:
             yield
         finally:
-            self.thread.call = before
+            self.thread.context = before
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function bound to what this thread runs now; a backward pass may call it again in another thread."""
-        call = self.now()
+        context = self.now()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.within(call):
+            with self.within(context):
                 return function(*args, **kwargs)
 
         return run

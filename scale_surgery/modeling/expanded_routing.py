@@ -165,47 +165,49 @@ def combine(
     return mix(logits, norms, weights, out)
 
 
-def route(router: Router, features: Features, call: RouterCall) -> Tensor:
+def route(router: Router, features: Features, context: RouterContext) -> Tensor:
     """Routed logits (b, kept, v); no gradient passes through the weights.
 
     Positions are taken some at a time, in order: the weights at one depend on what was before it alone, and logits of
     a whole prompt never stand in memory together.
     """
     if not router.reads_tokens:
-        sides, observed = router.sides(features.at(call.keep))
+        sides, observed = router.sides(features.at(context.keep))
         with torch.no_grad():
-            weights = router.weights(Evidence(None, None, call.restarts[:, call.keep], observed, len(sides)))
+            weights = router.weights(Evidence(None, None, context.restarts[:, context.keep], observed, len(sides)))
         if router.is_hard:
             return features.one_of(sides, weights.argmax(-1, keepdim=True))
         logits = [features.whole(side) for side in sides]
         return combine(router, logits, [normalizers(z.detach()) for z in logits], weights)
-    length, is_slice = call.ids.shape[1], isinstance(call.keep, slice)
-    wanted = range(length)[call.keep] if is_slice else range(length)
-    remembered = min(len(wanted), MOST_KEPT) if is_slice and call.keep != slice(None) else 1
+    length, is_slice = context.ids.shape[1], isinstance(context.keep, slice)
+    wanted = range(length)[context.keep] if is_slice else range(length)
+    remembered = min(len(wanted), MOST_KEPT) if is_slice and context.keep != slice(None) else 1
     # where a text is trained on, its logits stand in memory anyway
     ups = [path.up for path in features.paths if path.up is not None]
     is_trained = torch.is_grad_enabled() and any(up.requires_grad for up in ups)
-    width = len(features.paths) * len(call.ids) * features.head.weight.shape[0]
+    width = len(features.paths) * len(context.ids) * features.head.weight.shape[0]
     pieces = [slice(0, length)] if is_trained else list(in_chunks(length, width, LOGITS_AT_ONCE))
-    reader = _Reader(router, call, length - remembered, wanted, is_whole=len(pieces) == 1)
+    reader = _Reader(router, context, length - remembered, wanted, is_whole=len(pieces) == 1)
     for positions in pieces:
         reader.read_positions(features, positions)
-    if call.is_cached:
-        call.result = torch.cat(reader.next_log_probs, 1), torch.cat(reader.weights, 1)[..., None]
-    return reader.routed if is_slice else reader.routed[:, call.keep]
+    if context.is_cached:
+        context.result = torch.cat(reader.next_log_probs, 1), torch.cat(reader.weights, 1)[..., None]
+    return reader.routed if is_slice else reader.routed[:, context.keep]
 
 
 class _Reader:
     """One call of a router that reads tokens, some positions at a time."""
 
-    def __init__(self, router: Router, call: RouterCall, remembered: int, wanted: range, *, is_whole: bool) -> None:
-        self.router, self.call, self.remembered = router, call, remembered
+    def __init__(
+        self, router: Router, context: RouterContext, remembered: int, wanted: range, *, is_whole: bool
+    ) -> None:
+        self.router, self.context, self.remembered = router, context, remembered
         self.wanted, self.is_whole = wanted, is_whole
         self.routed: Tensor | None = None  # logits at the positions that are wanted (b, wanted, v)
         # log-probabilities of every next token at the positions to be remembered (b, some, k, v), and log weights there
         self.next_log_probs: list[Tensor] = []
         self.weights: list[Tensor] = []
-        state = call.state
+        state = context.state
         self.before = None if state is None else state.values[:, :, -1, 0]
         self.next = None if state is None else state.keys[:, :, -1]
 
@@ -234,7 +236,7 @@ class _Reader:
 
     def update(self, positions: slice, logits: list[Tensor], norms: list[Tensor], observed: Tensor | None) -> Tensor:
         """Log weights after each token at some positions (b, some, k)."""
-        ids, paths = self.call.ids[:, positions, None], len(logits)
+        ids, paths = self.context.ids[:, positions, None], len(logits)
         first = logits[0].new_zeros(len(ids), 1, paths, dtype=torch.float32)
         if self.next is not None:
             first[:, 0] = self.next.gather(-1, ids[:, :1].expand(-1, paths, 1))[..., 0]
@@ -242,7 +244,7 @@ class _Reader:
         pairs = zip(logits, norms, strict=True)
         later = [z[:, :-1].gather(-1, ids[:, 1:])[..., 0].float() - norm[:, :-1] for z, norm in pairs]
         log_likelihoods = torch.cat((first, torch.stack(later, -1)), 1)
-        restarts = self.call.restarts[:, positions]
+        restarts = self.context.restarts[:, positions]
         weights = self.router.weights(Evidence(log_likelihoods, self.before, restarts, observed, paths))
         self.remember(positions, logits, norms, weights)
         return weights
@@ -258,10 +260,10 @@ class _Reader:
             self.weights.append(weights[:, last])
 
 
-def score_tokens(router: Router, features: Features, call: RouterCall) -> TokenScores:
+def score_tokens(router: Router, features: Features, context: RouterContext) -> TokenScores:
     """Score each token but the first on every path; see `TokenScores`."""
-    following, seen = call.ids[:, 1:], features.at(slice(None, -1))
-    width = len(features.paths) * len(call.ids) * features.head.weight.shape[0]
+    following, seen = context.ids[:, 1:], features.at(slice(None, -1))
+    width = len(features.paths) * len(context.ids) * features.head.weight.shape[0]
     pieces: list[tuple[Tensor, Tensor, Tensor | None]] = []
     # where there is one token alone, nothing is predicted, and shapes are all the same
     for positions in in_chunks(following.shape[1], width, LOGITS_AT_ONCE) if following.shape[1] else [slice(0, 0)]:
@@ -272,7 +274,7 @@ def score_tokens(router: Router, features: Features, call: RouterCall) -> TokenS
         base = path_scores[0] if is_base_first else token_log_probs(here.of_base(), ids)
         pieces.append((base, torch.stack(path_scores, -1), observed))
     base, scored, observed = (None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
-    return weigh(router, base, scored, call.restarts, observed)
+    return weigh(router, base, scored, context.restarts, observed)
 
 
 def weigh(router: Router, base: Tensor, sides: Tensor, restarts: Tensor, observed: Tensor | None) -> TokenScores:
@@ -585,7 +587,7 @@ def state_of(cache: Cache | None) -> RouterState | None:
 
 
 @dataclass
-class RouterCall:
+class RouterContext:
     """What a router knows of a call beside the features."""
 
     ids: Tensor | None  # token ids (b, t), or None
@@ -596,7 +598,7 @@ class RouterCall:
     result: tuple[Tensor, Tensor] | None = None  # state after the last token, made by a router that reads tokens
 
     @classmethod
-    def of(cls, inputs: dict[str, Any], keep: int | Tensor, *, reads_tokens: bool, is_training: bool) -> RouterCall:
+    def of(cls, inputs: dict[str, Any], keep: int | Tensor, *, reads_tokens: bool, is_training: bool) -> RouterContext:
         """Take what a router needs from the arguments of a forward.
 
         Args:

@@ -25,7 +25,7 @@ What happens to a token
    `GrownBlocks`) keep that up to rounding alone, since sums run in another order there. So does `torch.compile`, which
    chooses kernels itself.
 5. An expansion with W12 writes into a base stream of its own. Before the first layer in which it does, a hook copies x
-   for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
+   for it (`Fork`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
    x, once on x'; W12 x_up is added to what it gives for x' and to nothing else. Where law runs alone, x' is all there
    is, and the stock module runs once.
 6. Attention (`ExpandedAttention`) sees more heads: those of x, those that each expansion adds, those of x'. Each part

@@ -63,7 +63,7 @@ def test_threads_run_their_own_choices(many: Any) -> None:
         for number, outputs in enumerate(pool.map(run, range(8))):
             assert all(map(torch.equal, outputs, wanted[number % 4])), choices[number % 4]
     assert many.active_expansion == "chess"
-    assert many.running.thread.call is None, "nothing is left behind"
+    assert many.active.thread.context is None, "nothing is left behind"
 
 
 @torch.no_grad()

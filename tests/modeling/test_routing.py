@@ -21,7 +21,7 @@ from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRoute
 from scale_surgery.modeling.expanded_routing import (
     Features,
     PathFeatures,
-    RouterCall,
+    RouterContext,
     find_restarts,
     mix,
     posterior_weights,
@@ -253,7 +253,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 def mixed(router: Any, *paths: Tensor, ids: Tensor, **options: Any) -> Tensor:
     """Log-probabilities that a router makes of any logits, float64."""
-    call = RouterCall(ids, first_only(ids), None, slice(None), **options)
+    call = RouterContext(ids, first_only(ids), None, slice(None), **options)
     path_features = tuple(PathFeatures(number, None, None) for number in range(len(paths)))
     features = Features(plain_head(paths[0].shape[-1]), tuple(path.clone() for path in paths), path_features, paths[0])
     with torch.no_grad():
