@@ -1,9 +1,10 @@
-"""Blocks: what an expansion adds to a module, and products with it.
+"""Blocks: the tensors that an expansion adds to a module, and the products with them.
 
     [ y    ]   [ W    W12 ] [ x    ]      W    pretrained, frozen, used by the stock forward
     [ y_up ] = [ W21  W22 ] [ x_up ]      W12, W21, W22   blocks of an expansion (SCALE, arXiv 2511.03270, eq. 1)
 
-With gates, what writes into the base stream or the logits reads g y_up in place of y_up: see `gate_scores`.
+In a gated expansion, blocks that write into the base stream or the logits read g y_up in place of y_up: see
+`gate_scores`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,69 @@ from torch.nn import functional
 
 from .expanded_stock import normalise, through_gate, twin
 
+# bytes; kernels may treat rows that begin at a multiple of a vector register differently
+CACHE_LINE = 64
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return x, or a copy without gaps in memory that keeps the order of the strides.
+
+    Transposed features have to stay transposed, since their product may round differently. In bfloat16 that of
+    recurrent blocks with a bias does.
+    """
+    return x if x.is_contiguous() else x.clone()
+
+
+def aligned_contiguous(x: Tensor) -> Tensor:
+    """Return x, dense and aligned as new memory is.
+
+    A slice of a single row is contiguous at any offset, and on a CPU the rounding of a product of a matrix and one row
+    may depend on that offset.
+    """
+    x = dense(x)
+    is_aligned = torch.compiler.is_compiling() or x.device.type != "cpu" or x.data_ptr() % CACHE_LINE == 0
+    return x if is_aligned else x.clone()
+
+
+def aligned(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor, contiguous and at the same offset in a cache line as `like`.
+
+    On a CPU the order of the sums in a product of a matrix and one row, and so its rounding, depends on that offset.
+    """
+    has_memory = not torch.compiler.is_compiling() and tensor.device.type == like.device.type == "cpu"
+    is_same = has_memory and (like.data_ptr() - tensor.data_ptr()) % CACHE_LINE == 0
+    if not has_memory or tensor.dtype != like.dtype or (is_same and tensor.is_contiguous()):
+        return tensor.contiguous()
+    size = tensor.element_size()
+    memory = tensor.new_empty(tensor.numel() + CACHE_LINE // size)
+    start = (like.data_ptr() - memory.data_ptr()) % CACHE_LINE // size
+    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def join_streams(*streams: Tensor) -> Tensor:
+    """Join streams, and keep them as an attribute of the result, so that the next module need not copy them."""
+    if len(streams) == 1:
+        return streams[0]
+    joined = torch.cat(streams, dim=-1)
+    # a tensor of torch.inference_mode has no version that would tell a later change
+    if not (torch.compiler.is_compiling() or joined.is_inference()):
+        joined.streams = (streams, joined._version)
+    return joined
+
+
+def streams_of(x: Any, widths: list[int]) -> list[Tensor] | None:
+    """Return the streams of these widths that a tensor was joined from; None if there are none, or it has changed."""
+    streams, version = getattr(x, "streams", ((), None))
+    stream_widths = streams and version == x._version and [stream.shape[-1] for stream in streams]
+    if not stream_widths or stream_widths != [width for width in widths if width]:
+        return None
+    rest = iter(streams)
+    return [next(rest) if width else x[..., :0] for width in widths]
+
 
 def product(x: Tensor, block: Tensor, like: Tensor) -> Tensor:
     """Multiply by an expansion block in the block's dtype; the result has the dtype of `like`."""
-    # a token at a time, a cast that changes nothing costs a tenth of the product
+    # for a single token, a cast that changes nothing costs a tenth of the product
     y = functional.linear(x if x.dtype == block.dtype else x.to(block.dtype), block)
     return y if y.dtype == like.dtype else y.to(like.dtype)
 
@@ -48,70 +108,25 @@ class AddProduct(torch.autograd.Function):
 
 
 def add_product(y: Tensor, x: Tensor, block: Tensor) -> Tensor:
-    """Add the product by an expansion block to y: in place where nothing has to be cast, since logits are large."""
+    """Add the product by an expansion block to y: in place if nothing has to be cast, since logits are large."""
     is_cast = not y.dtype == x.dtype == block.dtype or torch.is_autocast_enabled(y.device.type)
     if is_cast or torch.compiler.is_compiling() or not y.is_contiguous():
         return add_new_product(y, x, block)
     if torch.is_grad_enabled():
         return AddProduct.apply(y, x, block)
-    # the same without what autograd needs, which costs as much as a small product
+    # AddProduct itself costs as much as a small product
     y.flatten(0, -2).addmm_(x.flatten(0, -2), block.t())
     return y
 
 
-# bytes; kernels may treat rows that begin at a multiple of a vector register differently
-CACHE_LINE = 64
-
-
-def dense(x: Tensor) -> Tensor:
-    """x, or a copy whose elements lie in the order in which they lay, without what lay between them.
-
-    What a block transposed has to stay so: a product of transposed features may round in another way, as that of
-    recurrent blocks with a bias does in bfloat16.
-    """
-    return x if x.is_contiguous() else x.clone()
-
-
-def aligned_contiguous(x: Tensor) -> Tensor:
-    """x, dense and aligned as new memory is.
-
-    A slice of a single row is contiguous where it lies, and on a CPU the product of a matrix and one row may round by
-    where that begins.
-    """
-    x = dense(x)
-    is_aligned = torch.compiler.is_compiling() or x.device.type != "cpu" or x.data_ptr() % CACHE_LINE == 0
-    return x if is_aligned else x.clone()
-
-
-def join_streams(*streams: Tensor) -> Tensor:
-    """Join streams; the result refers to them, so that the next module need not copy them out of it."""
-    if len(streams) == 1:
-        return streams[0]
-    joined = torch.cat(streams, dim=-1)
-    # a tensor of torch.inference_mode does not know whether it was changed since
-    if not (torch.compiler.is_compiling() or joined.is_inference()):
-        joined.streams = (streams, joined._version)
-    return joined
-
-
-def streams_of(x: Any, widths: list[int]) -> list[Tensor] | None:
-    """The streams of these widths that a tensor was joined from; None where it was not, or was changed since."""
-    streams, version = getattr(x, "streams", ((), None))
-    stream_widths = streams and version == x._version and [stream.shape[-1] for stream in streams]
-    if not stream_widths or stream_widths != [width for width in widths if width]:
-        return None
-    rest = iter(streams)
-    return [next(rest) if width else x[..., :0] for width in widths]
-
-
 class Blocks(nn.Module):
-    """What one expansion adds to a stock module: its tensors, and the computation of its up stream.
+    """Tensors that one expansion adds to a stock module, and the computation of its up stream.
 
     Attributes:
         group_of: Group of each tensor, by which training is chosen and counted.
         up_in: Features, or heads, of the up stream that the module reads.
-        up_sections: Widths of what it writes, for each section of a fused projection.
-        replaces_base: Whether a copy of the base weight that trains takes the place of it where W12 exists.
+        up_sections: Widths of its output, for each section of a fused projection.
+        replaces_base: Whether a trained copy of the base weight takes its place if W12 exists.
     """
 
     group_of: dict[str, str] = {"gate": "gates"}
@@ -119,7 +134,7 @@ class Blocks(nn.Module):
 
     def __init__(self, stock: nn.Module, spec: dict[str, Any], up_in: int = 0) -> None:
         super().__init__()
-        # past nn.Module, which would list the stock module as a part of this one
+        # not by nn.Module, which would list the stock module as a part of this one
         self.__dict__["stock"] = stock
         self.up_in, self.up_sections = up_in, []
 
@@ -129,27 +144,27 @@ class Blocks(nn.Module):
         Args:
             base: Base stream that the module reads.
             up: Up stream that it reads.
-            y: What the stock module gives for the base stream; None where a copy takes its place.
+            y: Output of the stock module for the base stream; None if a trained copy takes its place.
             has_w12: Whether W12 exists for this path.
 
         Returns:
             The output for the base stream, and the up stream or None.
         """
-        # reading is a part of it: accelerate brings offloaded tensors for a forward alone
+        # the gate is read in here, since accelerate brings offloaded tensors for a forward only
         return self.compute(base, self.read(base, up), y, has_w12)
 
     def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute both streams, of what was read of the up stream."""
+        """Compute both streams of a path from a gated up stream; see `forward`."""
         raise NotImplementedError
 
     def read(self, base: Tensor, up: Tensor) -> Tensor:
-        """What the blocks read of an up stream: all of it, or what their gate lets through."""
+        """Return the up stream after the gate of these blocks, if they have one."""
         return through_gate(self, base, up, up)
 
     def add_tensors(self, dtype: str | None, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; none that is empty."""
+        """Add tensors, zero until they are loaded, in `dtype` or in that of the stock weight; skip empty ones."""
         like = next(self.stock.parameters(), torch.empty(()))
-        # a quantised weight may be of whole numbers, and makes no tensors that are not quantised
+        # a quantised weight may be of integers, and cannot make tensors that are not quantised
         stored = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
         kind = getattr(torch, dtype) if dtype else stored
         for name, shape in shapes.items():
@@ -157,9 +172,9 @@ class Blocks(nn.Module):
             self.register_parameter(name, made)
 
     def align(self) -> None:
-        """Let each tensor begin at a cache line; loaders leave it where it lies in a file, at any place.
+        """Move each tensor to the start of a cache line; loaders leave it at its offset in a file.
 
-        On a CPU the product of a matrix and a single row may round by where the matrix begins.
+        On a CPU the rounding of a product of a matrix and one row may depend on that offset.
         """
         for block in self._parameters.values():
             if block is not None:
@@ -169,7 +184,7 @@ class Blocks(nn.Module):
 class LinearBlocks(Blocks):
     """Blocks of a linear (or Conv1D); rows of a block are outputs, in both storage orders.
 
-    In a preservation layer W12 is exactly zero by not existing.
+    A preservation layer has no W12, which makes it exactly zero.
     """
 
     group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_bias": "biases"}
@@ -179,7 +194,7 @@ class LinearBlocks(Blocks):
         self.up_sections = [up for _, up in spec["out_features"]]
 
     def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
-        # each is looked up once: a token at a time, that costs as much as a small product
+        # looked up once, since for a single token a lookup costs as much as a small product
         tensors = self._parameters
         w12, w21, w22, bias = tensors["w12"], tensors["w21"], tensors["w22"], tensors["up_bias"]
         y_up = None
@@ -188,36 +203,20 @@ class LinearBlocks(Blocks):
             y_up = y_up if w22 is None else add_product(y_up, up, w22)
             y_up = y_up if bias is None else y_up + bias.to(y.dtype)
         if has_w12 and w12 is not None:
-            # in place where nothing remembers what it was
+            # in place if autograd needs no old value
             y = (add_new_product if torch.is_grad_enabled() else add_product)(y, up, w12)
         return y, y_up
 
 
-def aligned(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor, contiguous, beginning at the same place of a cache line as `like`.
-
-    On a CPU the product of a matrix and a single row takes its elements in another order where the matrix is aligned
-    otherwise, and then rounds otherwise.
-    """
-    has_memory = not torch.compiler.is_compiling() and tensor.device.type == like.device.type == "cpu"
-    is_same = has_memory and (like.data_ptr() - tensor.data_ptr()) % CACHE_LINE == 0
-    if not has_memory or tensor.dtype != like.dtype or (is_same and tensor.is_contiguous()):
-        return tensor.contiguous()
-    size = tensor.element_size()
-    memory = tensor.new_empty(tensor.numel() + CACHE_LINE // size)
-    start = (like.data_ptr() - memory.data_ptr()) % CACHE_LINE // size
-    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-
-
 class GrownBlocks(LinearBlocks):
-    """Blocks of a grown MLP (Grow, Don't Overwrite, arXiv 2603.08647): what is new begins as copies of the base.
+    """Blocks of a grown MLP (Grow, Don't Overwrite, arXiv 2603.08647), which are initially copies of the base.
 
-        gate, up    y      = W x             a trained copy `w11` (and `bias11`) in place of W where `trains_base`
-                    y_up   = W21 x           W21 begins as W, once for each new copy
-        down        y      = c W x + W12 x_up + b       c = `share`, 1 over the number of copies; W12 begins as c W
+        gate, up    y      = W x             with `trains_base`, a trained copy `w11` (and `bias11`) in place of W
+                    y_up   = W21 x           W21 is initially W, once for each new copy
+        down        y      = c W x + W12 x_up + b       c = `share`, 1 over the number of copies; W12 is initially c W
 
-    Copies are computed by the stock module's own operation, on memory that is aligned as the base's, so that two equal
-    halves are bit for bit those of the base, and halving and adding them rounds nothing.
+    The stock module's own operation computes the copies, on memory that is aligned as the base's. So two equal halves
+    are bit for bit those of the base, and halving and adding them rounds nothing.
     """
 
     group_of = LinearBlocks.group_of | {"w11": "w11", "bias11": "biases"}
@@ -235,12 +234,12 @@ class GrownBlocks(LinearBlocks):
         return y, None if self.w21 is None else self.copied(base, self.w21, self.up_bias, y)
 
     def copied(self, x: Tensor, block: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
-        """What the stock module would compute with this block, whose rows are outputs, and this bias."""
+        """Compute what the stock module would with this block, whose rows are outputs, and this bias."""
         x, bias = x.to(block.dtype), None if bias is None else bias.to(block.dtype)
         if isinstance(self.stock, nn.Linear):
             # some stock classes add the bias in a step of its own
             return twin(self.stock, weight=block, bias=bias).run_stock(x).to(like.dtype)
-        # Conv1D stores (inputs, outputs), and a product reads its operands in the order in which they lie
+        # Conv1D stores (inputs, outputs), and the rounding of a product depends on the strides of its operands
         rows = torch.addmm(bias, x.reshape(-1, x.shape[-1]), aligned(block.t(), self.stock.weight))
         return rows.view(*x.shape[:-1], -1).to(like.dtype)
 
@@ -255,8 +254,8 @@ class GrownBlocks(LinearBlocks):
 class NormBlocks(Blocks):
     """The norm of an up stream, by its own statistics, computed in float32.
 
-    `style` is that of the stock norm: see `normalise`. It adds a bias where the stock norm does. The stock norm may
-    have no gain; that of the up stream has one.
+    `style` is that of the stock norm: see `normalise`. It adds a bias if the stock norm does. It always has a gain,
+    even if the stock norm has none.
     """
 
     group_of = {"up_weight": "norms", "up_bias": "norms"}
@@ -271,17 +270,14 @@ class NormBlocks(Blocks):
 
 
 class EmbeddingBlocks(Blocks):
-    """Added columns of an embedding, which take the same scale as the stock ones where there is one.
-
-    Rows of new tokens have them too.
-    """
+    """Added columns of an embedding, scaled as the stock ones are; rows of new tokens have them too."""
 
     group_of = {"up_weight": "embedding", "new_rows": "new_tokens"}
 
     def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         if self.up_weight is None:
             return y, None
-        # what it reads are token ids, some of which may be of tokens that another expansion adds
+        # `base` are token ids, some of which may be of tokens that another expansion adds
         known, rows = len(self.up_weight), len(self.stock.weight)
         is_other = base >= known if known == rows and self.stock.new_rows is not None else None
         ids = base if is_other is None else base.masked_fill(is_other, 0)
@@ -294,9 +290,9 @@ class EmbeddingBlocks(Blocks):
 
 
 class HeadBlocks(Blocks):
-    """Added columns of the head: logits + head_up x_up, where head_up is `up_weight`, zero at first, never tied.
+    """Added columns of the head: logits + head_up x_up. head_up is `up_weight`, initially zero, and never tied.
 
-    `embedding` has the rows of new tokens where the base's head is tied to it.
+    `embedding` has the rows of new tokens if the base's head is tied to it.
     """
 
     group_of = Blocks.group_of | {"up_weight": "head", "new_rows": "new_tokens"}
@@ -309,7 +305,7 @@ class HeadBlocks(Blocks):
         return rows
 
     def forward(self, base, up, y, has_w12, is_read=False):
-        # paths side by side are read once, without logits, and may be multiplied several times
+        # a router has each path read once, without logits (y is None), and may multiply it several times
         read = up if is_read else self.read(base, up)
         return (None, read) if y is None else self.compute(base, read, y, has_w12)
 
@@ -317,15 +313,15 @@ class HeadBlocks(Blocks):
         if self.up_weight is None:
             return y, None
         known = len(self.up_weight)
-        # in the memory of the logits of the base stream, which are large; those of another's new tokens come after them
+        # in the memory of the base stream's logits, which are large; logits of another's new tokens come after them
         whole = add_product(y if y.shape[-1] == known else y[..., :known], up, self.up_weight)
         return whole if y.shape[-1] == known else torch.cat((whole, y[..., known:]), -1), None
 
 
 class SameBlocks(Blocks):
-    """A module that treats an up stream as a base stream: an activation, or a norm inside each head.
+    """Blocks of a module that treats an up stream as a base stream: an activation, or a norm inside each head.
 
-    Each runs alone: vector and tail lanes of one kernel may round differently.
+    It runs once for each stream, since vector and tail lanes of one kernel may round differently.
     """
 
     def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
@@ -333,7 +329,7 @@ class SameBlocks(Blocks):
 
 
 class PassingBlocks(Blocks):
-    """A module that has no block: it reads the base stream alone, and writes `up_out` zeros beside it.
+    """Blocks of a module that gets none: it reads the base stream alone, with `up_out` zeros beside its output.
 
     So the up stream passes through the residual connection of a layer that was not chosen.
     """
@@ -353,7 +349,7 @@ class DenseBlocks(Blocks):
 
         y = block(x) + W12 h      y_up = V h      h = silu(W21 x + W22 x_up), of `inner` features; V is `up_weight`
 
-    A mixture's router sees the base stream alone. Without `inner` the block only lets the up stream pass.
+    The router of a mixture of experts sees the base stream alone. Without `inner` the up stream only passes.
     """
 
     group_of = Blocks.group_of | {"w12": "w12", "w21": "w21", "w22": "w22", "up_weight": "w22"}
@@ -363,7 +359,7 @@ class DenseBlocks(Blocks):
         self.base_width, self.up_out = spec["base"], spec["up"]
 
     def read(self, base: Tensor, up: Tensor) -> Tensor:
-        """All of it: what W12 reads here is h."""
+        """Return the up stream as it is: the gate acts on h, which W12 reads here."""
         return up
 
     def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:

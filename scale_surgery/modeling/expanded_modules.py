@@ -1,13 +1,13 @@
 """Modules of an expanded model: stock modules through which all chosen paths pass.
 
-A stock module gets a second class, which takes its input apart into streams (see `expanded_paths`), runs the stock
-forward once on each base stream, lets each expansion compute its up stream from that, and puts all of it together.
-Because the stock forward sees the same values in the same shapes as in the base model, its results are the base
-model's, bit for bit. W12 y is added to a base stream that is the expansion's own, and to no other.
+A stock module gets a second class. It splits the input into streams (see `expanded_paths`), runs the stock forward once
+on each base stream, lets each expansion compute its up stream, and joins the results. The stock forward sees the same
+values in the same shapes as in the base model, so its results are the base model's, bit for bit. W12 x_up is added to a
+base stream that belongs to its expansion, and to no other.
 
-The heads of each path attend by themselves, inside the stock forward. The base's heads get the shapes, the strides and
-the alignment that they have in the base model. The stock forward runs on a copy of its module that sees as many heads
-as there are; nothing of the module itself changes.
+Attention is an exception: it runs once, and inside the stock forward the heads of each path attend by themselves. The
+base's heads get the shapes, the strides and the alignment that they have in the base model. The stock forward runs on a
+copy of its module with the number of all heads; the module itself does not change.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from .expanded_releases import CACHES_OF_MODULES
 from .expanded_shapes import shapes_of
 from .expanded_stock import View, twin
 
-# below the largest logit, a logit of probability 0: for what a router adds to it in float32, and where there is none
-# even after a stock model that makes its logits smaller
+# a logit so far below the largest has probability 0: NEAR still lets a router add to it in float32; FAR, without a
+# router, holds even if the stock model scales its logits down afterwards
 NEAR, FAR = 200, 30_000
 
 
 class Layout(NamedTuple):
-    """How the streams of the chosen paths lie in what a module reads."""
+    """The streams of the chosen paths in the input of a module, in their order."""
 
-    # groups of streams in their order; the blocks of each up stream, None if the expansion adds nothing to the module
+    # each group with the blocks of its up streams; None if the expansion adds nothing to the module
     groups: tuple[tuple[Group, tuple[Blocks | None, ...]], ...]
-    up_in: tuple[int | None, ...]  # widths of all streams; None for base streams, which are equally wide
-    widths: dict[int, list[int]]  # widths of all streams by their sum, filled as sums are met
+    up_in: tuple[int | None, ...]  # widths of up streams; None for base streams, which are equally wide
+    widths: dict[int, list[int]]  # memo of `widths_of`
 
     def widths_of(self, width: int) -> list[int]:
-        """Widths of all streams that the module reads, from their sum."""
-        # a token at a time, working them out costs as much as a small product
+        """Return the widths of all streams that the module reads, from their sum."""
+        # for a single token, working them out costs as much as a small product
         return memo(self.widths, width, self._widths_of)
 
     def _widths_of(self, width: int) -> list[int]:
@@ -74,25 +74,25 @@ class ExpandedModule:
     """Mixin before the stock class of a module through which all chosen paths pass.
 
     Attributes:
-        active: What the model runs.
+        active: The active expansions of the model.
         place: Number of its layer; -1 before the first one, and the number of layers after the last.
-        expansions: What each expansion adds to it, by name; those that add nothing are not there.
-        layouts: How streams lie in what it reads, by the paths; None where the stock module runs alone.
-        sections: Widths of the parts of a fused projection; empty where it is none.
+        expansions: Blocks by the name of their expansion; without an entry if it adds nothing to the module.
+        layouts: Layouts of its input by paths; None if the stock module runs alone.
+        sections: Widths of the parts of a fused projection; otherwise empty.
     """
 
     active: ActiveExpansions
     sections: tuple[int, ...] = ()
-    # its input and output lie in memory as in the base model
+    # whether input and output keep the strides that they have in the base model
     keeps_strides = False
     head_axis: int | None = None
 
     def layout(self) -> Layout | None:
-        """The layout of the streams that the module reads now."""
+        """Return the layout of the active paths."""
         return memo(self.layouts, self.active.now().paths, self.make_layout)
 
     def make_layout(self, paths: Paths) -> Layout | None:
-        """The layout of the streams of these paths; None where the stock module runs alone."""
+        """Make the layout of these paths; None if the stock module runs alone."""
         if paths.is_base:
             return None
         groups, up_in = [], []
@@ -104,13 +104,13 @@ class ExpandedModule:
         return None if is_stock else Layout(tuple(groups), tuple(up_in), {})
 
     def run_stock(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock module's own forward."""
+        """Run the stock module's own forward."""
         return super().forward(*args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         layout = self.layout()
         if layout is None:
-            # the last token's features are strided, and torch takes another kernel for them when a weight is frozen
+            # the last token's features are strided, and torch takes another kernel for these if the weight is frozen
             return super().forward(x if self.keeps_strides else dense(x))
         return self.through(super().forward, x, layout)
 
@@ -120,7 +120,7 @@ class ExpandedModule:
         for group, blocks in layout.groups:
             base = next(streams)
             if group.is_fixed and base.requires_grad:
-                # so no gradient has to pass through it
+                # nothing behind it trains, so no gradient has to pass
                 base = base.detach()
             is_copied = group.has_w12 and blocks[0] is not None and blocks[0].replaces_base
             y = None if is_copied else run(base)
@@ -136,16 +136,16 @@ class ExpandedModule:
         return self.join(outputs, layout)
 
     def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
-        """Split streams, each into its own memory: kernels choose their path by the strides of an operand."""
+        """Split streams, each into its own memory, since torch chooses kernels by the strides of an operand."""
         widths = layout.widths_of(x.shape[-1])
         if known := streams_of(x, widths):
             return known
         parts = x.split_with_sizes(widths, dim=-1)
-        # a chunk of a fused projection is strided in the base model too, and must stay so here
+        # a chunk of a fused projection is strided in the base model, and has to stay so
         return parts if self.keeps_strides and not x.is_contiguous() else [aligned_contiguous(part) for part in parts]
 
     def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
-        """Put the results of all paths side by side."""
+        """Join the results of all paths."""
         if self.sections:
             return self.join_sections(outputs, layout)
         return join_streams(*(stream for group in outputs for stream in group if stream is not None))
@@ -161,10 +161,10 @@ class ExpandedModule:
 
 
 class ExpandedLast(ExpandedModule):
-    """The last norm: it puts its groups one after the other along the batch, padded to the same width.
+    """The last norm. It concatenates its groups along the batch, padded to the same width.
 
-    That is the width before the first layer: stock code may have stored it there and expects it here again.
-    `stream_widths` has the width of each up stream by its expansion, and of the base stream by the empty name.
+    That is the width before the first layer, since stock code may have stored it there and expects it here again.
+    `stream_widths` has the widths of up streams by expansion, and of the base stream under the empty name.
     """
 
     def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
@@ -177,24 +177,24 @@ class ExpandedLast(ExpandedModule):
 
 
 class ExpandedActivation(ExpandedModule):
-    """An activation; its input may be strided in the base model too."""
+    """An activation; its input may be strided in the base model."""
 
     keeps_strides = True
 
 
 class ExpandedHeadNorm(ExpandedModule):
-    """A norm inside each head, shared by all heads, which lie along `head_axis`.
+    """A norm inside each head, shared by all heads along `head_axis`.
 
-    The base has `base_heads` of them: heads of keys, where queries pass through it too.
+    The base has `base_heads` of them. If queries and keys share the norm, these are the heads of keys.
     """
 
-    # its output lies in memory as its input does, and attention chooses its path by that
+    # its output has the strides of its input, and attention chooses its kernel by them
     keeps_strides = True
 
     def split(self, x: Tensor, layout: Layout) -> Sequence[Tensor]:
-        # clone() keeps the order of strides, so the base's heads lie in memory as they do in the base model
+        # clone() keeps the order of strides, so the base's heads have those of the base model
         heads = [self.base_heads if width is None else width for width in layout.up_in]
-        # of queries there are more by one factor, in every stream
+        # in every stream there are more heads of queries than of keys, by the same factor
         factor = x.shape[self.head_axis] // sum(heads)
         return [part.clone() for part in x.split([factor * count for count in heads], self.head_axis)]
 
@@ -204,11 +204,11 @@ class ExpandedHeadNorm(ExpandedModule):
 
 
 class ExpandedEmbedding(ExpandedModule):
-    """A module that reads no hidden state, such as an embedding; up streams stand beside its output."""
+    """A module whose input is no hidden state, such as an embedding; up streams come beside its output."""
 
     @property
     def new_rows(self) -> Tensor | None:
-        """Rows of new tokens, or None; every path reads them, as a text may have them whatever is chosen."""
+        """Return the rows of new tokens, or None; every path reads them, since any text may contain new tokens."""
         return next((rows for blocks in self.expansions.values() if (rows := blocks.new_rows) is not None), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -221,9 +221,9 @@ class ExpandedEmbedding(ExpandedModule):
         return torch.cat([y, *(up for up in ups if up is not None)], dim=-1)
 
     def embed(self, ids: Tensor, new: Tensor) -> Tensor:
-        """Embed ids, of which those from the number of stock rows on are of new tokens.
+        """Embed ids; those beyond the stock rows are of new tokens.
 
-        What the stock module does to its rows, such as scaling them, it does to new ones.
+        The stock module's forward embeds both, so it also scales the new rows if it scales its own.
         """
         rows = len(self.weight)
         is_new = ids >= rows
@@ -247,7 +247,7 @@ class ExpandedBlock(ExpandedModule):
             return None
         all_blocks = [added for _, blocks in layout.groups for added in blocks if added is not None]
         if all_blocks:
-            # in a layer that was not chosen, a norm before the block removes the up streams, so fewer streams arrive
+            # in a layer that is not expanded, a norm before the block removes the up streams, so fewer streams arrive
             widths = []
             for _, blocks in layout.groups:
                 ups = (0 if added is None or added.w21 is None else added.up_in for added in blocks)
@@ -262,27 +262,27 @@ class ExpandedBlock(ExpandedModule):
             inputs = kwargs if args else kwargs | {"hidden_states": base}
             outputs.append(self.run_stock(*((base, *args[1:]) if args else ()), **inputs))
             y = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
-            # some blocks lay all tokens in a row
+            # some blocks flatten the batch
             return y if layout is None else y.view(*base.shape[:-1], -1)
 
         hidden = args[0] if args else kwargs["hidden_states"]
         y = run(dense(hidden)) if layout is None else self.through(run, hidden, layout)
-        # further outputs, such as the scores of a mixture's router, are those of the path that runs last
+        # further outputs, such as router scores of a mixture of experts, are those of the last path
         return (y, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else y
 
 
 class WholeHead(NamedTuple):
-    """The head as one matrix [head, head_up] over what the base model gives, [base stream, up stream]."""
+    """The head as one matrix [head, head_up] for the output of the base model, [base stream, up stream]."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class ExpandedHead(ExpandedModule):
-    """The head: it gives the logits of the only path, or what `Context.answer` makes of the features of all paths.
+    """The head. It returns the logits of a single path, or the result of `Context.answer` for features of all paths.
 
-    `softcap` caps logits as the stock model does after the head, where that is too late: see `_run_stock`. Where an
-    expansion adds tokens, their logits come after those of the base's, on every path.
+    `softcap` caps the logits of each path if the stock model would cap them too late: see `_run_stock`. If an expansion
+    adds tokens, their logits come after those of the base, on every path.
     """
 
     softcap: float | None = None
@@ -300,9 +300,9 @@ class ExpandedHead(ExpandedModule):
         return outputs[0][0]
 
     def base_logits(self, base: Tensor, unsplit: Tensor) -> Tensor:
-        """Logits of the base stream, which is contiguous; `unsplit` lies in memory as the base model's features do.
+        """Compute logits of the contiguous base stream; `unsplit` has the strides of the base model's features.
 
-        Features of last tokens alone are strided, and to their product torch adds a bias in a step of its own.
+        Features of last tokens alone are strided, and torch adds a bias to their product in a separate step.
         """
         if self.bias is None or unsplit.is_contiguous():
             logits = self.run_stock(base)
@@ -312,7 +312,7 @@ class ExpandedHead(ExpandedModule):
         return logits if new is None else torch.cat((logits, product(base, new, logits)), -1)
 
     def whole(self, blocks: HeadBlocks) -> WholeHead:
-        """The head of one expansion as one matrix over what the base model gives."""
+        """Return the head of one expansion as one matrix."""
         weight, bias, up = self.weight, self.bias, blocks.up_weight
         if blocks.rows is not None:
             weight = torch.cat((weight, blocks.rows.to(weight.dtype)))
@@ -320,10 +320,10 @@ class ExpandedHead(ExpandedModule):
         return WholeHead(weight if up is None else torch.cat((weight, up.to(weight.dtype)), 1), bias)
 
     def without_new_tokens(self, logits: Tensor, blocks: HeadBlocks | None) -> Tensor:
-        """Logits of a path, in their own memory if they have no gradient; without rows, new tokens get probability 0.
+        """Give new tokens probability 0 on a path without rows for them; in place if the logits have no gradient.
 
-        Their logits are so far below the largest that its exponential in float32 is 0. Infinity would make a divergence
-        NaN, and a router would round away what it adds to the least number.
+        Their logits are so far below the largest that the exponential of the difference is 0 in float32. Infinity would
+        make a divergence NaN, and a router's additions to the lowest number of float32 would be rounded away.
         """
         known = len(self.weight)
         if logits.shape[-1] == known or (blocks is not None and blocks.rows is not None):
@@ -340,13 +340,13 @@ class ExpandedHead(ExpandedModule):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def capped_in_place(self, logits: Tensor) -> Tensor:
-        """Cap logits in their own memory, or in new memory where they have a gradient."""
+        """Cap logits in place, or in new memory if they have a gradient."""
         if self.softcap is None or logits.requires_grad:
             return self.capped(logits)
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
-# kind in config.json: class of the stock module, and what an expansion adds to it
+# kind in config.json: class before that of the stock module, and class of its blocks
 KINDS: dict[str, tuple[type, type]] = {
     "linear": (ExpandedModule, LinearBlocks),
     "grown": (ExpandedModule, GrownBlocks),
@@ -364,12 +364,12 @@ KINDS: dict[str, tuple[type, type]] = {
 
 @cache
 def expanded_class(kind: type, stock: type) -> type:
-    """The class of an expanded module: the stock class with one of KINDS before it."""
+    """Make the class of an expanded module: the stock class with one of KINDS before it."""
     return type(f"{stock.__name__}WithUpStream", (kind, stock), {"__module__": __name__})
 
 
 def stock_class(module: nn.Module) -> Any:
-    """The class that a module had before it was expanded."""
+    """Return the class that a module had before it was expanded."""
     return type(module).__bases__[1] if isinstance(module, ExpandedModule) else type(module)
 
 
@@ -382,7 +382,7 @@ def expand_module(module: nn.Module, kind: str, active: ActiveExpansions, place:
 
 
 def expanded_modules(model: nn.Module) -> Iterator[ExpandedModule]:
-    """Modules through which paths pass."""
+    """Iterate over the modules through which paths pass."""
     return (module for module in model.modules() if isinstance(module, ExpandedModule))
 
 
@@ -406,11 +406,11 @@ class Heads(NamedTuple):
 
 
 def split_heads(states: Tensor, sizes: list[int], parts: tuple[HeadPart, ...], is_eager: bool) -> list[Tensor]:
-    """Split queries, keys or values (b, heads, t, head size) into parts of so many heads.
+    """Split queries, keys or values (b, heads, t, head size) into parts of `sizes` heads.
 
-    Heads of the base get the strides and the alignment that they have in the base model, because matrix kernels
-    choose their path by both. In a cache, where each head lies by itself, nothing needs to be copied for the
-    usual head sizes, except for eager attention, whose batched product would copy them into another order.
+    Heads of the base get the strides and the alignment that they have in the base model, because torch chooses matrix
+    kernels by both. In a cache each head is contiguous, so the usual head sizes need no copy. Exception: the batched
+    product of eager attention would copy them into another order.
     """
     batch, _, rows, size = states.shape
     _, head_stride, row_stride, _ = states.stride()
@@ -420,11 +420,11 @@ def split_heads(states: Tensor, sizes: list[int], parts: tuple[HeadPart, ...], i
     for index, (part, piece) in enumerate(zip(parts, states.split(sizes, dim=1), strict=True)):
         piece = piece.detach() if part.is_detached else piece
         if part.is_base and is_transposed:
-            # a head may be part of a fused projection, at some distance from its start; a graph cannot hold that number
+            # a head of a fused projection has an offset from its start; a graph cannot hold that number
             start = 0 if torch.compiler.is_compiling() else states.storage_offset() % head_stride
             beside = states.new_empty(batch, rows, sizes[index], head_stride)
             piece = beside[..., start : start + size].transpose(1, 2).copy_(piece)
-        # heads of an expansion are aligned alike on one path and on two; where they train, backward stores this copy
+        # heads of an expansion are aligned alike on one path and on two; if they train, backward stores this copy
         elif is_transposed or (is_unaligned and (batch > 1 or index)) or (piece.requires_grad and not part.is_base):
             piece = piece.clone()
         heads.append(piece)
@@ -432,7 +432,7 @@ def split_heads(states: Tensor, sizes: list[int], parts: tuple[HeadPart, ...], i
 
 
 def split_attention(module, query, key, value, attention_mask, **kwargs):
-    """Attention of each part of the heads, one after the other, by the kernel that the model's config names."""
+    """Compute attention of each part of the heads separately, with the kernel that the model's config names."""
     stock = module.stock
     name = stock.config._attn_implementation
     run = stock.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
@@ -453,7 +453,7 @@ ALL_ATTENTION_FUNCTIONS.register(SPLIT_ATTENTION, split_attention)
 
 
 class ExpandedAttention:
-    """Attention of a layer; its stock forward sees the heads of all chosen paths. `expand_attention` sets it up."""
+    """Attention of a layer, whose stock forward sees the heads of all active paths; see `expand_attention`."""
 
     active: ActiveExpansions
 
@@ -464,7 +464,7 @@ class ExpandedAttention:
         return type(self).__bases__[1].forward(self.widened(parts), *args, **kwargs)
 
     def make_parts(self, paths: Paths) -> tuple[HeadPart, ...] | None:
-        """The heads of these paths, in the order in which they lie."""
+        """List the heads of these paths in their order; None if there are only those of the base."""
         parts = []
         for group in paths.groups(self.place):
             parts.append(HeadPart(*self.stock_heads, is_base=True, is_detached=group.is_fixed))
@@ -472,7 +472,7 @@ class ExpandedAttention:
         return None if len(parts) == 1 else tuple(parts)
 
     def widened(self, parts: tuple[HeadPart, ...]) -> nn.Module:
-        """A copy of this module for its stock forward: the same tensors and modules, and the heads of all parts."""
+        """Copy this module for its stock forward, with the same tensors and modules, and the heads of all parts."""
         heads = sum(part.heads for part in parts)
         config = {name: getattr(self.config, name) * heads // self.stock_heads.heads for name in self.config_values}
         values = {name: getattr(self, name) * heads // self.stock_heads.heads for name in self.attributes}
@@ -481,7 +481,7 @@ class ExpandedAttention:
 
 
 def find_eager_attention(module: nn.Module) -> Any:
-    """The eager attention function of a module's file; each file of transformers has one of its own.
+    """Return the eager attention function of a module's file; each file of transformers has its own.
 
     Raises:
         ValueError: If there is none: older releases compute the attention of some models inside the module.
@@ -498,17 +498,17 @@ def find_eager_attention(module: nn.Module) -> Any:
 
 @cache
 def expanded_attention_class(stock: type) -> type:
-    """The class of an attention module that sees the heads of all paths."""
+    """Make the class of an attention module that sees the heads of all paths."""
     return type(f"{stock.__name__}WithHeads", (ExpandedAttention, stock), {"__module__": __name__})
 
 
 def expand_attention(module: nn.Module, facts: dict[str, Any], active: ActiveExpansions, place: int) -> None:
-    """Let the heads of all paths attend in a stock module of attention, in place.
+    """Let the heads of all paths attend in a stock attention module, in place.
 
     Args:
         module: The attention module.
-        facts: `heads`, `kv_heads`, and `attributes` and `config`, whose keys name what says how many there are.
-        active: What the model runs.
+        facts: `heads`, `kv_heads`, and in `attributes` and `config` the names of all numbers that depend on them.
+        active: The active expansions of the model.
         place: Number of its layer.
     """
     if isinstance(module, ExpandedAttention):
@@ -516,22 +516,22 @@ def expand_attention(module: nn.Module, facts: dict[str, Any], active: ActiveExp
     module.eager_attention = find_eager_attention(module)
     module.__class__ = expanded_attention_class(type(module))
     module.active, module.place = active, place
-    module.parts_of = {}  # parts of the heads by the paths; None where all heads are the base's
-    module.stock_heads, module.new_heads = Heads(facts["heads"], facts["kv_heads"]), {}  # new ones by expansion
-    # names of attributes, and of values of its config, that say how many heads there are or how wide all are
+    module.parts_of = {}  # parts of the heads by paths; None if there are only those of the base
+    module.stock_heads, module.new_heads = Heads(facts["heads"], facts["kv_heads"]), {}  # new heads by expansion
+    # names of attributes and of config values that are a number of heads, or the width of all heads
     module.attributes, module.config_values = tuple(facts["attributes"]), tuple(facts["config"])
 
 
-# ---- what an expansion adds to a module
+# ---- blocks of a module
 
 
 def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any]) -> int:
-    """How wide the up stream is that a module reads, in features or heads.
+    """Return the width of the up stream that a module reads, in features or heads.
 
     Args:
-        plan: What config.json says of the expansion.
-        spec: What it says of the module.
-        attention: What it says of the attention of the layer.
+        plan: Entry of the expansion in config.json.
+        spec: Entry of the module there.
+        attention: Entry of the attention of the layer there.
     """
     if "in_features" in spec:
         return spec["in_features"][1]
@@ -547,13 +547,13 @@ def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any])
 
 
 def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Heads:
-    """The heads that an expansion adds to a layer."""
+    """Count the heads that an expansion adds to a layer."""
     kv_heads = plan["widths"]["up_kv_heads"]
     return Heads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
 
 
 def make_blocks(module: nn.Module, plan: dict, spec: dict, attention: dict, w12_groups: list) -> Blocks:
-    """Make what an expansion adds to a module."""
+    """Make the blocks of an expansion for a module."""
     blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
     has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in w12_groups
     rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
