@@ -1,4 +1,4 @@
-"""The mixin before a stock model class: one base, any number of named expansions, and a choice of what runs."""
+"""The mixin before a stock model class: one base, any number of named expansions, and a choice of paths."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
 
 
 class PathChoice(NamedTuple):
-    """What was chosen to run."""
+    """A choice of the paths to run."""
 
-    names: tuple[str, ...] = ()  # expansions that take part; none for the base
-    router: Router | None = None  # what weighs the base and these, or None
-    # the expansion of each row of a batch, None for the base's; empty where all rows are alike
+    names: tuple[str, ...] = ()  # active expansions; none for the base
+    router: Router | None = None  # weighs the base and these expansions
+    # the expansion of each row of a batch, None for the base; empty if all rows run the same path
     rows: tuple[str | None, ...] = ()
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths that run for it."""
+        """Return the chosen paths."""
         if self.router is not None:
             return self.router.paths(self.names)
         return (BASE, *map(Path, self.names)) if self.rows or not self.names else (Path(self.names[0]),)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a KV cache belongs to."""
+        """Return the key under which a KV cache is valid."""
         return self.names, bool(self.rows), self.router
 
 
 class ExpandedPreTrainedModel(StrictlyLoaded):
     """Mixin before a stock model class: several expansions of it, each under its name.
 
-    `config.scale_surgery` says of the base through what its paths pass, of each expansion what it adds where, and how
-    a router weighs them.
+    `config.scale_surgery` has the base's modules through which paths pass, the additions of each expansion, and the
+    router. See `configuration_scale`.
     """
 
-    # set where the model was put around one that was quantised
+    # set if a quantised base was expanded in memory
     is_base_quantised = False
 
     def __init__(self, config, *args, **kwargs):
@@ -84,12 +84,12 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         self.freeze_base()
 
     def let_paths_through(self) -> None:
-        """Let paths pass through the modules of a stock model; it has no expansion yet."""
+        """Let paths pass through the modules of a stock model, which has no expansion yet."""
         facts = self.config.scale_surgery["base"]
         self.facts, self.plans = facts, {}
         self.with_new_tokens = ""  # the expansion that adds tokens, if there is one
-        # of the base stream, by the empty name, and of the up stream of each expansion; before the first layer, some
-        # have not entered
+        # of the base stream, under the empty name, and of the up stream of each expansion; before the first layer, some
+        # up streams have not entered
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
         self.known_paths: dict[tuple[Path, ...], Paths] = {}
         self.known_forks: dict[Paths, list[Fork | None]] = {}
@@ -125,13 +125,13 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return module
 
     def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
-        """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
+        """Add an expansion and choose it; its tensors are zero until they are loaded.
 
-        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+        A router of the config is removed, since its numbers are for fewer paths.
 
         Args:
             name: Its name.
-            plan: What config.json says of it.
+            plan: Its entry in config.json.
 
         Raises:
             ValueError: If the model has an expansion of that name.
@@ -176,13 +176,13 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
         if plan["dtype"] == "float32":
-            # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
-            # the stock class keeps
+            # new tensors stay in float32 if the base is loaded in half precision, as do those that the stock class
+            # keeps
             in_float32 = self._keep_in_fp32_modules_strict or ()
             self._keep_in_fp32_modules_strict = {*in_float32, f"expansions.{name}"}
 
     def _read_vocabulary(self) -> None:
-        """Take the number of tokens from the config where a stock class keeps it, for its loss."""
+        """Update the number of tokens in a stock class that stores it for its loss."""
         if "vocab_size" in vars(self):
             self.vocab_size = self.config.get_text_config(decoder=True).vocab_size
 
@@ -191,7 +191,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         module.expansions[name] = make_blocks(module, plan, spec, attention, w12_groups)
 
     def _forget(self) -> None:
-        """Clear what was stored of streams: an expansion comes, or goes."""
+        """Clear all memos of streams, since an expansion was added or deleted."""
         self.known_paths.clear()
         self.known_forks.clear()
         for module in expanded_modules(self):
@@ -200,27 +200,27 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             if isinstance(module, ExpandedAttention):
                 module.parts_of.clear()
 
-    # ---- what runs
+    # ---- choice of paths
 
     @property
     def expansions(self) -> list[str]:
-        """Names of the expansions, in the order in which they came."""
+        """Return the names of the expansions, in the order in which they were added."""
         return list(self.plans)
 
     @property
     def choice(self) -> PathChoice:
-        """What runs now, in this thread."""
+        """Return the choice of this thread."""
         chosen: PathChoice = self.active.now().choice
         return chosen
 
     @property
     def active_expansion(self) -> str | list[str] | None:
-        """What was chosen: a name, a list that is mixed, or None for the base."""
+        """Return the chosen name, the list of names that a router mixes, or None for the base."""
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
     def find_paths(self, paths: tuple[Path, ...]) -> Paths:
-        """The streams of these paths side by side."""
+        """Return the object for these paths; equal paths give the same object."""
         if paths not in self.known_paths:
             w12_layers = {name: plan["collaborative"]["layers"] for name, plan in self.plans.items()}
             first_w12_layers = {name: min(layers, default=None) for name, layers in w12_layers.items()}
@@ -228,18 +228,18 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return self.known_paths[paths]
 
     def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
-        """Choose what the model is from now on, in all threads.
+        """Choose the active expansions for all threads.
 
-        A KV cache belongs to the choice under which it was filled.
+        A KV cache is valid only under the choice that filled it.
 
         Args:
-            names: A name: the base with that expansion. None: the base. A list: the base and these, which a router
-                mixes.
-            router: Settings of the router: by default the posterior one, all paths weighing the same at first.
+            names: A name for the base with that expansion, None for the base, or a list for a router's mixture of the
+                base and these expansions.
+            router: Settings of the router; by default the posterior one with equal initial weights.
 
         Raises:
-            ValueError: If there is no such expansion, a name stands twice in a list, several cannot run side by side
-                on this architecture, or a setting is out of range.
+            ValueError: If there is no such expansion, a list has a name twice, several expansions cannot run side by
+                side on this architecture, or a setting is out of range.
         """
         self._set_choice(self.make_choice(names, **router))
 
@@ -250,7 +250,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return Context(self.find_paths(choice.paths), choice)
 
     def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> PathChoice:
-        """What `set_expansion` chooses."""
+        """Make the choice for `set_expansion`; see there."""
         if names is None or isinstance(names, str):
             if router:
                 raise ValueError(
@@ -268,7 +268,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return self.active.within(self._context(choice))
 
     def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
-        """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
+        """Choose as `set_expansion` does, for this thread inside a `with` block."""
         return self.use_choice(self.make_choice(names, **router))
 
     def expansion_disabled(self) -> AbstractContextManager[None]:
@@ -276,9 +276,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return self.use_choice(PathChoice())
 
     def whole_choice(self) -> PathChoice:
-        """What runs when the model is loaded: its only expansion, or all that its router weighs.
+        """Make the choice of a freshly loaded model: its only expansion, or all expansions with its router.
 
-        Without a head there is nothing to route: of several expansions it is the base, until one is chosen.
+        Exception: without a head nothing can be routed, so with several expansions it is the base.
         """
         names, router = self.expansions, self.config.scale_surgery.get("router")
         has_head = self.get_output_embeddings() is not None
@@ -288,12 +288,12 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return PathChoice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
-        """Run what the model was loaded for, or its base alone."""
+        """Run the choice of a freshly loaded model, or its base alone."""
         self._set_choice(self.whole_choice() if is_enabled else PathChoice())
 
     @property
     def is_expansion_enabled(self) -> bool:
-        """Whether an expansion takes part in a forward."""
+        """Return whether an expansion is active."""
         return bool(self.choice.names)
 
     def enable_routing(self, is_enabled: bool = True) -> None:
@@ -302,7 +302,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
     @property
     def is_routing_enabled(self) -> bool:
-        """Whether several paths run, and a router makes the logits."""
+        """Return whether a router makes the logits from several paths."""
         return self.choice.router is not None
 
     def routing_enabled(self) -> AbstractContextManager[None]:
@@ -329,7 +329,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return self.expansions[0]
 
     def delete_expansion(self, name: str) -> None:
-        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
+        """Delete an expansion and the config's router; if it was chosen, the base is chosen from then on."""
         self._known([name])
         if (context := self.active.thread.context) is not None and name in context.choice.names:
             raise ValueError(
@@ -354,7 +354,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         self._set_choice(PathChoice() if name in before.names else before)
 
     def _known(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Names of a request, refused where one is unknown or stands twice."""
+        """Return names as a tuple; refuse unknown and repeated ones."""
         known = tuple(names)
         problems = [unknown_name(name, self.expansions) for name in known if name not in self.plans]
         twice = [name for name in dict.fromkeys(known) if known.count(name) > 1]
@@ -364,7 +364,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return known
 
     def _check_beside(self, names: tuple[str, ...]) -> None:
-        """Refuse what cannot run side by side."""
+        """Refuse expansions that cannot run side by side."""
         problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
         if not names:
             problems = ["A list of no names: expected at least one. None gives the base."]
@@ -374,7 +374,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             raise ValueError("\n".join(problems))
 
     def choice_of_rows(self, names: Sequence[str | None]) -> PathChoice:
-        """A choice for each row of a batch."""
+        """Make a choice of one expansion for each row of a batch."""
         if isinstance(names, str):
             raise ValueError(f"expansion_names: is {names!r}, expected a list, a name or None for each row.")
         self._known(list({name for name in names if name is not None}))
@@ -387,7 +387,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     # ---- a forward
 
     def run(self, **inputs: Any) -> Any:
-        """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        """Run the active expansions; `expansion_names` overrides them for each row of the batch."""
         refuse_adapter_names(inputs, A_NAME_A_ROW)
         rows = inputs.pop("expansion_names", None)
         if rows is not None:
@@ -396,7 +396,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
                 raise number_of_names(len(rows), len(read))
             with self.use_choice(choice):
                 return self._run(inputs)
-        # whatever another thread chooses for the model meanwhile, this forward ends as it began
+        # this forward keeps its context even if another thread chooses for the model meanwhile
         with self.active.within(self.active.now()):
             return self._run(inputs)
 
@@ -411,15 +411,15 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return output
 
     def _lacks_new_tokens(self, choice: PathChoice) -> bool:
-        """Whether the head has tokens that what was chosen does not know."""
+        """Return whether the head has tokens of an expansion that is not active."""
         has_head = super().get_output_embeddings() is not None
         return has_head and self.with_new_tokens != "" and self.with_new_tokens not in choice.names
 
     def _run_stock(self, inputs: dict[str, Any]) -> Any:
         """Run the stock forward, which caps the logits of some models after the head.
 
-        That is too late where the head gives what is made of several paths: then it caps the logits of each itself, and
-        the stock forward sees a config without the cap.
+        That is too late if the head combines several paths. Then the head caps the logits of each path itself, and the
+        stock forward sees a config without the cap.
         """
         self._check_width(inputs.get("inputs_embeds"))
         stock, key = super().forward, self.facts["softcap_key"]
@@ -428,7 +428,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return stock.__func__(twin(self, config=without(self.config, key)), **inputs)
 
     def _check_width(self, embeddings: Tensor | None) -> None:
-        """Refuse embeddings of another width than those that the model makes of token ids for these paths."""
+        """Refuse embeddings of another width than the model's own for the active paths."""
         width = sum(width for _, width in self.streams_after(self.active.now().paths, -1))
         if embeddings is not None and embeddings.shape[-1] != width:
             raise ValueError(
@@ -437,7 +437,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             )
 
     def _run_beside(self, inputs: dict[str, Any]) -> Any:
-        """Run several paths side by side, and make one set of logits of them."""
+        """Run several paths side by side, and combine their logits."""
         router, choice = self.choice.router, self.choice
         keep, reads_tokens = inputs.pop("logits_to_keep", 0), router is not None and router.reads_tokens
         context = RouterContext.of(inputs, keep, reads_tokens=reads_tokens, is_training=self.training)
@@ -456,13 +456,13 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
     @contextmanager
     def answering(self, answer: Callable[[Features], Tensor], paths: tuple[Path, ...] = ()) -> Iterator[None]:
-        """Let this thread's head give what `answer` makes of the features of all paths, inside a `with` block.
+        """Let the head of this thread return the result of `answer` inside a `with` block.
 
         Args:
-            answer: Makes what the head gives out, such as logits of one path.
+            answer: Makes the output of the head, such as logits, from the features of all paths.
             paths: Paths that run; by default those of the choice.
         """
-        # the head itself, not the one matrix that this class gives to a replaced forward
+        # the head itself, not the matrix that `get_output_embeddings` returns to a replaced forward
         head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
@@ -477,11 +477,11 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return self.choice.router
 
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of the base and of each expansion that was chosen, each alone and (b, t, v), whatever weighs them.
+        """Compute the logits of the base and of each active expansion separately, each (b, t, v), without a router.
 
         Args:
             input_ids: Token ids (b, t).
-            inputs: attention_mask and position_ids, where there are any.
+            inputs: attention_mask and position_ids, if any.
         """
         names, logits = self.choice.names, list[Tensor]()
         if names:
@@ -497,11 +497,11 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
     @torch.no_grad()
     def score_tokens(self, input_ids: Tensor, **inputs: Any) -> TokenScores:
-        """Log-probability of each token but the first on each path, and how it was routed.
+        """Compute the log-probability of each token but the first on each path, and its routing weights.
 
         Args:
             input_ids: Token ids (b, t).
-            inputs: attention_mask and position_ids, where there are any.
+            inputs: attention_mask and position_ids, if any.
         """
         router, scores = self._find_router(), []
         inputs = {"input_ids": input_ids, "use_cache": False, **inputs}
@@ -517,7 +517,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return scores[0]
 
     def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
-        """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        """Generate as transformers does; `expansion_names` has an expansion for each row, or None for the base."""
         refuse_adapter_names(options, A_NAME_A_ROW)
         if expansion_names is None:
             return super().generate(*args, **options)
@@ -529,10 +529,10 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             return super().generate(*args, **options)
 
     def _get_static_cache_init_shape(self) -> None:
-        """No shape for all layers: those with new heads keep more, so each begins with what it is given."""
+        """Return no common shape: layers with new heads need more, so each takes the shape of its first states."""
 
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
-        """As transformers; what a backward pass computes again runs the paths that ran the first time."""
+        """Enable checkpointing as transformers does; the second forward runs the paths of the first."""
         checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
 
         def checkpoint_in_context(function: Any, *args: Any, **inputs: Any) -> Any:
@@ -545,7 +545,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Run the model, and mark this thread while a replaced forward runs: see `get_output_embeddings`.
 
-        Hooks of accelerate replace it too, and call the model's own, which asks its class for the head.
+        Hooks of accelerate also replace the forward. They call the model's own, which uses the head itself.
         """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
@@ -557,10 +557,10 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             thread.is_replaced = before
 
     def get_output_embeddings(self) -> Any:
-        """The head; for a forward that replaces the model's, one matrix over both streams.
+        """Return the head; inside a forward that replaces the model's, return one matrix over both streams.
 
-        Stock forwards do not ask for it. The trainers of TRL multiply what the base model gives by its weight, to have
-        no logits of a whole batch in memory.
+        Stock forwards do not call this. The trainers of TRL replace the forward and multiply the base model's output by
+        the weight of the head, to avoid the logits of a whole batch in memory.
         """
         head = super().get_output_embeddings()
         if not (hasattr(self, "active") and self.active.thread.is_replaced):
@@ -576,14 +576,14 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     # ---- hidden states
 
     def _make_forks(self, paths: Paths) -> list[Fork | None]:
-        """How the hidden state changes before each layer."""
+        """Make the fork before each layer; None if the streams do not change there."""
         return [
             fork_before(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
             for layer in range(self.layer_count)
         ]
 
     def _rearrange(self, index: int, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A hook before a layer, so that no stock forward is touched: streams enter and part."""
+        """Fork streams in a hook before a layer, so that no stock forward is changed."""
         change = memo(self.known_forks, self.active.now().paths, self._make_forks)[index]
         if change is None:
             return None
@@ -592,9 +592,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
     def _widen(self, base_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A hook before the base model: what stock code adds between layers goes to each base stream.
+        """Widen features that stock code adds between layers, in a hook before the base model.
 
-        Models that see images may add features of them once more after each of the first layers, or before some.
+        Only base streams get them. Models that see images may add features of the images again between layers.
         """
         paths = self.active.now().paths
         if paths.is_base:
@@ -608,7 +608,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return args, wide_features(kwargs, wide)
 
     def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
-        """The streams that leave a layer: whether each is a base stream, and its width."""
+        """List the streams after a layer: whether each is a base stream, and its width."""
         widths = self.entering_widths if layer == -1 else self.stream_widths
         return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
 
@@ -616,10 +616,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Load as `StrictlyLoaded` does, and choose what runs.
+        """Load as `StrictlyLoaded` does, and choose the active expansions.
 
-        `expansion_enabled=False` gives the base model, `routing_enabled=False` the only expansion alone: see
-        `set_expansion`.
+        `expansion_enabled=False` runs the base model, `routing_enabled=False` the only expansion without the router.
         """
         is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
         loaded = super().from_pretrained(*args, **kwargs)
@@ -632,30 +631,30 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return loaded
 
     def expansion_blocks(self) -> list[Blocks]:
-        """The blocks of all expansions."""
+        """List the blocks of all expansions."""
         return [module for module in self.modules() if isinstance(module, Blocks)]
 
     def freeze_base(self) -> None:
-        """Let the tensors of the expansions train, and nothing else."""
+        """Let only the tensors of the expansions train."""
         super().freeze_base()
         for blocks in self.expansion_blocks():
             for parameter in blocks.parameters():
                 parameter.requires_grad_(True)
 
     def align(self) -> None:
-        """Align blocks in memory as the base's weights are."""
+        """Align blocks in memory as the base's weights are; see `Blocks.align`."""
         for blocks in self.expansion_blocks():
             blocks.align()
 
     def expansion_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """The tensors of all expansions, frozen ones too: name, group, and the tensor itself."""
+        """Iterate over the tensors of all expansions, frozen ones too: name, group, tensor."""
         for path, blocks in self.named_modules():
             if isinstance(blocks, Blocks):
                 for name, parameter in blocks.named_parameters():
                     yield f"{path}.{name}", blocks.group_of[name], parameter
 
     def trainable_parameters(self) -> dict[str, dict[str, int]]:
-        """Count what trains: for each expansion, parameters by group."""
+        """Count the parameters that train, by expansion and group."""
         counts: dict[str, dict[str, int]] = {name: {} for name in self.expansions}
         for name, group, parameter in self.expansion_parameters():
             row = counts[name.rpartition(".expansions.")[2].partition(".")[0]]
@@ -663,7 +662,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return counts
 
     def print_trainable_parameters(self) -> None:
-        """Print what trains as a table: a row an expansion, a column a group."""
+        """Print the number of parameters that train, with a row per expansion and a column per group."""
         counts = self.trainable_parameters()
         groups = sorted({group for row in counts.values() for group in row})
         width = max([10, *(len(name) + 1 for name in counts)])
@@ -675,21 +674,24 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         print(f"trains {trained:,} of {total:,} parameters ({trained / total:.2%})")
 
     def save_pretrained(self, *args, **options):
-        """As transformers; on a quantised base the tensors of expansions alone: the base's are not its files'."""
+        """Save as transformers does; on a quantised base, save only the tensors of expansions.
+
+        The quantised tensors are not those of the base's files.
+        """
         if self.is_base_quantised:
             tensors = options.get("state_dict") or self.state_dict()
             options["state_dict"] = {name: tensor for name, tensor in tensors.items() if ".expansions." in name}
         super().save_pretrained(*args, **options)
 
     def resize_token_embeddings(self, *args, **kwargs):
-        """Refuse: embedding and head have an up part that stock code does not resize."""
+        """Refuse, since stock code would not resize the up parts of embedding and head."""
         raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
 
     @torch.no_grad()
     def initialize_weights(self):
-        """Initialise as the stock model does; expansion tensors that no file gave are zero.
+        """Initialise as the stock model does; expansion tensors that no file has stay zero.
 
-        transformers lets the stock base model initialise its own modules, and it knows no expansion tensors.
+        transformers initialises the modules of the base model by its stock class, which knows no expansion tensors.
         """
         missing = [
             parameter
@@ -704,7 +706,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
 
 def logits_of_rows(features: Features, choice: PathChoice) -> Tensor:
-    """Logits of the path that each row chose, or of the only one; beams of one row lie one after the other."""
+    """Compute the logits of the path of each row, or of a single path; beams of one row are adjacent."""
     if not choice.rows:
         return features.logits()[0]
     batch, rows = len(features.bases[0]), len(choice.rows)
@@ -717,7 +719,7 @@ def logits_of_rows(features: Features, choice: PathChoice) -> Tensor:
 
 @contextmanager
 def stock_values(config: Any) -> Iterator[None]:
-    """Give the config of a language model the base's values inside a `with` block, where others stand in it."""
+    """Put the base's own values into the config of a language model inside a `with` block."""
     text, values = config.get_text_config(decoder=True), config.scale_surgery.get("stock", {})
     wide = {key: getattr(text, key) for key in values}
     set_values(config, values)
@@ -735,9 +737,9 @@ def set_values(config: Any, values: dict[str, Any]) -> None:
 
 
 def check_cache(cache: Cache | None, choice: PathChoice) -> None:
-    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values.
+    """Refuse a KV cache that was filled under another choice, since it holds other heads or values.
 
-    One that another model filled may fit where a single path runs, and never where several do.
+    Exception: a cache that another model filled is taken for a single path.
     """
     past = count_tokens(cache)
     if past and getattr(cache, "expansion_choice", choice.key if len(choice.paths) == 1 else None) != choice.key:
@@ -749,7 +751,7 @@ def check_cache(cache: Cache | None, choice: PathChoice) -> None:
 
 
 def without(config: Any, key: str) -> View:
-    """A view of a config in which one value of the language model is None."""
+    """Make a view of a config in which one value of the language model is None."""
     text = config.get_text_config(decoder=True)
     part = View(text, {key: None})
     replaced = {name: part for name, value in vars(config).items() if value is text}
@@ -759,18 +761,18 @@ def without(config: Any, key: str) -> View:
 
 
 def number_of_names(names: int, rows: int) -> ValueError:
-    """The error for names that are not as many as rows."""
+    """Make the error for a number of names that is not the number of rows."""
     return ValueError(f"expansion_names: {names} names for {rows} rows, expected one for each, None for the base.")
 
 
 def unknown_name(name: Any, known: list[str]) -> str:
-    """The problem of a name that no expansion has, with the nearest names or all."""
+    """Describe the problem of a name that no expansion has, with the nearest names or all."""
     near = get_close_matches(str(name), known, 3, 0.5) or known[:MOST_NAMED]
     return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
 
 
 def separate(layers: nn.Module) -> None:
-    """Copy activations that several layers share: paths may pass through one layer and not through another."""
+    """Copy activations that several layers share, since each layer has a layout of its own."""
     seen: set[nn.Module] = set()
     for name, module in list(layers.named_modules(remove_duplicate=False)):
         if module in seen and not (module._modules or module._parameters or module._buffers):
@@ -780,13 +782,13 @@ def separate(layers: nn.Module) -> None:
 
 
 def refuse_adapter_names(inputs: dict[str, Any], instead: str) -> None:
-    """Refuse PEFT's name for what each row runs: stock code would take it and do nothing."""
+    """Refuse PEFT's name for `expansion_names`, which stock code would accept and ignore."""
     if "adapter_names" in inputs:
         raise ValueError(f"adapter_names: is PEFT's, and this model has expansions. {instead}")
 
 
 def refusing(name: str) -> Any:
-    """A method in place of one of transformers' adapters, which know nothing of expansions."""
+    """Make a method that replaces one of transformers' adapter methods, which know nothing of expansions."""
 
     def refuse(self: Any, *args: Any, **options: Any) -> None:
         """Refuse: adapters of transformers know nothing of expansions."""

@@ -2,7 +2,15 @@
 
 `ScaleQwen3ForCausalLM` is made of `Qwen3ForCausalLM`. Where a model type uses the class of another, as InternLM3 uses
 Llama's, the name says so: `ScaleLlamaForCausalLM_of_InternLM3Config`. The files beside this one travel with the
-checkpoint. They open no file, and need only torch and transformers.
+checkpoint. They open no file, and need only torch and transformers:
+
+    configuration_scale   the key of config.json that describes base, expansions and router
+    expanded_model        the model: choice of paths, forward, loading, saving
+    expanded_paths        paths, their streams, and the active expansions of a thread
+    expanded_modules      stock modules through which paths pass, attention included
+    expanded_blocks       tensors of an expansion, and products with them; expanded_shapes: their names and shapes
+    expanded_routers      routers and their numbers; expanded_routing: their arithmetic and state
+    expanded_stock        stock classes; expanded_releases: names that differ between releases of transformers
 
 What happens to a token
 -----------------------
@@ -58,15 +66,15 @@ from .expanded_stock import find_stock_model, make_model_class
 
 
 def model_of(stock: type, stock_config: type, module: str = "") -> type:
-    """The expanded form of a stock model; it reads the names on disk that the stock model reads.
+    """Make the expanded form of a stock model class; it reads the names on disk that the stock model reads.
 
     Args:
         stock: Stock model class.
         stock_config: Configuration class of the base model.
-        module: Where the class is found if not here, and that of its configuration.
+        module: Module of the class if not this one, and of its configuration.
 
     Returns:
-        The class. One without a head gives hidden states, [base stream, up stream].
+        The class. A model without a head returns hidden states, [base stream, up stream].
     """
     return _make_model(stock, stock_config, config_of(stock_config, module), module or __name__)
 
@@ -75,7 +83,7 @@ def model_of(stock: type, stock_config: type, module: str = "") -> type:
 def _make_model(stock: Any, stock_config: type, config: type, module: str) -> type:
     names = list(signature(stock.forward).parameters)[1:]
 
-    # with the signature of the stock model, from which others learn what it takes
+    # with the signature of the stock model, which transformers and trainers inspect
     @wraps(stock.forward)
     def forward(self, *args, **inputs):
         inputs = dict(**dict(zip(names[: len(args)], args, strict=True)), **inputs)
