@@ -15,7 +15,7 @@ serve it. Modules that need more than another size get a small class before the 
 With a cosine router, two paths run side by side from the first layer with W12 on: [p, p_up | a, a_up]. Their heads
 attend in one call. A linear becomes two (`PathLinear`), of base streams and of up streams, since W12 acts on the second
 path alone. The last norm decides (`Deciding`): with G = [W b]'[W b] of the base's head, the cosine of the logits of p
-and a is p'Ga / sqrt(p'Gp a'Ga). Logits are linear in the output of the norm, so the mean of features gives the mean of logits.
+and a is p'Ga / sqrt(p'Gp a'Ga). The mean of features gives the mean of logits, which are linear in them.
 
 A linear that reads its up stream through a gate also becomes two, and so do its neighbours, since servers treat modules
 of one class alike. The gate of the head is in the last norm.
